@@ -13,7 +13,7 @@ from pshard.planner.explain import BINDS
 from pshard.planner.make_plan import RoughPlan, plan_roughly, plan_variant
 from pshard.planner.prepare_ranks import may_choose_apart, price_tiers
 from pshard.planner.price.draft import tier_steps
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.workload import Split, Workload, binding_limits
@@ -44,7 +44,7 @@ def plan_mode(
     `tensor_split` for both splits unless `auto_ratios`. Raises NoPlan when nothing fits, UserError as `plan_variant`
     does.
     """
-    tables, made, ways = Tables(profile), [], []
+    tables, made, ways = find_tables(profile), [], []
     refused: NoPlan | None = None
     drafts: list[tuple[RoughPlan, tuple[Considered, ...]]] = []
     for way, draft in _ways(spec, profile, workload, auto_ratios, time_limit / 4):

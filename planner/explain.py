@@ -9,7 +9,7 @@ from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.page_locks import stage_by
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.simulate import simulate_ranks
 from pshard.steps.step import (
     AllReduce,
@@ -70,7 +70,7 @@ def explain_gains(
 def double_link(profile: MachineProfile) -> MachineProfile:
     """The same machine with copies in half the time, as far as host memory can read: beside CPU kernels copies have up
     to half of its rate, and the kernels what is left."""
-    both, most = profile.contention, Tables(profile).shared_rate
+    both, most = profile.contention, find_tables(profile).shared_rate
     copies = tuple(replace(c, seconds=max(c.seconds / 2, min(c.seconds, c.nbytes / most))) for c in profile.copies)
     link = max(both.link_with_cpu, min(2 * both.link_with_cpu, most / 2))
     faster = replace(
@@ -92,7 +92,7 @@ def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Varian
     """The simulated steps of every tier on the first rank, for `pshard-report` to draw."""
     spec, w = under_plan(spec, variant), variant.workload
     tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
-    tasks = price_tiers(spec, Tables(profile, variant.correction), w, tiers)
+    tasks = price_tiers(spec, find_tables(profile, variant.correction), w, tiers)
     timelines = []
     priced = [stage_by(rank, task.costs) for task, rank in zip(tasks, variant.ranks)]
     for i, tier in enumerate(variant.ranks[0].tiers):

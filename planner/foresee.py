@@ -5,9 +5,10 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, has_experts, list_strategies
 from pshard.routing.record import RoutingRecord
-from pshard.times.outlook import Forecast, Outlook
+from pshard.times.outlook import Forecast, LeftOut, Outlook
 from pshard.times.predicted_times import decode_rate, first_token_seconds, round_seconds
 from pshard.workload import Workload
 
@@ -20,17 +21,22 @@ def foresee_strategies(
     record: RoutingRecord | None = None,
 ) -> Outlook:
     """What the variant and each published strategy are predicted to reach for the workload, by the variant's costs.
-    record: of which experts texts use."""
-    found = []
+    record: of which experts texts use. Raises UserError as `prepare_ranks` does."""
+    found, left_out, tasks = (
+        list[Forecast](),
+        list[LeftOut](),
+        prepare_ranks(spec, profile, workload, variant.correction),
+    )
     for name in (*list_strategies(spec), *((EXPERT_LRU,) if has_experts(spec) else ()), PER_TIER):
         try:
-            found.append(_forecast(name, plan_baseline(name, spec, profile, workload, variant.correction, record)))
-        except UserError:  # it does not fit, or is not for several devices
-            continue
+            published = plan_baseline(name, spec, profile, workload, variant.correction, record, tasks)
+            found.append(_forecast(name, published))
+        except UserError as error:  # it does not fit, or is not for several devices
+            left_out.append(LeftOut(name, str(error)))
     found.sort(key=lambda forecast: forecast.round_seconds)
     machine = f"{profile.accelerators[0].name} ({profile.provenance.source})"
     own = _forecast("ilp", variant)
-    return Outlook(spec.name, machine, workload.vram_mib, variant.terms, (own, *found))
+    return Outlook(spec.name, machine, workload.vram_mib, variant.terms, (own, *found), tuple(left_out))
 
 
 def _forecast(name: str, variant: Variant) -> Forecast:

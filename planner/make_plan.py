@@ -15,12 +15,19 @@ from pshard.planner.join_ranks import join_ranks, joint_seconds
 from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.draft import Room, predict_tier
 from pshard.planner.price.page_locks import locked, stage_by
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.published.per_tier import place_per_tier
 from pshard.planner.published.rivals import fastest_rival
-from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, check_strategy, list_strategies
+from pshard.planner.published.strategies import (
+    EXPERT_LRU,
+    HOT_EXPERTS,
+    PER_TIER,
+    check_strategy,
+    find_left_out,
+    list_strategies,
+)
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.slot_promises import fill_pools, list_pools
 from pshard.planner.search.anneal import refine_candidate
@@ -71,7 +78,7 @@ def _or_unrecorded(spec: ModelSpec, profile: MachineProfile, variant: Variant, t
     the search tries few ways to divide a layer, and a record must make no plan slower."""
     alike = plan_variant(order_experts(spec, None), profile, variant.workload, time_limit, variant.correction)
     tiers = tuple(tier.tokens for tier in alike.ranks[0].tiers)
-    (task,) = price_tiers(spec, Tables(profile, variant.correction), alike.workload, tiers)
+    (task,) = price_tiers(spec, find_tables(profile, variant.correction), alike.workload, tiers)
     alike = predict_again(alike, task)
     return alike if round_seconds(alike) < round_seconds(variant) else variant
 
@@ -126,18 +133,20 @@ def plan_baseline(
     workload: Workload,
     correction: Correction = NOTHING_LEARNT,
     record: RoutingRecord | None = None,
+    tasks: tuple[RankTask, ...] = (),
 ) -> Variant:
     """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
-    record: by which slots for experts are priced; None: all experts are used alike. Raises UserError when the name is
-    unknown, the strategy does not fit the budget, is for one device, or for models with experts.
+    record: by which slots for experts are priced; None: all experts are used alike. tasks: what `prepare_ranks` gives,
+    of who asks for several strategies. Raises UserError when the name is unknown, the strategy does not fit the
+    budget, is for one device, or for models with experts.
     """
     check_strategy(name, spec)
     if name in (PER_TIER, EXPERT_LRU) and len(workload.vram_mib) > 1:
         raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
+    tasks = tasks or prepare_ranks(spec, profile, workload, correction)
     if name == EXPERT_LRU:
-        spec = _add_slots(spec, prepare_ranks(spec, profile, workload, correction)[0], record)
-    tasks = prepare_ranks(spec, profile, workload, correction)
+        tasks = prepare_ranks(_add_slots(spec, tasks[0], record), profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
@@ -147,6 +156,11 @@ def plan_baseline(
             raise NoPlan(
                 f"strategy {name!r} has the GPU read experts in page-locked memory, and the system lets {mib} MiB be "
                 "locked; raise that limit or --vram, or choose another strategy"
+            )
+        if name == HOT_EXPERTS and (without := find_left_out(candidate.tiers[0], task.room.spec)):
+            raise NoPlan(
+                f"strategy {name!r} has no room in {task.budget_mib} MiB for one expert of each layer ({without[0]} "
+                "would have none in VRAM); raise --vram, or choose 'cpu-moe', which has none there"
             )
     placed = [c for c in chosen if c]
     needed = any(

@@ -13,7 +13,7 @@ from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.draft import Room, rank_room
 from pshard.planner.price.host_limits import explain_shortage, holds, host_fits, share_host
 from pshard.planner.price.page_locks import guess_staged, locked
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import TierCosts, tier_costs
 from pshard.planner.price.tier_loads import raise_weights, tier_loads
 from pshard.planner.program.bounds import bound_seconds, rough_bound
@@ -40,7 +40,7 @@ def prepare_ranks(
     check_kv_types(spec.config, workload.type_k, workload.type_v)
     if workload.split_mode == "tensor":
         _check_cut(spec, profile, workload)
-    tables = Tables(profile, correction)
+    tables = find_tables(profile, correction)
     tiers = fitting_tiers(cut_ranks(spec, split_of(workload)), workload, tables)
     tasks = price_roughly(spec, tables, workload, tiers)
     return _weigh(tasks, workload, _best_ubatch(tasks, workload))

@@ -191,6 +191,8 @@ def print_outlook(outlook: Outlook, out: "Console") -> None:
         more = each.round_seconds / own.round_seconds - 1
         table.add_row(name, f"{each.first_token:.3g}", _rate(each.rate), f"{each.round_seconds:.4g}", f"{more:+.1%}")
     print_whole(table, out)
+    for other in outlook.left_out:
+        out.print(f"  left out: {other.why}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _rows(tier: TierPlan) -> list[tuple[str, str]]:

@@ -2,22 +2,20 @@
 
 from dataclasses import dataclass, replace
 
-from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan, Variant
-from pshard.planner.make_plan import plan_variant
+from pshard.planner.make_plan import place_ranks, refine_ranks
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.page_locks import locked
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.divide_unit import arena_portion
 from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
 NOTABLE = 0.03  # a tier that is slower than alone by more than this share is worth a word
-LONG_ANSWER = 4000  # tokens of a workload of decoding alone
 
 
 @dataclass(frozen=True)
@@ -60,36 +58,28 @@ def compare_alone(
     (rank,), spec = variant.ranks, under_plan(spec, variant)
     tokens = tuple(tier.tokens for tier in rank.tiers)
     priced = replace(workload, max_ubatch=variant.workload.max_ubatch)
-    (task,) = price_tiers(spec, Tables(profile, variant.correction), priced, tokens)
+    (task,) = price_tiers(spec, find_tables(profile, variant.correction), priced, tokens)
     found = []
-    for tier, cost in zip(rank.tiers, locked(task.costs), strict=True):
-        if tier is rank.tiers[0]:
-            continue
+    for tier, cost in zip(rank.tiers[1:], locked(task.costs)[1:], strict=True):
         alone = plan_alone(spec, profile, workload, tier.tokens, variant)
-        if alone:
-            seconds, least = (simulated_seconds(task.room, t, cost) for t in (tier, alone))
-            before = switch_between(spec, rank.tiers[0], tier, cost)
-            switch = switch_between(spec, rank.tiers[0], alone, cost) - before
-            found.append(TierAlone(tier.tokens, seconds, least, switch))
+        seconds, least = (simulated_seconds(task.room, t, cost) for t in (tier, alone))
+        if least >= seconds:  # alone it may be as it is
+            found.append(TierAlone(tier.tokens, seconds, seconds, 0.0))
+            continue
+        before = switch_between(spec, rank.tiers[0], tier, cost)
+        switch = switch_between(spec, rank.tiers[0], alone, cost) - before
+        found.append(TierAlone(tier.tokens, seconds, least, switch))
     return tuple(found)
 
 
 def plan_alone(
-    spec: ModelSpec, profile: MachineProfile, workload: Workload, tokens: int, variant: Variant
-) -> TierPlan | None:
-    """The tier in a plan for a workload that hardly has others; None where that has none of the size."""
-    workload = replace(workload, concurrency=0)
-    if tokens == 1:
-        own = replace(workload, generated=LONG_ANSWER)
-    elif tokens <= workload.sequences and variant.workload.concurrency:
-        own = replace(workload, sequences=tokens, generated=LONG_ANSWER)
-    else:
-        own = replace(workload, generated=1, max_ubatch=tokens)
-    try:
-        tiers = plan_variant(spec, profile, own, correction=variant.correction).ranks[0].tiers
-    except UserError:
-        return None
-    return next((tier for tier in tiers if tier.tokens == tokens), None)
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, tokens: int, variant: Variant, time_limit: float = 5.0
+) -> TierPlan:
+    """The tier of a plan on one device as it is planned where there is no other: with its load, and all the room."""
+    priced = replace(workload, max_ubatch=variant.workload.max_ubatch)
+    tasks = price_tiers(spec, find_tables(profile, variant.correction), priced, (tokens,))
+    (chosen,) = refine_ranks(tasks, place_ranks(tasks, time_limit))
+    return chosen.tiers[0]
 
 
 def switch_between(spec: ModelSpec, small: TierPlan, large: TierPlan, cost: TierCosts) -> float:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import log
 
 from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
@@ -69,11 +69,12 @@ class Tables:
         )
         self._seen: dict[tuple, float] = {}
         self._others: dict[tuple[str, ...], Tables] = {}
+        self.divided: dict[tuple, dict] = {}  # what `TierCosts` has worked out of divided units, by what they run in
 
     def corrected(self, correction: Correction) -> "Tables":
         """The same tables (rows and what was looked up are shared) under another correction."""
         other = copy(self)
-        other.correction, other._others = correction, {}
+        other.correction, other._others, other.divided = correction, {}, {}
         return other
 
     def of_accelerator(self, index: int) -> "Tables":
@@ -289,3 +290,9 @@ def _grouped(rows) -> dict:
     for key, x, seconds in rows:
         groups[key].append((x, seconds))
     return {key: _curve(points) for key, points in groups.items()}
+
+
+@lru_cache(8)
+def find_tables(profile: MachineProfile, correction: Correction = NOTHING_LEARNT) -> Tables:
+    """The same tables for all that is planned by a profile: what one plan has looked up, the next one knows."""
+    return Tables(profile, correction)

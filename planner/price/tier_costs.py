@@ -35,7 +35,7 @@ class TierCosts:
     ranks: int = 1
     staged: frozenset[str] = frozenset()
     in_place: bool = False
-    _divided: dict[tuple, DividedCost] = field(default_factory=dict, compare=False, repr=False)
+    _divided: dict[tuple[str, Share], DividedCost] = field(default_factory=dict, compare=False, repr=False)
     _divided_speeds: dict[tuple[str, Share], tuple[float, float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -86,11 +86,25 @@ class TierCosts:
         """Cost of the unit of that name divided so."""
         if (name, share) not in self._divided:
             unit = self.spec.unit(name)
-            if (unit.likeness, share) not in self._divided:
-                self._divided[unit.likeness, share] = divided_cost(unit, share, self.setting)
-            cost = self._divided[unit.likeness, share]
+            if (unit.likeness, share) not in self._worked_out:
+                self._worked_out[unit.likeness, share] = divided_cost(unit, share, self._setting_of_parts)
+            cost = self._worked_out[unit.likeness, share]
             self._divided[name, share] = stage_cost(cost) if name in self.staged else cost
         return self._divided[name, share]
+
+    @cached_property
+    def _setting_of_parts(self) -> Setting:
+        """What divided units are priced for. They keep no state: nothing that they cost depends on past tokens."""
+        load = self.load
+        together = load.tokens if load.is_decode else 1
+        return replace(self.setting, load=replace(load, sequences=together, past=0, logit_rows=0, weight=0, rare=False))
+
+    @cached_property
+    def _worked_out(self) -> dict[tuple, DividedCost]:
+        """By likeness and share what like units cost in every plan by the same tables, in tiers of so many tokens."""
+        spec, work, load = self.spec, self.workload, self._setting_of_parts.load
+        key = spec.config, spec.popularity, spec.caches, load, work.type_k, work.split_mode, self.ranks
+        return self.tables.divided.setdefault(key, {})
 
     def divided_speeds(self, name: str, share: Share) -> tuple[float, float]:
         """Speeds of (link, CPU) while the CPU computes what it has of that unit and a copy runs."""

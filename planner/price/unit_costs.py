@@ -253,7 +253,7 @@ def _spread(unit: Unit, parts: DividedUnit, setting: Setting, seconds: tuple[flo
     (chosen, of), tokens, uses = unit.kind.parts(setting.spec.config), setting.load.tokens, setting.uses
     weights, by_slots = [], 0.0
     for portion, all_of_it, sign in ((parts.brought, seconds[0], 1), (parts.on_cpu, seconds[1], -1)):
-        places = range(portion.first, portion.first + count_shares(portion.unit))
+        places = portion.parts
         expected = used_experts(places, chosen, of, tokens, uses)
         weight = sign * all_of_it / expected if expected else 0.0
         weights.append((places, weight))

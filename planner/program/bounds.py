@@ -1,6 +1,7 @@
 """What no plan of a tier can beat: the tier alone, free of the other ones, waits free, any number of slots."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from pshard.planner.price.draft import Room
 from pshard.planner.price.tier_costs import TierCosts
@@ -28,7 +29,12 @@ def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, di
 def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, divide: bool = False) -> float:
     """Seconds that no plan of this tier can beat, by the integer program; `divide` as in `rough_bound`."""
     problems = (_problem(room, classes, way, divide) for way in costs.ways)
-    return min(solve_tiers(Question((problem,), relaxed=True), gap=BOUND_GAP).bound for problem in problems)
+    return min(map(_solve_bound, problems))
+
+
+@lru_cache(256)  # a tier is bounded again where it is planned with others, or alone
+def _solve_bound(problem: TierProblem) -> float:
+    return solve_tiers(Question((problem,), relaxed=True), gap=BOUND_GAP).bound
 
 
 def _problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, divide: bool) -> TierProblem:

@@ -150,6 +150,12 @@ def _experts(spec: ModelSpec) -> list[Unit]:
     return [u for u in spec.units if u.kind.parts]
 
 
+def find_left_out(tier: TierPlan, spec: ModelSpec) -> tuple[str, ...]:
+    """Units with parts of which none is in VRAM in a tier."""
+    there = {p.unit for p in tier.placements if p.in_arena}
+    return tuple(u.name for u in _experts(spec) if u.tensors and u.name not in there)
+
+
 def _experts_from_the_last(spec: ModelSpec) -> tuple:
     return tuple((("pin", u.name),) for u in reversed(_experts(spec)))
 
@@ -172,8 +178,9 @@ STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {
     "hot-experts": hot_experts,
     "expert-lru": expert_lru,
 }
+HOT_EXPERTS = "hot-experts"
 EXPERT_LRU = "expert-lru"  # its slots are no placements: see `plan_baseline`
-OF_EXPERTS = ("cpu-moe", "n-cpu-moe", "hot-experts", EXPERT_LRU)  # place nothing else than routed experts
+OF_EXPERTS = ("cpu-moe", "n-cpu-moe", HOT_EXPERTS, EXPERT_LRU)  # place nothing else than routed experts
 
 PER_TIER = "per-tier"  # the best of the published planner's own four in each tier, see per_tier.py
 NAMES = (*STRATEGIES, PER_TIER)

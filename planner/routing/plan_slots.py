@@ -11,7 +11,7 @@ from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant, predict_again, time_roughly
 from pshard.planner.prepare_ranks import price_tiers
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.published.strategies import EXPERT_LRU
 from pshard.planner.routing.slot_promises import Pool, fill_pools, list_pools
 from pshard.routing.expert_cache import MOST_FOLLOW_TOKENS, POLICIES, ExpertCache, part_sizes
@@ -110,7 +110,7 @@ def _price_slots(spec: ModelSpec, profile: MachineProfile, variant: Variant, rec
     """The variant with the hits that a replay of its own slots finds, and predictions by them."""
     (rank,), caches = variant.ranks, _replay_slots(spec, variant, record)
     variant = replace(variant, ranks=(replace(rank, caches=caches),))
-    tables, tiers = Tables(profile, variant.correction), tuple(tier.tokens for tier in rank.tiers)
+    tables, tiers = find_tables(profile, variant.correction), tuple(tier.tokens for tier in rank.tiers)
     (task,) = price_tiers(replace(spec, caches=caches), tables, variant.workload, tiers)
     return predict_again(variant, task)
 
@@ -145,7 +145,7 @@ def _count_in_vram(spec: ModelSpec, tier: TierPlan) -> int:
 def _count_admits(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> int:
     """How many experts may be brought in after a micro-batch so that none waits for the link. What they cost after
     all is simulated."""
-    prediction, tables = _decoding_tier(variant).prediction, Tables(profile, variant.correction)
+    prediction, tables = _decoding_tier(variant).prediction, find_tables(profile, variant.correction)
     idle = prediction.seconds - dict(prediction.busy).get("link", 0.0)
     spare = max(SPARE_SHARE * idle, LEAST_SHARE * prediction.seconds)
     units = [unit for unit in spec.units if unit.kind.parts and unit.tensors]

@@ -17,10 +17,8 @@ from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_wo
 from pshard.commands.plan_output import (
     Planned,
     as_json,
-    compare_all,
     emit_arguments,
-    explain_all,
-    foresee_all,
+    explain_plans,
     list_unsaid_of,
     print_arguments,
     print_plans,
@@ -150,16 +148,14 @@ def _prepare_output(args: argparse.Namespace, planned: Planned, tell: Tell) -> C
         tell(f"note: {gap}")
 
     def say(more: dict[str, Any] | None = None) -> None:
-        gains = explain_all(planned, args.strategy) if args.explain else {}
-        outlooks = foresee_all(planned) if args.explain else ()
-        alone = compare_all(planned) if args.explain and args.strategy == "ilp" else {}
+        explained = explain_plans(planned, args.strategy) if args.explain else None
         if args.json:
-            said = as_json(planned, gains, alone, outlooks) | ({args.emit: emitted} if args.emit else {})
+            said = as_json(planned, explained) | ({args.emit: emitted} if args.emit else {})
             print(json.dumps(said | (more or {}), indent=1))
         elif args.emit:
             print_arguments(planned, emitted)
         else:
-            print_plans(planned, gains if args.explain else None, alone, outlooks)
+            print_plans(planned, explained)
 
     return say
 
@@ -298,7 +294,8 @@ def _plan(
         asked = replace(settled.workload, max_ubatch=workload.max_ubatch)
         if record and (why := why_no_slots(settled)):
             say(why)
-        return plan_slots(model.spec, profile, asked, settled, record, args.time_limit), ()
+        with planning_bar(f"planning {model.spec.name} with slots"):
+            return plan_slots(model.spec, profile, asked, settled, record, args.time_limit), ()
     except NoPlan as error:
         if args.sweep is None:
             raise

@@ -63,6 +63,28 @@ def list_unsaid_of(planned: Planned) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Explained:
+    """What `--explain` adds to each variant."""
+
+    gains: Gains
+    alone: Alone
+    outlooks: "tuple[Outlook, ...]"
+
+
+def explain_plans(planned: Planned, strategy: str) -> Explained:
+    """Work all of it out, under a bar: that plans each variant many times."""
+    from pshard.session.planning_bar import stage_bar
+
+    with stage_bar(f"explaining {planned.spec.name}") as begin:
+        begin("with a better machine", 0.0)
+        gains = explain_all(planned, strategy)
+        begin("published strategies", 0.4)
+        outlooks = foresee_all(planned)
+        begin("tiers alone", 0.6)
+        return Explained(gains, compare_all(planned) if strategy == "ilp" else {}, outlooks)
+
+
 def explain_all(planned: Planned, strategy: str) -> Gains:
     """What a better machine would bring to each variant that needed a plan."""
     from pshard.planner.explain import explain_gains
@@ -106,9 +128,9 @@ def promise_all(planned: Planned) -> "tuple[Promise, ...]":
     return tuple(promise(under_plan(planned.spec, v), planned.profile, v) for v in loads)
 
 
-def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> None:
-    """Tables of trials and plans; with `gains` also where every unit is and what binds, what tiers could be `alone`,
-    the `outlooks`, and what a server can promise."""
+def print_plans(planned: Planned, explained: Explained | None) -> None:
+    """Tables of trials and plans; of those that are `explained` also where every unit is and what binds, what tiers
+    could be alone, the published strategies beside them, and what a server can promise."""
     from rich.console import Console
 
     from pshard.planner.routing.show_routing import print_replay
@@ -122,10 +144,11 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
         print_trials(trials, out)
         print_variant(variant, out)
-        if gains is not None:
-            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out, map_experts(planned.spec, variant))
-            print_outlook(outlooks[i], out)
-    if gains is not None:
+        if explained:
+            gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())
+            print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant))
+            print_outlook(explained.outlooks[i], out)
+    if explained:
         print_promises(promise_all(planned), out)
 
 
@@ -135,20 +158,25 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
         print(arguments if len(emitted) == 1 else f"{variant.workload.vram_mib[0]} MiB: {arguments}")
 
 
-def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
+def as_json(planned: Planned, explained: Explained | None) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
     from pshard.planner.explain import simulate_timelines
     from pshard.routing.expert_map import map_experts
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     variants, inputs = planned.variants, planned.inputs
+    explained = explained or Explained({}, {}, ())
     made = PlanSet(digest(inputs), tuple(inputs), planned.spec.name, created, variants)
     return {
         "registry": to_json(Registry((made,))),
         "timelines": to_json(simulate_timelines(planned.spec, planned.profile, variants[-1])),
-        "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
-        "alone": to_json([{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in alone.items()]),
-        "outlooks": to_json(outlooks),
+        "gains": to_json(
+            [{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in explained.gains.items()]
+        ),
+        "alone": to_json(
+            [{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in explained.alone.items()]
+        ),
+        "outlooks": to_json(explained.outlooks),
         "experts": to_json([of_rank for v in variants for of_rank in map_experts(planned.spec, v)]),
         "routing": to_json(planned.replay),
         "promises": to_json(promise_all(planned)),

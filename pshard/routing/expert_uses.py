@@ -4,6 +4,8 @@ Without a record all experts are chosen alike. With one, `uses` has the probabil
 place of the order of popularity (`Popularity.uses`); then the first n of E experts take more than n/E of the choices.
 """
 
+from functools import lru_cache
+
 from pshard.model_config import ModelConfig
 from pshard.units.divide_unit import divide_unit
 from pshard.units.operations import ExpertProducts, used_share
@@ -17,7 +19,13 @@ def used_experts(places: range, chosen: int, of: int, tokens: float, uses: Uses)
     """How many of the experts at those places of a layer so many tokens are expected to use."""
     if not uses:
         return len(places) * used_share(chosen, of, tokens)
-    return sum(1 - (1 - uses[place]) ** tokens for place in places)
+    return sum(_find_chances(uses, tokens)[places.start : places.stop])
+
+
+@lru_cache(256)
+def _find_chances(uses: Uses, tokens: float) -> tuple[float, ...]:
+    """How likely so many tokens use the expert at each place: a plan asks for few numbers of tokens very often."""
+    return tuple(1 - (1 - use) ** tokens for use in uses)
 
 
 def chosen_share(places: range, of: int, uses: Uses) -> float:
@@ -40,7 +48,7 @@ def used_spread(weights: tuple[tuple[range, float], ...], chosen: int, of: int, 
     squares = sum(weight**2 * len(places) for places, weight in weights)
     varied = 0.0
     for places, weight in weights:
-        chances = [1 - (1 - uses[place]) ** tokens for place in places] if uses else [alike] * len(places)
+        chances = _find_chances(uses, tokens)[places.start : places.stop] if uses else (alike,) * len(places)
         varied += weight**2 * sum(chance * (1 - chance) for chance in chances)
     return max(0.0, varied + together * (total**2 - squares)) ** 0.5
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pshard.errors import StepFailed, UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Prediction, Trial, Variant
+from pshard.session.planning_bar import planning_bar
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 
@@ -98,12 +99,13 @@ def choose_by_trial(
     from pshard.planner.make_plan import plan_to_try, predict_again, same_placements
     from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
     from pshard.planner.price.fit_correction import fit_correction, is_off, measured_tiers
-    from pshard.planner.price.profile_tables import Tables
+    from pshard.planner.price.profile_tables import find_tables
 
     (task,) = profiled = prepare_ranks(file.spec, profile, workload)
     tiers = tuple(c.load.tokens for c in task.costs)
     bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say, record)
-    candidates = plan_to_try(task, Tables(profile), time_limit)
+    with planning_bar(f"planning {file.spec.name}"):
+        candidates = plan_to_try(task, find_tables(profile), time_limit)
     for variant in candidates:
         bench.attempt(variant, task)
     if not bench.trials:
@@ -113,9 +115,10 @@ def choose_by_trial(
         loads = [c.load for c in task.costs]
         samples = [s for t in bench.trials for s in measured_tiers(t.variant, loads)]
         correction = fit_correction(task.room, profile, samples)
-        fitted = Tables(profile, correction)
+        fitted = find_tables(profile, correction)
         (task,) = price_tiers(file.spec, fitted, workload, tiers)
-        again = plan_to_try(task, fitted, time_limit)[0]
+        with planning_bar(f"planning {file.spec.name} again"):
+            again = plan_to_try(task, fitted, time_limit)[0]
         if not any(same_placements(again.ranks[0].tiers, t.variant.ranks[0].tiers) for t in bench.trials):
             bench.attempt(again, task, "refitted")
             bench.repeat(task)
@@ -133,20 +136,21 @@ def _try_slots(bench: "_Bench", best: Trial, time_limit: float) -> tuple[Variant
     """The plan to keep and the trial that counts: those of `best`, or of a plan with slots that is predicted faster by
     the record and measured so. What there is no time to measure is kept by its prediction."""
     from pshard.planner.prepare_ranks import price_tiers
-    from pshard.planner.price.profile_tables import Tables
+    from pshard.planner.price.profile_tables import find_tables
     from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
 
     spec, own = bench.file.spec, best.refitted
     if bench.record and (why := why_no_slots(own)):
         bench.say(why)
-    found = plan_slots(spec, bench.profile, bench.asked_of(own), own, bench.record, time_limit)
+    with planning_bar(f"planning {spec.name} with slots"):
+        found = plan_slots(spec, bench.profile, bench.asked_of(own), own, bench.record, time_limit)
     (rank,) = found.ranks
     if not rank.caches:
         return own, best
     if bench.spent:
         bench.say(UNTRIED_SLOTS)
         return found, best
-    tables, tiers = Tables(bench.profile, found.correction), tuple(tier.tokens for tier in rank.tiers)
+    tables, tiers = find_tables(bench.profile, found.correction), tuple(tier.tokens for tier in rank.tiers)
     (task,) = price_tiers(replace(spec, caches=rank.caches), tables, found.workload, tiers)
     tried = len(bench.trials)
     bench.attempt(found, task, "with slots")

@@ -15,11 +15,19 @@ class Forecast:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A published strategy that there is no plan of, and why."""
+
+    strategy: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Outlook:
     """A plan and the published strategies for the same model, budget and workload (`terms`) on one machine.
 
-    `forecasts`: the plan first, as "ilp", then the strategies that fit, the fastest round first. `machine` says what it
-    is and whether it was measured.
+    `forecasts`: the plan first, as "ilp", then the strategies that fit, the fastest round first; `left_out`: the
+    others. `machine` says what it is and whether it was measured.
     """
 
     model: str
@@ -27,3 +35,4 @@ class Outlook:
     vram_mib: tuple[int, ...]
     terms: str
     forecasts: tuple[Forecast, ...]
+    left_out: tuple[LeftOut, ...] = ()

@@ -45,6 +45,11 @@ class Portion:
     def nbytes(self) -> int:
         return self.unit.packed_nbytes
 
+    @property
+    def parts(self) -> range:
+        """Numbers of the parts, of a unit that has some."""
+        return range(self.first, self.first + max((t.parts for t in self.unit.tensors), default=0))
+
 
 @dataclass(frozen=True)
 class DividedUnit:

@@ -3,9 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from cli_world import World, edit_json, make_world
+from cli_world import World, edit_json, make_world, tokenizer_metadata
 
 from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.planner.make_plan import plan_baseline
@@ -30,6 +32,10 @@ def plan(world: World, *more: object) -> int:
 def run(world: World, *more: object) -> int:
     prompt = ",".join(map(str, TEXT))
     return cli_run.main(["-m", str(world.model), "-p", prompt, "--tokens", "-n", "12", "--temp", "0", *map(str, more)])
+
+
+def bench(world: World, *more: object) -> int:
+    return cli_bench.main(["-m", str(world.model), "-p", "0", "-n", "1", "-r", "1", *map(str, more)])
 
 
 def test_a_run_records_and_the_next_plan_and_run_start_with_the_right_experts(
@@ -166,6 +172,42 @@ def test_slots_that_follow_use_are_planned_explained_run_and_measured(
         said = capsys.readouterr()
         found = re.search(hits, said.err)
         assert said.out.splitlines()[-1] == text and found and bool(int(found[1])) == brought
-    assert cli_bench.main(["-m", str(world.model), "-p", "0", "-n", "8", "-r", "1", "-o", "json"]) == 0
+    assert bench(world, "-n", "8", "-o", "json") == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert 0 < row["slot_hits"] <= 1 and row["slot_hits_expected"] == cache.found
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"metadata": {**tokenizer_metadata(), "qwen3moe.expert_used_count": 17}}, "a token takes 17 of 16 experts"),
+        ({"extra": {"blk.0.ffn_up_exps.weight": np.zeros((16 * 128, 256), np.float32)}}, "has shape [2048, 256], not"),
+        ({"extra": {"blk.1.ffn_gate_inp.weight": np.zeros((16 * 256,), np.float32)}}, "has shape [4096], not"),
+    ],
+)
+def test_files_whose_experts_do_not_fit_are_refused_in_one_line(
+    world: World, model: dict[str, Any], says: str, capsys: pytest.CaptureFixture
+) -> None:
+    """By each command, before anything is planned or loaded."""
+    assert plan(world) == 0
+    before = world.registry.read_text()
+    make_world(world.model.parent.parent, **ROUTED, **model)
+    for command in (plan, run, bench):
+        refused(command(world), capsys, says)
+    assert world.registry.read_text() == before
+
+
+def test_budgets_that_do_not_hold_an_expert_of_each_layer_are_refused_in_one_line(
+    world: World, capsys: pytest.CaptureFixture
+) -> None:
+    """Where the strategy needs one there; the budget that is named, or a larger one, is enough."""
+    assert plan(world) == 0
+    for name, says in (
+        ("hot-experts", "has no room in 3 MiB for one expert of each layer"),
+        ("expert-lru", "does not fit 3 MiB; raise --vram"),
+    ):
+        capsys.readouterr()
+        refused(plan(world, "--strategy", name, "--vram", "3"), capsys, f"strategy {name!r} {says}")
+        assert bench(world, "--vram", "3", "--strategy", name) == 0  # the plan is measured all the same
+        assert f"baseline {name} is left out: strategy {name!r} {says}" in capsys.readouterr().err
+        assert plan(world, "--strategy", name, "--vram", "26") == 0

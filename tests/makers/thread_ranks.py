@@ -24,8 +24,10 @@ from plan_samples import (
 )
 
 from pshard.cuts.rank_parts import cut_ranks
+from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.plan import TierPlan, Variant
+from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.popularity import Popularity
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
@@ -135,13 +137,24 @@ def open_source(source: Source) -> Any:
 
 
 def split_variant(
-    path: Source, split: Split, context: int, tiers: Tiers | None = None, reserve_mib: int = 0
+    path: Source,
+    split: Split,
+    context: int,
+    tiers: Tiers | None = None,
+    reserve_mib: int = 0,
+    pools: Callable[[ModelSpec], tuple[ExpertCache, ...]] = lambda _: (),
 ) -> Variant:
-    """A variant for ranks that hold the model so, each with `tiers` of what it holds (default: everything pinned)."""
+    """A variant for ranks that hold the model so, each with `tiers` of what it holds (default: everything pinned), and
+    with `pools` of slots for experts that follow use."""
     make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
     specs = cut_ranks(open_source(path).spec, split)
-    plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, split.shares)))
-    variant = make_variant(specs[0], plans[0].tiers, context, 1, plans, reserve_mib)
+    plans = []
+    for r, (s, share) in enumerate(zip(specs, split.shares)):
+        caches = pools(s)
+        cached = sum(cache.nbytes for cache in caches)
+        placed = tuple(replace(tier, buffers=replace(tier.buffers, cached=cached)) for tier in make(s))
+        plans.append(replace(make_rank_plan(s, placed, r, share), caches=caches))
+    variant = make_variant(specs[0], plans[0].tiers, context, 1, tuple(plans), reserve_mib)
     return replace(variant, workload=variant.workload.under(split))
 
 
@@ -157,10 +170,11 @@ def run_ranks(
     kernels: str = "plain",
     popularity: Popularity | None = None,
     checkpoint_bytes: int = 0,
+    pools: Callable[[ModelSpec], tuple[ExpertCache, ...]] = lambda _: (),
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
-    variant = split_variant(path, Split(mode, shares, limits), context, tiers)
+    variant = split_variant(path, Split(mode, shares, limits), context, tiers, pools=pools)
     variant = replace(with_workload(variant, type_k=kv_types[0], type_v=kv_types[1]), popularity=popularity)
 
     def rank(r: int) -> Any:

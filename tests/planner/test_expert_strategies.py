@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from golden.machines import find_machine
@@ -18,6 +19,7 @@ from planner_cases import (
     try_cases,
     workloads,
 )
+from rich.console import Console
 from test_planner_plans import smallest_budget, workload_seconds
 
 from pshard.errors import NoPlan, UserError
@@ -26,7 +28,9 @@ from pshard.planner.check_plan import check_variant
 from pshard.planner.foresee import foresee_strategies
 from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.published.strategies import COPIED_FROM, OF_EXPERTS, PER_TIER
+from pshard.planner.published.strategies import COPIED_FROM, NAMES, OF_EXPERTS, PER_TIER
+from pshard.planner.show_plan import print_outlook
+from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 
 LAYERS, COUNT = 48, 128  # of qwen3-30b-a3b
@@ -133,3 +137,26 @@ def test_a_strategy_that_reads_experts_where_no_gpu_reaches_them_is_no_plan() ->
     assert {"cpu-moe", "n-cpu-moe"} <= {f.strategy for f in outlook.forecasts[1:]}
     assert "layer-stream" not in {f.strategy for f in outlook.forecasts}
     assert max(f.round_seconds for f in outlook.forecasts) < 100
+
+
+def test_popular_experts_of_which_a_layer_has_none_in_vram_are_no_plan() -> None:
+    """It would be cpu-moe under another name. What is left out is said beside the plan, and why."""
+    spec, profile, workload = make_shape("qwen3-30b-a3b"), find_machine("h100"), Workload((2500,), context=4352)
+    says = r"'hot-experts' has no room in 2500 MiB for one expert of each layer \(blk\.0\.experts would have none"
+    with pytest.raises(NoPlan, match=says):
+        plan_baseline("hot-experts", spec, profile, workload)
+    outlook = foresee_strategies(spec, profile, workload, place("cpu-moe", 2500))
+    foreseen, left_out = ({each.strategy for each in them} for them in (outlook.forecasts, outlook.left_out))
+    assert "cpu-moe" in foreseen and "hot-experts" in left_out and not foreseen & left_out
+    assert foreseen | left_out == {"ilp", *NAMES}
+    console = Console(file=StringIO(), width=300)
+    print_outlook(outlook, console)
+    assert "left out: strategy 'hot-experts' has no room in 2500 MiB" in console.file.getvalue()
+
+
+def test_a_strategy_is_the_same_plan_among_others_and_alone() -> None:
+    """What is compared is prepared once for all strategies."""
+    variant = place("cpu-moe")
+    outlook = foresee_strategies(make_shape("qwen3-30b-a3b"), find_machine("h100"), variant.workload, variant)
+    alone = {name: round_seconds(place(name)) for name in ("hot-experts", "n-cpu-moe", "expert-lru")}
+    assert alone == {each.strategy: each.round_seconds for each in outlook.forecasts if each.strategy in alone}

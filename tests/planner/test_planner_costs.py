@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from golden.shapes import make_shape
 from planner_cases import DESKTOP, make_model
 
 from pshard.cuts.rank_parts import cut_ranks
@@ -16,20 +17,24 @@ from pshard.machine import (
     MatmulTiming,
     ShareTiming,
 )
+from pshard.plan import Correction, Factor
 from pshard.planner.explain import double_link
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.planner.price.unit_costs import Setting, unit_cost
+from pshard.planner.price.unit_costs import Setting, divided_cost, unit_cost
 from pshard.steps.step import AllReduce, Gather
 from pshard.units.ffn import FFN
+from pshard.units.share import Share
 from pshard.workload import Split, Workload
 
 PROFILE = profile_from_datasheet(DESKTOP)
 WORKLOAD = Workload((1000,), context=4096)
 DECODE = TierLoad(1, 1, 1000, 1, 1.0)
+ROUTED = make_shape("qwen3-30b-a3b")
+TAUGHT = Correction(tuple(Factor("acc", "experts", batch, 2.0) for batch in ("small", "large")))
 
 
 def with_matmuls(*rows: MatmulTiming) -> MachineProfile:
@@ -300,3 +305,21 @@ def test_a_faster_link_reads_no_more_of_host_memory_than_there_is(host_memory):
     most = max(host_memory, before.link_with_cpu + before.cpu_with_link)
     assert both.link_with_cpu + both.cpu_with_link <= most * (1 + 1e-9)
     assert all(new.seconds <= old.seconds for new, old in zip(faster.copies, profile.copies))
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(1, 1), (4, 4), (128, 1), (128, 2)])
+def test_divided_units_cost_the_same_in_every_plan_of_a_profile(tokens: int, sequences: int) -> None:
+    """What one plan has worked out the next one takes, whatever it has in its context; not another correction's."""
+    workload, tables = Workload((1000,), context=4096), find_tables(PROFILE)
+    first, second = (
+        tier_costs(ROUTED, tables, TierLoad(tokens, sequences, past, 1, 1.0), workload) for past in (0, 900)
+    )
+    assert tables is find_tables(PROFILE) is not find_tables(PROFILE, TAUGHT)
+    taught = tier_costs(ROUTED, find_tables(PROFILE, TAUGHT), first.load, workload)
+    for share in (Share(cpu=3), Share(kept=2), Share(cpu=1, kept=2)):
+        cost = first.divided("blk.0.experts", share)
+        assert second.divided("blk.0.experts", share) is cost
+        for priced in (first, second):
+            assert divided_cost(ROUTED.unit("blk.0.experts"), share, priced.setting) == cost
+        assert taught.divided("blk.0.experts", share).acc == pytest.approx(2 * cost.acc)
+    assert tables.corrected(TAUGHT).divided == {}

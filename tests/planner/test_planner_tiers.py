@@ -61,6 +61,7 @@ def test_a_tier_that_is_slower_than_alone_says_what_the_switch_would_cost() -> N
     variant = plan("llama3-8b", "rtx4060", 4000)
     found = compare_alone(spec, profile, Workload((4000,)), variant)
     assert [each.tokens for each in found] == [tier.tokens for tier in variant.ranks[0].tiers[1:]]
+    assert all(each.over >= 0 for each in found)  # alone it may be as it is in the plan
     slow = [each for each in found if each.over > 0.1]
     assert slow and not any(each.worth_a_switch for each in slow)
     console = Console(file=StringIO(), width=300)
@@ -70,3 +71,15 @@ def test_a_tier_that_is_slower_than_alone_says_what_the_switch_would_cost() -> N
     assert "less than the" in slow[0].in_words()
     assert "less than" not in TierAlone(16, 2.0, 1.0, 0.5).in_words()
     assert TierAlone(16, 2.0, 1.0, -0.5).in_words().endswith("would take no longer than the plan's own")
+
+
+def test_a_tier_alone_is_planned_without_the_others_and_with_its_own_load() -> None:
+    """Of a server's load too: as many texts at a time as the tier is for, each with its share of the cells."""
+    spec, profile = make_shape("qwen3-30b-a3b"), find_machine("h100")
+    workload = Workload((6000,), context=4096, sequences=4, prompt=128, concurrency=2, max_ubatch=128)
+    variant = plan_variant(spec, profile, workload)
+    found = compare_alone(spec, profile, workload, variant)
+    assert [each.tokens for each in found] == [tier.tokens for tier in variant.ranks[0].tiers[1:]]
+    assert any(each.over > 0 for each in found) and all(each.over >= 0 for each in found)
+    for each, tier in zip(found, variant.ranks[0].tiers[1:]):
+        assert each.seconds == pytest.approx(tier.prediction.seconds)

@@ -15,7 +15,12 @@ from routing_samples import make_record
 from test_parallel_group import slow
 from thread_ranks import random_tiers, run_ranks
 
+from pshard.model import ModelSpec
+from pshard.plan import TierPlan
+from pshard.routing.expert_cache import ExpertCache, slot_nbytes
+from pshard.routing.follow_use import HitCounts
 from pshard.routing.measure_popularity import measure_popularity
+from pshard.runtime.engine import Engine
 
 CONTEXT = 96
 MODELS = {
@@ -97,3 +102,31 @@ def test_ranks_find_what_they_have_of_experts_in_an_order_of_popularity(tmp_path
         expected = talk(engine)
     for logits in run_ranks(path, (2.0, 1.0), talk, CONTEXT, tiers, mode=mode, popularity=popularity):
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("mode", "shares"), [("layer", (2.0, 1.0)), ("tensor", (1.0, 1.0))])
+def test_each_rank_has_slots_for_what_it_holds_of_the_experts(
+    tmp_path: Path, mode: str, shares: tuple[float, ...]
+) -> None:
+    """Plans have slots on one device only; the runtime follows use on each rank by what its own routers choose."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=3)
+
+    def tiers(spec: ModelSpec) -> tuple[TierPlan, ...]:
+        places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+        places |= {u.name: ("streamed", None) for u in spec.units if u.kind.parts and u.tensors}
+        return tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (4, 16))
+
+    def pool(spec: ModelSpec) -> tuple[ExpertCache, ...]:
+        units = [unit for unit in spec.units if unit.kind.parts and unit.tensors]
+        names = tuple(unit.name for unit in units)
+        return (ExpertCache(names, 2 * len(units), slot_nbytes(units[0]), "lru", 3),)
+
+    def count(engine: Engine) -> tuple[torch.Tensor, HitCounts]:
+        return talk(engine), engine.expert_hits
+
+    without = run_ranks(path, shares, talk, CONTEXT, tiers, mode=mode)
+    ranks = run_ranks(path, shares, count, CONTEXT, tiers, mode=mode, pools=pool)
+    for (logits, hits), expected in zip(ranks, without):
+        assert torch.equal(logits, expected) and hits.hits > 0 < hits.admitted
+    if mode == "tensor":  # all choose the same, so all have slices of the same experts in their slots
+        assert ranks[0][1] == ranks[1][1]
