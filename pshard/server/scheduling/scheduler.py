@@ -70,8 +70,8 @@ class Scheduler:
 
     def _share(self) -> list[Share]:
         decoding, prompts = list[JobRun](), list[JobRun]()
-        for run in self.jobs.running:
-            (decoding if run.decodes else prompts).append(run)
+        for at_work in self.jobs.running:
+            (decoding if at_work.decodes else prompts).append(at_work)
         slots, shares = self.machine.facts.sequences, [Share(run, 1, True) for run in decoding]
         if not prompts and (len(decoding) == slots or not len(self.jobs.line)):
             return shares  # no need to know what would have room
