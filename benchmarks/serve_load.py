@@ -103,8 +103,7 @@ def main() -> int:
                 "plan", 0.0, lambda left: {"command": tell_command(words, args), "seconds": run_program(words, left)}
             )
         measure_ours(record, args, [*where, *shape])
-        for n in args.clients:
-            record.run(f"npl_{n}", 20.0, partial(measure_npl, where, n, args))
+        record.run("npl", 20.0, partial(measure_npl, where, args))
         if args.llama_server:
             for n in args.llama_clients:
                 record.run(f"llama_server_{n}", 60.0, partial(measure_llama, n, args))
@@ -245,23 +244,25 @@ def first_ms(answer: Answer) -> float:
     return (answer.texts[0] - answer.began) / 1e6
 
 
-def measure_npl(where: list[str], n: int, args: argparse.Namespace, left: float) -> dict[str, float]:
-    """The same prompts and answers by the engine alone: seconds of both, and tokens of answers per second over both.
+def measure_npl(where: list[str], args: argparse.Namespace, left: float) -> dict[str, dict[str, float]]:
+    """The same prompts and answers by the engine alone, all widths in one run: of each the seconds of both, and tokens
+    of answers per second over both.
 
     Raises RuntimeError when the program fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
-        tests = ["-p", str(args.prompt), "-n", str(args.answer), "-npl", str(n), "-r", "2", "-o", "batched"]
-        run_program([*PROGRAM, "bench", *where, *tests, "-of", str(out)], left)
+        tests = ["-p", str(args.prompt), "-n", str(args.answer), "-npl", ",".join(map(str, args.clients)), "-r", "2"]
+        run_program([*PROGRAM, "bench", *where, *tests, "-o", "batched", "-of", str(out)], left)
         rows = json.loads(out.read_text())
-    return read_npl(rows, n, args.answer)
+    return {str(n): read_npl(rows, n, args.answer) for n in args.clients}
 
 
 def read_npl(rows: list[dict[str, Any]], n: int, answer: int) -> dict[str, float]:
-    """The two tests of the batched table."""
-    prompt = next(row["avg_ns"] for row in rows if row["n_prompt"] and not row["n_gen"])
-    decode = next(row["avg_ns"] for row in rows if row["n_gen"] and not row["n_prompt"])
+    """The two tests of a width in the batched table."""
+    mine = [row for row in rows if row["n_sequences"] == n]
+    prompt = next(row["avg_ns"] for row in mine if row["n_prompt"] and not row["n_gen"])
+    decode = next(row["avg_ns"] for row in mine if row["n_gen"] and not row["n_prompt"])
     both = (prompt + decode) / 1e9
     return {"prompt_seconds": prompt / 1e9, "decode_seconds": decode / 1e9, "answer_rate": n * answer / both}
 
@@ -280,9 +281,12 @@ def measure_llama(n: int, args: argparse.Namespace, left: float) -> LoadPoint:
 def find_ratios(data: dict[str, Any]) -> dict[str, float]:
     """What is compared, of what is known so far."""
     ratios = {}
+    for n, point in data.get("npl", {}).items():
+        if f"serve_{n}" in data:
+            ratios[f"npl_{n}"] = data[f"serve_{n}"]["answer_rate"] / point["answer_rate"]
     for name, point in data.items():
         kind, _, n = name.rpartition("_")
-        if kind in ("npl", "llama_server") and f"serve_{n}" in data:
+        if kind == "llama_server" and f"serve_{n}" in data:
             ratios[name] = data[f"serve_{n}"]["answer_rate"] / point["answer_rate"]
         if kind == "serve" and point["gap"]:
             ratios[f"gap_{n}"] = point["gap"]["p99"] / data["promise_ms"]

@@ -38,8 +38,7 @@ def test_ratios_are_ours_over_theirs_and_over_the_promise(script: dict[str, Any]
         "promise_ms": 1000.0,
         "serve_16": {"answer_rate": 96.0, "gap": {"p99": 300.0}},
         "serve_4": {"answer_rate": 30.0, "gap": None},
-        "npl_16": {"answer_rate": 100.0},
-        "npl_64": {"answer_rate": 400.0},
+        "npl": {"16": {"answer_rate": 100.0}, "64": {"answer_rate": 400.0}},
         "llama_server_16": {"answer_rate": 40.0},
         "long": {"gap_meanwhile_ms": {"most": 1100.0}, "first_token_among_ms": 3.0, "first_token_alone_ms": 2.0},
         "prefix": {"first_token_warm_ms": 150.0, "first_token_short_ms": 100.0},
@@ -49,7 +48,11 @@ def test_ratios_are_ours_over_theirs_and_over_the_promise(script: dict[str, Any]
         "prefix_steps": 1.5,
     }  # fmt: skip
     assert script["find_ratios"]({"promise_ms": 1.0}) == {}
-    rows = [{"n_prompt": 512, "n_gen": 0, "avg_ns": 2e9}, {"n_prompt": 0, "n_gen": 128, "avg_ns": 6e9}]
+    rows = [
+        {"n_sequences": 4, "n_prompt": 512, "n_gen": 0, "avg_ns": 1e9},
+        {"n_sequences": 16, "n_prompt": 512, "n_gen": 0, "avg_ns": 2e9},
+        {"n_sequences": 16, "n_prompt": 0, "n_gen": 128, "avg_ns": 6e9},
+    ]
     assert script["read_npl"](rows, 16, 128) == {"prompt_seconds": 2.0, "decode_seconds": 6.0, "answer_rate": 256.0}
 
 
@@ -107,6 +110,6 @@ def test_it_measures_our_own_server_on_the_demo_model(tmp_path: Path, quick_sear
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
     data = json.loads(out.read_text())
     assert done.returncode == 0 and not data["left_out"], (data["left_out"], done.stderr[-2000:])
-    assert data["serve_2"]["whole"] == 4 and data["npl_2"]["answer_rate"] > 0
+    assert data["serve_2"]["whole"] == 4 and data["npl"]["2"]["answer_rate"] > 0
     assert min(data["prefix"]["cached"]) >= 64
     assert {"npl_2", "gap_2", "long_gap", "long_first_token", "prefix_steps"} <= set(data["ratios"])
