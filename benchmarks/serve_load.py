@@ -196,7 +196,7 @@ async def measure_long(url: str, args: argparse.Namespace, left: float) -> dict[
     decoding = [
         asyncio.create_task(ask(target, Wanted(64, 3 * args.answer), f"decoder {i}", left)) for i in range(DECODERS)
     ]
-    await asyncio.sleep(min(10.0, max(0.2, first_ms(alone) / 1e3)))  # their short prompts take less than the long one
+    await asyncio.sleep(min(10.0, first_ms(alone) / 1e3))  # their short prompts take less than the long one
     among = await ask(target, long, "among", left)
     decoders = await asyncio.gather(*decoding)
     gaps = [(gap, *ends) for answer in decoders for gap, ends in zip(gaps_ms(answer), pairwise(answer.texts))]

@@ -97,6 +97,7 @@ def test_each_rank_may_place_its_slice_as_it_likes(
             real = Executor._shape
             patch.setattr(Executor, "_shape", lambda *given: replace(real(*given), sums_on_host=False))
             patch.setattr(PlainKernels, "repeatable", True)
+            patch.setattr(PlainKernels, "fills", False)  # products of more rows may round otherwise
         mixed = run_ranks(models[name], shares, talk, CONTEXT, random_tiers(seed, CONTEXT))
     for a, b in zip(pinned, mixed):
         assert torch.equal(a, b)
