@@ -5,9 +5,9 @@
 
 Parts, each begun only while there is time, each written as soon as it is known: `pshard serve` with closed loops of
 clients; a long prompt that comes among 8 who decode; a beginning that two prompts share; `pshard-bench -npl` at the
-same widths under the same plan; llama-server with the same loops. The result has ratios: ours over -npl (goal 0.95),
-ours over llama-server (2 at 16 clients), longest gap over the promise (1.2), the long prompt's first token over the
-same alone (1.5), the first token behind a shared beginning over that of a short prompt, which takes a step (2).
+same widths under the same plan; llama-server with the same loops, in two ways. The result has ratios: ours over -npl
+(goal 0.95), ours over llama-server (2 at 16 clients), longest gap over the promise (1.2), the long prompt's first token
+over the same alone (1.5), the first token behind a shared beginning over that of a short prompt, a step (2).
 """
 
 import argparse
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
@@ -31,6 +32,7 @@ from typing import Any
 
 from pshard.errors import UserError
 from pshard.jsonio import to_json, write_json_atomically
+from pshard.registries.profile_store import load_profile
 from pshard.session.serve_bench.arrivals import Pattern
 from pshard.session.serve_bench.drive import Bounds
 from pshard.session.serve_bench.lengths import Lengths, Wanted
@@ -40,12 +42,27 @@ from pshard.session.serve_bench.sum_up import gaps_ms
 from pshard.session.serve_bench.target import Target, find_target, parse_address
 from pshard.session.serve_bench.timed_exchange import exchange, write_request
 from pshard.session.serve_bench.write_prompts import Misbehaviour, SharedPrefix, write_requests
+from pshard.session.this_machine import environment_of
 from pshard.times.server_load import LoadPoint, spread_of
 
 PROGRAM = [sys.executable, "-m", "pshard.commands.program.one_program"]
 DECODERS = 8  # who decode while a long prompt comes
 LOAD = 16  # requests that run at once on average, which the plan is made for
-GOALS = {"npl": 0.95, "llama_server_16": 2.0, "long_gap": 1.2, "long_first_token": 1.5, "prefix_steps": 2.0}
+ENOUGH = 64  # requests of a loop
+WARM_TOKENS, WARM_SEED = 8, 1000  # of a loop that does not count
+PART = 4  # the engine alone decodes one of so many tokens of an answer, the first: the shallowest, so the fastest
+GOALS = {
+    "npl": 0.95,
+    "llama_server_16": 2.0,
+    "llama_server_copies_16": 2.0,
+    "long_gap": 1.2,
+    "long_first_token": 1.5,
+    "prefix_steps": 2.0,
+}
+LLAMA_WAYS = {  # as it comes, and with what is outside VRAM copied to the GPU for batches below its usual 32 too
+    "llama_server": {},
+    "llama_server_copies": {"GGML_OP_OFFLOAD_MIN_BATCH": "8"},
+}
 KEY = os.environ.get("PSHARD_API_KEY", "")  # which pshard-serve reads too
 NONE = SharedPrefix()
 POLITE = Misbehaviour()
@@ -102,11 +119,13 @@ def main() -> int:
             record.run(
                 "plan", 0.0, lambda left: {"command": tell_command(words, args), "seconds": run_program(words, left)}
             )
+        record.run("environment", 0.0, lambda left: dict(environment_of(load_profile())))
         measure_ours(record, args, [*where, *shape])
         record.run("npl", 20.0, partial(measure_npl, where, args))
         if args.llama_server:
             for n in args.llama_clients:
-                record.run(f"llama_server_{n}", 60.0, partial(measure_llama, n, args))
+                for name, more in LLAMA_WAYS.items():
+                    record.run(f"{name}_{n}", 40.0, partial(measure_llama, n, args, more))
     record.note("seconds", args.seconds - record.left)
     print(json.dumps({"ratios": record.data["ratios"], "left_out": record.data["left_out"]}, indent=1))
     return 1 if record.data["left_out"] else 0
@@ -123,7 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clients", type=parse_numbers, default=(1, 16, 4, 64), help="closed loops, the important first"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="requests of each client (2)")
+    parser.add_argument("--rounds", type=int, default=2, help=f"requests of each client (2); {ENOUGH} are enough")
     parser.add_argument("-p", "--prompt", type=int, default=512)
     parser.add_argument("-n", "--answer", type=int, default=128)
     parser.add_argument("--long", type=int, default=16384, help="the prompt that comes among decoders; 0: none")
@@ -174,24 +193,28 @@ def measure_ours(record: Record, args: argparse.Namespace, where: list[str]) -> 
 
 
 def measure_loop(url: str, clients: int, args: argparse.Namespace, left: float) -> LoadPoint:
-    """A closed loop of so many clients. Raises UserError when one of its requests fails."""
-    setting = LoadSetting(
+    """A closed loop of so many clients, after one of short answers: kernels are compiled and graphs captured for its
+    width. Raises UserError when a request fails."""
+    loop = LoadSetting(
         parse_address(url), name="", key=KEY, model=None, api="completions",
         prompts=Lengths("fixed", args.prompt), answers=Lengths("fixed", args.answer), lines=[], prefix=NONE, odd=POLITE,
-        requests=max(3, args.rounds * clients), warm_up=1, bounds=Bounds(left, left), promise={"gap": args.max_gap},
-        seed=clients, command="",
+        requests=max(3, clients, min(ENOUGH, args.rounds * clients)), warm_up=0, bounds=Bounds(left, left),
+        promise={"gap": args.max_gap}, seed=clients, command="",
     )  # fmt: skip
-    point = run_loads(setting, [Pattern(clients=clients)], print_note, lambda point: None).points[0]
-    if point.errors:
-        raise UserError(f"requests failed: {point.errors}")
+    short = Lengths("fixed", min(args.answer, WARM_TOKENS))
+    for setting in (replace(loop, answers=short, requests=clients, seed=WARM_SEED + clients), loop):
+        point = run_loads(setting, [Pattern(clients=clients)], print_note, lambda point: None).points[0]
+        if point.errors:
+            raise UserError(f"requests failed: {point.errors}")
     return point
 
 
 async def measure_long(url: str, args: argparse.Namespace, left: float) -> dict[str, Any]:
-    """A long prompt alone, then one like it among decoders: first tokens, and all gaps of those who decode while it is
-    computed. Raises UserError when a request fails."""
+    """Long prompts alone, of which the second counts, then one like them among decoders: first tokens, and all gaps of
+    those who decode while it is computed. Raises UserError when a request fails."""
     target = await find_target(parse_address(url), KEY, None, "completions")
     long = Wanted(args.long, 8)
+    await ask(target, long, "first", left)  # what is compiled for its tiers
     alone = await ask(target, long, "alone", left)
     decoding = [
         asyncio.create_task(ask(target, Wanted(64, 3 * args.answer), f"decoder {i}", left)) for i in range(DECODERS)
@@ -245,36 +268,37 @@ def first_ms(answer: Answer) -> float:
 
 
 def measure_npl(where: list[str], args: argparse.Namespace, left: float) -> dict[str, dict[str, float]]:
-    """The same prompts and answers by the engine alone, all widths in one run: of each the seconds of both, and tokens
-    of answers per second over both.
+    """The same prompts by the engine alone, and a part of the answers, all widths in one run: of each the seconds of
+    prompts and whole answers, and tokens of answers per second over both.
 
     Raises RuntimeError when the program fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
-        tests = ["-p", str(args.prompt), "-n", str(args.answer), "-npl", ",".join(map(str, args.clients)), "-r", "2"]
+        tests = ["-p", str(args.prompt), "-n", str(args.answer // PART)]
+        tests += ["-npl", ",".join(map(str, args.clients)), "-r", "1"]
         run_program([*PROGRAM, "bench", *where, *tests, "-o", "batched", "-of", str(out)], left)
         rows = json.loads(out.read_text())
     return {str(n): read_npl(rows, n, args.answer) for n in args.clients}
 
 
 def read_npl(rows: list[dict[str, Any]], n: int, answer: int) -> dict[str, float]:
-    """The two tests of a width in the batched table."""
+    """The two tests of a width in the batched table: seconds of its prompts and of its whole answers, and the rate."""
     mine = [row for row in rows if row["n_sequences"] == n]
-    prompt = next(row["avg_ns"] for row in mine if row["n_prompt"] and not row["n_gen"])
-    decode = next(row["avg_ns"] for row in mine if row["n_gen"] and not row["n_prompt"])
-    both = (prompt + decode) / 1e9
-    return {"prompt_seconds": prompt / 1e9, "decode_seconds": decode / 1e9, "answer_rate": n * answer / both}
+    prompt = next(row["avg_ns"] for row in mine if row["n_prompt"] and not row["n_gen"]) / 1e9
+    decode = next(row["avg_ns"] / row["n_gen"] for row in mine if row["n_gen"] and not row["n_prompt"]) * answer / 1e9
+    return {"prompt_seconds": prompt, "decode_seconds": decode, "answer_rate": n * answer / (prompt + decode)}
 
 
-def measure_llama(n: int, args: argparse.Namespace, left: float) -> LoadPoint:
+def measure_llama(n: int, args: argparse.Namespace, environment: dict[str, str], left: float) -> LoadPoint:
     """The same loop on llama.cpp's server, which gets the budget as a margin below what is free."""
     from beside_llama_cpp import free_mib
 
     port = free_port()
     words = [str(args.llama_server), "-m", str(args.model), "--port", str(port), "-np", str(n)]
     words += ["-c", str(n * -(-(args.prompt + args.answer + 8) // 256) * 256), "-fitt", str(free_mib() - args.vram)]
-    with running([*words, *shlex.split(args.llama_flags)], f"http://127.0.0.1:{port}", left) as url:
+    words += shlex.split(args.llama_flags)
+    with running(words, f"http://127.0.0.1:{port}", left, environment) as url:
         return measure_loop(url, n, args, left)
 
 
@@ -286,7 +310,7 @@ def find_ratios(data: dict[str, Any]) -> dict[str, float]:
             ratios[f"npl_{n}"] = data[f"serve_{n}"]["answer_rate"] / point["answer_rate"]
     for name, point in data.items():
         kind, _, n = name.rpartition("_")
-        if kind == "llama_server" and f"serve_{n}" in data:
+        if kind in LLAMA_WAYS and f"serve_{n}" in data:
             ratios[name] = data[f"serve_{n}"]["answer_rate"] / point["answer_rate"]
         if kind == "serve" and point["gap"]:
             ratios[f"gap_{n}"] = point["gap"]["p99"] / data["promise_ms"]
@@ -299,9 +323,10 @@ def find_ratios(data: dict[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def running(words: list[str], url: str, left: float) -> Iterator[str]:
-    """A server until the block ends; its lines go to stderr. Raises UserError when it is not ready in time."""
-    process = subprocess.Popen(words, stdout=sys.stderr)
+def running(words: list[str], url: str, left: float, environment: dict[str, str] | None = None) -> Iterator[str]:
+    """A server until the block ends; its lines go to stderr. Raises UserError when it is not ready in time.
+    environment: what it has beside ours."""
+    process = subprocess.Popen(words, stdout=sys.stderr, env=os.environ | (environment or {}))
     try:
         until = time.monotonic() + left
         while asyncio.run(health_of(url)) != 200:

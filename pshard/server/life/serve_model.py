@@ -169,8 +169,9 @@ def describe_model(opened: "Opened", path: Path, name: str | None) -> ServedMode
     spec = opened.file.spec
     try:
         tokenizer = opened.file.tokenizer()
-    except UserError:
+    except UserError as error:
         tokenizer = None  # token ids are served all the same
+        _say(f"no texts can be asked for, token ids only: {error}")
     return ServedModel(
         name=name or name_of(path),
         created=int(time.time()),
