@@ -1,13 +1,14 @@
 """Gated delta nets beside what the machine allows: states against the memory's rate, chunks against products.
 
     python benchmarks/delta_net.py -o benchmarks/results/delta_net.json
+    python benchmarks/delta_net.py -p 4096 -np 1 -o delta_net.json
     python benchmarks/delta_net.py --sweep
 
 On the GPU where there is one, or with --cpu on the CPU. Every timed call is checked first against plain torch in
 float64. Few tokens read and write their states, which rotate over more than any cache holds: bytes of both ways, beside
 a device copy or, on the CPU, a pass that reads as many. Prompts: floating-point operations of chunks, beside a library
-product in the same run, and flash-linear-attention's `chunk_gated_delta_rule` where it is installed, which has neither
-the convolution nor the gate.
+product in the same run. On the GPU prompts come first, the longest at once, and each beside flash-linear-attention's
+`chunk_gated_delta_rule` where `fla-core` is installed, which has neither the convolution nor the gate.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from cpu_kernels import ROTATION, compare_with_ceiling, format_rates, time_in_turn, use_native_threads, write_json
+from delta_rival import find_rule, time_rule
 
 from pshard.commands.command_line import new_parser, parse_ints, run_cli
 from pshard.profile.timed.operands import OperandPool
@@ -148,24 +150,32 @@ def run_on_gpu(args: argparse.Namespace) -> None:
 
     bench = Bench(CudaKernels("cuda", 4096), time.perf_counter() + 400)
     ceilings(bench)
-    for name in SHAPES:
-        net, weights = make_net(name)
-        moved = {n: getattr(weights, n).cuda() for n in ("conv", "dt_bias", "decay", "norm")}
-        weights = replace(weights, **moved)
-        if args.sweep:
-            sweep(bench, net, weights)
+    nets = {name: make_net(name) for name in SHAPES}
+    if args.sweep:
+        for net, weights in nets.values():
+            sweep(bench, net, to_gpu(weights))
+    rule = find_rule()
+
+    def add(case: str, run: Callable[[], dict[str, Any]]) -> float | None:
+        """A row, kept at once: who has little time stops the run when it has seen enough."""
+        us = bench.case(case, run).get("us")
+        save_gpu(bench, args)
+        return us
+
+    for tokens in sorted(args.prompts, reverse=True):
+        for name, (net, weights) in nets.items():
+            case = f"{name} 1 x {tokens}"
+            ours = add(case, partial(time_chunks, bench, net, to_gpu(weights), tokens))
+            if rule is not None:
+                add(f"flash-linear-attention, {case}", partial(time_rule, rule, net, tokens, ours))
+    for name, (net, weights) in nets.items():
         for sequences in args.sequences:
-            bench.case(f"{name} {sequences} x 1", partial(time_steps, bench, net, weights, sequences))
-        for tokens in args.prompts:
-            bench.case(f"{name} 1 x {tokens}", partial(time_chunks, bench, net, weights, tokens))
-    save_gpu(bench, args)
-    # at the end, as its tuning takes a minute for each size
-    for name in SHAPES:
-        for tokens in sorted(args.prompts, reverse=True):
-            if (other := make_rival(make_net(name)[0], tokens)) is not None:
-                case = f"{name} 1 x {tokens}"
-                bench.case(f"flash-linear-attention, {case}", partial(time_rival, bench, other, case))
-    save_gpu(bench, args)
+            add(f"{name} {sequences} x 1", partial(time_steps, bench, net, to_gpu(weights), sequences))
+
+
+def to_gpu(weights: DeltaWeights) -> DeltaWeights:
+    """The same weights in VRAM."""
+    return replace(weights, **{n: getattr(weights, n).cuda() for n in ("conv", "dt_bias", "decay", "norm")})
 
 
 def save_gpu(bench: Any, args: argparse.Namespace) -> None:
@@ -202,13 +212,6 @@ def time_chunks(bench: Any, net: DeltaNet, weights: DeltaWeights, tokens: int) -
     return {**found, "error": round(error, 5)}
 
 
-def time_rival(bench: Any, call: Callable[[], Any], case: str) -> dict[str, Any]:
-    """flash-linear-attention's time, and its ratio to that of our case: above 1 ours is faster."""
-    us = time_eager(call)
-    ours = next((c.get("us") for c in bench.cases if c["case"] == case), None)
-    return {"us": round(us, 1)} | ({"of_fla": round(us / ours, 2)} if ours else {})
-
-
 def sweep(bench: Any, net: DeltaNet, weights: DeltaWeights) -> None:
     """Other warps, columns and rows, one at a time, for 16 sequences and for 4096 tokens; the fastest stay. Then what
     each kernel of a prompt takes."""
@@ -234,37 +237,6 @@ def sweep(bench: Any, net: DeltaNet, weights: DeltaWeights) -> None:
     for event in profile.key_averages():
         if event.key.endswith("_kernel"):
             print(f"  {event.key}: {event.device_time:.1f} us each, {event.count} times", flush=True)
-
-
-def make_rival(net: DeltaNet, tokens: int) -> Callable[[], Any] | None:
-    """flash-linear-attention's kernel on the same shapes; None where it is not installed."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
-        return None
-    shape = (1, tokens, net.value_heads, net.head)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    g = -torch.rand(shape[:3], device="cuda")
-    beta = torch.rand(shape[:3], device="cuda").bfloat16()
-    return lambda: chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
-
-
-def time_eager(call: Callable[[], Any]) -> float:
-    """Microseconds of one call of many that are queued at once, so that the GPU does not wait for Python."""
-    best = float("inf")
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.no_grad():
-            call()
-            torch.cuda.synchronize()
-            torch.cuda._sleep(50_000_000)
-            start.record()
-            for _ in range(10):
-                call()
-            end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) * 100)
-    return best
 
 
 if __name__ == "__main__":
