@@ -11,6 +11,7 @@ from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
 from pshard.server.life.read_facts import add_promise, keep_one_tier, read_facts
+from pshard.server.life.rehearse_steps import compiles_kernels, rehearse_steps
 from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.served_machine import Machine
 from pshard.session.open_plan import Opened, check_plan
@@ -26,6 +27,7 @@ class ModelLoader:
         """gap: seconds between tokens that the server promises."""
         self._opened, self._request, self._how, self._gap = opened, request, how, gap
         self._variants = find_budgets(opened)
+        self._rehearsed = False
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -50,6 +52,13 @@ class ModelLoader:
             return RankMachine.start(task, facts)
         check_fits(opened, variant)
         engine = start_engine(opened, variant, self._how.kernels, exact=self._how.deterministic)
+        try:
+            if compiles_kernels(opened.profile) and not self._rehearsed:
+                rehearse_steps(engine, self._how.deterministic)
+                self._rehearsed = True  # a later engine of this process finds kernels compiled
+        except BaseException:
+            engine.close()
+            raise
         return LocalMachine(engine, facts(engine.notes), self._how.prefixes)
 
 

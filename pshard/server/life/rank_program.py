@@ -117,6 +117,7 @@ def _serve(pipe: Connection) -> None:
     from pshard.models import open_model
     from pshard.routing.order_experts import order_experts
     from pshard.server.life.local_machine import keep_prefixes
+    from pshard.server.life.rehearse_steps import compiles_kernels, rehearse_steps
     from pshard.session.open_plan import Opened as OpenedPlan
     from pshard.session.start_engine import open_group, start_engine
 
@@ -126,6 +127,8 @@ def _serve(pipe: Connection) -> None:
     opened = OpenedPlan(file, task.profile, task.variant, Path())
     group = open_group(opened, len(task.variant.ranks))
     with start_engine(opened, task.variant, task.how.kernels, group, exact=task.how.deterministic) as engine:
+        if compiles_kernels(task.profile):
+            rehearse_steps(engine, task.how.deterministic)
         keep_prefixes(engine, task.how.prefixes)
         group.barrier()
         try:

@@ -1,5 +1,6 @@
 """What of a plan the scheduler decides by, and what people are told of it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -52,7 +53,7 @@ def keep_one_tier(facts: PlanFacts) -> PlanFacts:
     """Facts by which every step, of prompts too, runs in the same places with the same kernels: under the largest tier
     whose steps are small batches. A text then has the same bits alone and in company, where the rows of these kernels
     do not depend on how many there are."""
-    tier = max(tokens for tokens in facts.tiers if tokens <= SMALL_BATCH or tokens == facts.tiers[0])
+    (tier,) = served_tiers(facts.tiers, deterministic=True)
     place = facts.tiers.index(tier)
     shown = replace(
         facts.shown,
@@ -67,6 +68,13 @@ def keep_one_tier(facts: PlanFacts) -> PlanFacts:
         shown=shown,
         times=StepTimes((facts.times.tiers[place],), ((0.0,),)),
     )
+
+
+def served_tiers(tiers: Sequence[int], deterministic: bool) -> tuple[int, ...]:
+    """Of a plan's tiers, by their tokens, those that steps run under: all, or the largest one of small batches."""
+    if not deterministic:
+        return tuple(tiers)
+    return (max(tokens for tokens in tiers if tokens <= SMALL_BATCH or tokens == tiers[0]),)
 
 
 def add_promise(facts: PlanFacts, workload: Workload, gap: float) -> PlanFacts:

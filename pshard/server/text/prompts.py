@@ -95,7 +95,10 @@ class Prompts:
 
     def find_tokenizer(self, where: str) -> "Tokenizer":
         if self._model.tokenizer is None:
-            raise bad_field(where, "cannot be text: the model file has no tokenizer that can be read; give token ids to /v1/completions")
+            raise bad_field(
+                where,
+                "cannot be text: the model file has no tokenizer that can be read; give token ids to /v1/completions",
+            )
         return self._model.tokenizer
 
     def _check_length(self, text: str, where: str) -> None:
