@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.jsonio import to_json, write_json_atomically
+from pshard.jsonio import from_json, to_json, write_json_atomically
 from pshard.registries.profile_store import load_profile
 from pshard.session.serve_bench.arrivals import Pattern
 from pshard.session.serve_bench.drive import Bounds
@@ -43,7 +44,7 @@ from pshard.session.serve_bench.target import Target, find_target, parse_address
 from pshard.session.serve_bench.timed_exchange import exchange, write_request
 from pshard.session.serve_bench.write_prompts import Misbehaviour, SharedPrefix, write_requests
 from pshard.session.this_machine import environment_of
-from pshard.times.server_load import LoadPoint, spread_of
+from pshard.times.server_load import LoadPoint, ServerLoad, spread_of
 
 PROGRAM = [sys.executable, "-m", "pshard.commands.program.one_program"]
 DECODERS = 8  # who decode while a long prompt comes
@@ -63,6 +64,7 @@ LLAMA_WAYS = {  # as it comes, and with what is outside VRAM copied to the GPU f
     "llama_server": {},
     "llama_server_copies": {"GGML_OP_OFFLOAD_MIN_BATCH": "8"},
 }
+SHOWN = {"serve": "pshard", "llama_server": "llama-server", "llama_server_copies": "llama-server, best setting"}
 KEY = os.environ.get("PSHARD_API_KEY", "")  # which pshard-serve reads too
 NONE = SharedPrefix()
 POLITE = Misbehaviour()
@@ -102,6 +104,9 @@ class Record:
 def main() -> int:
     """Measure and write; exit code 1 when a part failed or was left out."""
     args = make_parser().parse_args()
+    if args.draw:
+        draw_loads_of(json.loads(args.output.read_text()), args.draw)
+        return 0
     command = tell_command(["serve_load.py", *sys.argv[1:]], args)
     header = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": command}
     header |= {"promise_ms": args.max_gap, "prompt": args.prompt, "answer": args.answer}
@@ -153,6 +158,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--llama-flags", default="-fa on", help="words for llama-server, in one string")
     parser.add_argument("--seconds", type=float, default=1500.0, help="for all of it (1500)")
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--draw", type=Path, help="measure nothing, draw what --output has: a PNG")
     return parser
 
 
@@ -300,6 +306,26 @@ def measure_llama(n: int, args: argparse.Namespace, environment: dict[str, str],
     words += shlex.split(args.llama_flags)
     with running(words, f"http://127.0.0.1:{port}", left, environment) as url:
         return measure_loop(url, n, args, left)
+
+
+def draw_loads_of(data: dict[str, Any], path: Path) -> None:
+    """A figure of the closed loops: times that clients waited, and rates, over how many they were."""
+    from pshard.reports.figures.server_loads import draw_loads, group_loads
+
+    draw_loads("clients", group_loads(read_loads(data))["clients"]).savefig(path, dpi=110)
+
+
+def read_loads(data: dict[str, Any]) -> list[ServerLoad]:
+    """The closed loops of each server, as they were measured."""
+    lengths = {"prompts": str(data["prompt"]), "answers": str(data["answer"]), "shared_prefix": "", "seed": 0}
+    about = {"date": data["date"], "command": data["command"], "environment": ()}
+    promise, loads = (("gap", data["promise_ms"]),), []
+    for kind, server in SHOWN.items():
+        found = [value for name, value in data.items() if re.fullmatch(rf"{kind}_\d+", name)]
+        points = tuple(from_json(LoadPoint, value) for value in found)
+        if points:
+            loads.append(ServerLoad(server, "", "completions", promise=promise, points=points, **lengths, **about))
+    return loads
 
 
 def find_ratios(data: dict[str, Any]) -> dict[str, float]:

@@ -99,6 +99,15 @@ def test_the_context_holds_every_part(script: dict[str, Any]) -> None:
     assert script["context_of"](args) >= 16384 + 8 * (64 + 3 * 128)
 
 
+def test_what_was_measured_is_drawn(script: dict[str, Any], tmp_path: Path) -> None:
+    data = json.loads((BENCHMARKS / "results" / "h100-serve-1124.json").read_text())
+    loads = script["read_loads"](data)
+    assert [load.server for load in loads] == ["pshard", "llama-server, best setting"]
+    assert [point.load for point in loads[0].points] == [16, 1, 64, 4]
+    script["draw_loads_of"](data, tmp_path / "loads.png")
+    assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_it_measures_our_own_server_on_the_demo_model(tmp_path: Path, quick_search: None) -> None:
     pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'pshard[serve]'")
