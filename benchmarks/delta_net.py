@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from cpu_kernels import ROTATION, compare_with_ceiling, format_rates, time_in_turn, use_native_threads, write_json
-from delta_rival import find_rule, time_rule
+from delta_rival import is_installed, time_rule
 
 from pshard.commands.command_line import new_parser, parse_ints, run_cli
 from pshard.profile.timed.operands import OperandPool
@@ -154,7 +154,6 @@ def run_on_gpu(args: argparse.Namespace) -> None:
     if args.sweep:
         for net, weights in nets.values():
             sweep(bench, net, to_gpu(weights))
-    rule = find_rule()
 
     def add(case: str, run: Callable[[], dict[str, Any]]) -> float | None:
         """A row, kept at once: who has little time stops the run when it has seen enough."""
@@ -166,8 +165,8 @@ def run_on_gpu(args: argparse.Namespace) -> None:
         for name, (net, weights) in nets.items():
             case = f"{name} 1 x {tokens}"
             ours = add(case, partial(time_chunks, bench, net, to_gpu(weights), tokens))
-            if rule is not None:
-                add(f"flash-linear-attention, {case}", partial(time_rule, rule, net, tokens, ours))
+            if is_installed():
+                add(f"flash-linear-attention, {case}", partial(time_rule, net, tokens, ours))
     for name, (net, weights) in nets.items():
         for sequences in args.sequences:
             add(f"{name} {sequences} x 1", partial(time_steps, bench, net, to_gpu(weights), sequences))

@@ -1,5 +1,6 @@
 """flash-linear-attention's `chunk_gated_delta_rule` for `delta_net.py`: compiled on all cores, checked, timed."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,28 +13,25 @@ import torch
 from pshard.runtime.kernels.plain_delta import L2_EPS, run_chunked
 from pshard.units.operations import DeltaNet
 
-Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 TUNING_MS = {"warmup": 5, "rep": 20}  # for each way that the tuner tries; by default 125, in all 10 s for a shape
 
 
-def find_rule() -> Rule | None:
-    """The kernel; None where it is not installed. Its package `fla-core` is enough."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
-        return None
-    return chunk_gated_delta_rule
+def is_installed() -> bool:
+    """Whether there is something to compare with. Its package `fla-core` is enough."""
+    return importlib.util.find_spec("fla") is not None
 
 
-def time_rule(rule: Rule, net: DeltaNet, tokens: int, ours_us: float | None) -> dict[str, Any]:
+def time_rule(net: DeltaNet, tokens: int, ours_us: float | None) -> dict[str, Any]:
     """Microseconds of a prompt, its error, and the ratio to ours: above 1 ours is faster."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from triton.runtime.driver import driver
     from triton.testing import do_bench
 
-    call = partial(rule, **make_rows(net, tokens), output_final_state=True, use_qk_l2norm_in_kernel=True)
+    rows = make_rows(net, tokens)
+    call = partial(chunk_gated_delta_rule, **rows, output_final_state=True, use_qk_l2norm_in_kernel=True)
     with torch.no_grad(), mock.patch.object(driver.active, "get_benchmarker", lambda: partial(do_bench, **TUNING_MS)):
         compile_ahead(call)
-        error = check_rule(call)
+        error = check_rule(rows, call)
         us = time_eager(call)
     found = {"us": round(us, 1), "error": round(error, 5)}
     return found | ({"of_fla": round(us / ours_us, 2)} if ours_us else {})
@@ -63,9 +61,10 @@ def compile_ahead(call: Callable[[], Any]) -> None:
         call()
 
 
-def check_rule(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """The error beside plain torch in float64, of the deviation; ValueError for more than 2%."""
-    rows = {name: x[0].double() for name, x in call.keywords.items() if isinstance(x, torch.Tensor)}  # type: ignore[attr-defined]
+def check_rule(given: dict[str, torch.Tensor], call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The error beside plain torch in float64, of the deviation; ValueError for more than 5%: it keeps less in float32
+    than ours."""
+    rows = {name: x[0].double() for name, x in given.items()}
     each = rows["v"].shape[1] // rows["q"].shape[1]
     unit = {n: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for n, x in rows.items() if n in ("q", "k")}
     q, k = (unit[n].repeat_interleave(each, 1).transpose(0, 1) for n in ("q", "k"))
@@ -75,7 +74,7 @@ def check_rule(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> float:
     out, last = call()
     pairs = ((out[0].transpose(0, 1), want[0]), (last[0], want[1]))
     errors = [((a.double() - b).square().mean().sqrt() / b.std()).item() for a, b in pairs]
-    if not max(errors) < 0.02:
+    if not max(errors) < 0.05:
         raise ValueError(f"errors of {errors} of the deviation: the rival computes something else")
     return max(errors)
 

@@ -142,7 +142,8 @@ def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> 
     same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))
     again = engine.reset(length=min(same, len(prompt) - 1))
     if loud:
-        why = f"; {again} are computed again: it lacks cells that layers with a window see" if again else ""
+        lacks = "it lacks what layers with a window or a state of fixed size keep of a text that ends there"
+        why = f"; {again} are computed again: {lacks}" if again else ""
         taken = engine.lengths[0] - again
         print(f"prompt cache: {taken} of {len(prompt)} tokens are taken from it{why}", file=sys.stderr)
     return prompt[engine.lengths[0] :]

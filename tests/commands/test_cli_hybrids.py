@@ -54,3 +54,23 @@ def test_a_prompt_s_states_are_kept_in_a_file(world: World, tmp_path: Path, caps
         told.append(capsys.readouterr())
     assert told[0].out == told[1].out == told[2].out
     assert "tokens are taken from it" in told[1].err
+
+
+def test_a_prompt_that_ends_before_a_kept_one_is_computed_again_and_answered_as_without(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given, kept = ["-m", str(world.model), "--vram", "3"], ["--prompt-cache", str(tmp_path / "kept")]
+    assert cli_plan.main([*given, "-c", "256", "-ub", "16"]) == 0
+
+    def answer(prompt: str, *more: str) -> tuple[str, str]:
+        capsys.readouterr()
+        assert cli_run.main([*given, "-p", prompt, "-n", "4", "--temp", "0", *more]) == 0
+        return capsys.readouterr()
+
+    answer("To be or not to be, that is", *kept)
+    shorter = answer("To be or", *kept)
+    assert shorter[0] == answer("To be or")[0]
+    assert "0 of 8 tokens are taken from it; 7 are computed again: it lacks what layers with" in shorter[1]
+    longer = answer("To be or nothing", *kept)
+    assert longer[0] == answer("To be or nothing")[0]
+    assert "8 of 16 tokens are taken from it\n" in longer[1]

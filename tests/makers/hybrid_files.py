@@ -1,12 +1,13 @@
 """Tiny hybrids, like Qwen3-Next and the dense and sparse Qwen3.5: GGUF files, and folders of transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
-from model_files import _add_encoded, _add_metadata, _finish
+from model_files import _K_SCALES, _add_encoded, _add_metadata, _finish, random_matrix
 
 D, HEADS, KV_HEADS, HEAD, ROPE, VOCAB, CONTEXT, FFN = 256, 4, 2, 64, 16, 320, 1024, 256
 N_EXPERTS, USED, D_EXPERT, D_SHARED = 8, 3, 64, 64
@@ -106,24 +107,46 @@ def fuse_inputs(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def write_hybrid_gguf(
-    path: Path, like: str, tensors: dict[str, np.ndarray], qtype: str = "F32", metadata: dict[str, Any] | None = None
+    path: Path,
+    like: str,
+    tensors: dict[str, np.ndarray],
+    qtype: str = "F32",
+    metadata: dict[str, Any] | None = None,
+    qtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """A GGUF file of tensors by name. Matrices are of a quant type, where their rows are whole blocks of it."""
+    """A GGUF file of tensors by name. Matrices are of a quant type (qtypes: of another, by what they are in a layer),
+    where their rows are whole blocks of it; of a type that the gguf package cannot encode their numbers are others."""
     writer = gguf.GGUFWriter(str(path), LIKE[like].gguf)
     writer.add_name(path.stem)
     layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blk."))
     keys = {f"{LIKE[like].gguf}.{key}": value for key, value in _settings(LIKE[like], layers).items()}
     _add_metadata(writer, {"tokenizer.ggml.model": "none", **keys, **(metadata or {})})
-    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype]][0]
+    rng = np.random.default_rng(7)
     for name, array in tensors.items():
         array = np.ascontiguousarray(array)
         if array.ndim == 1 or name.endswith(("ffn_gate_inp.weight", "conv1d.weight")):
             writer.add_tensor(name, array)
             continue
-        kind = qtype if array.shape[-1] % block == 0 else "F32"
-        encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
-        _add_encoded(writer, name, encoded.view(np.uint8).reshape(*array.shape[:-1], -1), kind)
+        kind = qtypes.get(name.removesuffix(".weight").split(".")[-1], qtype)
+        block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+        kind = kind if array.shape[-1] % block == 0 else "F32"
+        _add_encoded(writer, name, _encode(array, kind, rng), kind)
     return _finish(writer, path)
+
+
+def _encode(array: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:
+    """Bytes of the last dimension's blocks."""
+    if kind in _K_SCALES:
+        encoded = random_matrix(array.size // array.shape[-1], array.shape[-1], kind, rng)
+    else:
+        encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
+    return encoded.view(np.uint8).reshape(*array.shape[:-1], -1)
+
+
+def read_hybrid_gguf(path: Path) -> dict[str, np.ndarray]:
+    """What the gguf package makes of a file's tensors, in float32."""
+    found = gguf.GGUFReader(path).tensors
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1].tolist()) for t in found}
 
 
 def _settings(like: Like, layers: int) -> dict[str, Any]:

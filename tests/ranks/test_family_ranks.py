@@ -1,16 +1,21 @@
-"""Families whose sums over ranks are normalised before they are added: the logits of one rank, whoever has what."""
+"""Families on several ranks: the logits of a float64 forward, and of one rank where sums are normalised before they are
+added, whoever has what."""
 
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engines import open_engine
 from family_files import RECIPES, write_family
+from family_forward import family_logits
 from thread_ranks import random_tiers, run_ranks
 
 CONTEXT = 128
 CLOSE = 1e-4  # of the logits' deviation
+RNG = random.Random(4)
+TEXT = [RNG.randrange(RECIPES["glm4"].vocab) for _ in range(73)]
 SHARES = [(1.0, 1.0), (3.0, 1.0), (2.0, 0.0, 5.0), (0.0, 1.0)]
 
 
@@ -21,9 +26,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def talk(engine) -> torch.Tensor:
     """A prompt in several micro-batches, and tokens one by one: the logits of all."""
-    rng = random.Random(4)
-    text = [rng.randrange(RECIPES["glm4"].vocab) for _ in range(73)]
-    return torch.cat([engine.forward(part, all_logits=True) for part in (text[:70], text[70:71], text[71:])])
+    return torch.cat([engine.forward(part, all_logits=True) for part in (TEXT[:70], TEXT[70:71], TEXT[71:])])
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +42,15 @@ def test_what_ranks_have_summed_is_normalised_once(
     for tiers in (None, random_tiers(len(shares), CONTEXT)):
         for found in run_ranks(path, shares, talk, CONTEXT, tiers):
             assert float((found - of_one_rank).abs().max() / of_one_rank.std()) < CLOSE
+
+
+@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize(("shares", "mode"), [((1.0, 0.0, 3.0), "tensor"), ((2.0, 1.0), "layer")], ids=str)
+def test_every_family_gives_a_float64_forward_s_logits(
+    family: str, shares: tuple[float, ...], mode: str, tmp_path: Path
+) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, TEXT)
+    tiers = random_tiers(5, 512)  # a context beyond what phi3 and mistral3 were trained with
+    for found in run_ranks(path, shares, talk, 512, tiers, mode=mode):
+        assert float(np.abs(found.numpy() - expected).max() / expected.std()) < 1e-5

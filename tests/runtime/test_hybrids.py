@@ -12,12 +12,14 @@ from hybrid_files import (
     VOCAB,
     fuse_inputs,
     random_hybrid,
+    read_hybrid_gguf,
     take_hybrid_tensors,
     write_hybrid_folder,
     write_hybrid_gguf,
 )
 from hybrid_forward import MISTAKES, hybrid_logits
 from plan_samples import make_tier, random_places, shrink_places
+from thread_ranks import run_ranks
 
 from pshard.models import ModelFile, open_model
 from pshard.units.delta.delta_net import DELTA_NET
@@ -141,6 +143,28 @@ def test_a_file_with_one_input_matrix_of_each_layer_gives_them_too(models: dict[
     assert difference(expected, hybrid_logits(file.spec.config, models["next"].tensors, IDS)) < 1e-12
     with open_engine(path) as engine:
         assert difference(engine.forward(IDS, all_logits=True).numpy(), expected) < CLOSE
+
+
+MIXED = {  # as published Q4_K_M, UD-Q4_K_XL, IQ4_XS and MXFP4_MOE files mix them
+    "attn_qkv": "Q5_K", "attn_gate": "IQ4_XS", "ssm_in": "Q4_K", "ssm_ba": "IQ4_XS", "ssm_beta": "Q8_0",
+    "ssm_alpha": "F16", "ssm_out": "IQ4_NL", "attn_q": "Q4_K", "attn_k": "Q6_K", "attn_v": "Q8_0",
+    "attn_output": "IQ4_XS", "ffn_gate": "IQ4_XS", "ffn_up": "Q4_K", "ffn_down": "Q6_K", "ffn_gate_exps": "MXFP4",
+    "ffn_up_exps": "MXFP4", "ffn_down_exps": "IQ4_NL", "ffn_down_shexp": "Q8_0", "token_embd": "Q4_K",
+    "output": "Q6_K",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("like", [*LIKE, "fused"])
+def test_a_file_of_many_types_gives_the_logits_of_its_weights(like: str, tmp_path: Path) -> None:
+    tensors = fuse_inputs(random_hybrid("next")) if like == "fused" else random_hybrid(like)
+    path = write_hybrid_gguf(tmp_path / "m.gguf", "next" if like == "fused" else like, tensors, qtypes=MIXED)
+    with open_model(path) as file:
+        expected = hybrid_logits(file.spec.config, read_hybrid_gguf(path), IDS)
+        assert {"Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS"} <= {t.qtype for u in file.spec.units for t in u.matrices}
+    for found in run_ranks(path, (3.0, 1.0), lambda engine: engine.forward(IDS, all_logits=True), 128):
+        assert difference(found.numpy(), expected) < OFTEN
+    with open_engine(path) as engine:
+        assert difference(engine.forward(IDS, all_logits=True).numpy(), expected) < OFTEN
 
 
 # --- transformers ---------------------------------------------------------------------------------------------------
