@@ -79,6 +79,7 @@ def test_a_budget_is_moved_to_when_there_is_a_plan(app) -> None:
     assert ask(app, "/budget", {"vram_mib": 32}).json() == {"vram_mib": 32, "plan": "32 MiB: all pinned"}
     refused = ask(app, "/budget", {"vram_mib": 33})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "no_such_budget"
+    assert refused.json()["error"]["param"] == "vram_mib"
 
 
 def test_props_slots_and_metrics_tell_what_is_in_force(app, service) -> None:
@@ -130,6 +131,11 @@ def test_a_host_that_is_not_this_server_is_refused(app, service) -> None:
     assert ask(app, "/health", headers={"host": "evil.example"}).json()["error"]["code"] == "host_not_allowed"
     for host in ("127.0.0.1:8080", "[::1]:8080", "LOCALHOST"):
         assert ask(app, "/health", headers={"host": host}).status_code == 200
+    for host in ("10.0.0.7:8080", "[fd00::7]:8080"):  # no page is served by this machine under its address
+        assert ask(app, "/health", headers={"host": host}).status_code == 403
+        beyond = make_app(service, demo_model(), door=Door(addresses=True))
+        assert ask(beyond, "/health", headers={"host": host}).status_code == 200
+    assert ask(beyond, "/health", headers={"host": "10.0.0.7.evil.example"}).status_code == 403
     open_app = make_app(service, demo_model(), door=Door(hosts=("*",)))
     assert ask(open_app, "/health", headers={"host": "evil.example"}).status_code == 200
 

@@ -22,6 +22,7 @@ from pshard.server.api.fields import (
     read_fields,
 )
 from pshard.server.api.limits import Limits
+from pshard.server.api.other_names import refuse_others
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
 from pshard.server.api.read_tools import read_choice, read_response_tools
@@ -63,6 +64,7 @@ def responses_table(limits: Limits) -> Table:
         Field("prompt", Refused("is not taken: there are no stored prompts")),
         Field("background", Refused("is not taken: answers are made while the client is there")),
         *shared,
+        *refuse_others("/v1/responses"),
     )
 
 
@@ -105,8 +107,9 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
         _read_format((v["text"] or {}).get("format"), limits),
         read_arguments({}, (v["reasoning"] or {}).get("effort")),
         where="input",
+        format="text.format",
     )
-    return check_chat(ask, "text.format")
+    return check_chat(ask)
 
 
 def _read_format(given: dict[str, Any] | None, limits: Limits) -> dict[str, Any] | None:
