@@ -120,12 +120,14 @@ def describe_steps(steps: Sequence[StepSeen]) -> str:
     if not steps:
         return "None ran."
     seconds = sum(s.seconds for s in steps)
-    shares = []
-    for lane, name in LANES:
-        known = [(share, s.seconds) for s in steps if (share := busy_share(s, lane)) is not None]
-        if known:
-            shares.append(f"{name} {sum(share * s for share, s in known) / sum(s for _, s in known):.0%}")
-    busy = f"; busy in them: {', '.join(shares)}" if shares else ""
+    busy = ""
+    if known := [s for s in steps if s.busy and s.seconds > 0]:
+        worked = dict.fromkeys((lane for lane, _ in LANES), 0.0)
+        for step in known:
+            for lane, spent in step.busy:
+                worked[lane] = worked.get(lane, 0.0) + min(spent, step.seconds)
+        whole = sum(s.seconds for s in known)
+        busy = f"; busy in them: {', '.join(f'{name} {worked[lane] / whole:.0%}' for lane, name in LANES)}"
     return f"{len(steps)} steps in {seconds:.1f} s, {sum(bool(s.prompts) for s in steps)} with prompts{busy}."
 
 
