@@ -3,7 +3,7 @@
 import pytest
 from http_client import ask
 
-from pshard.server.api.other_names import INSTEAD
+from pshard.server.api.tables.other_names import INSTEAD
 
 USER = [{"role": "user", "content": "ROMEO:"}]
 RIGHT = {

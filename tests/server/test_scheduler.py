@@ -263,6 +263,19 @@ def test_a_tier_whose_prompts_are_deep_gives_way_to_a_smaller_one():
     assert max(speaker.gaps) <= 0.25
 
 
+def test_a_first_step_that_compiles_does_not_close_its_tier():
+    """On a GPU the first step of a tier compiles kernels and captures graphs: it may take a hundred times as long."""
+    pace = Pace(FakeMachine().facts)
+    prompt, beside = StepLoad(0, 0, 512), StepLoad(4, 400, 1, 0)
+    planned = pace.expect(prompt, 512)
+    pace.observe(prompt, 512, 100 * planned)
+    assert pace.expect(prompt, 512) == pytest.approx(4 * planned)
+    assert pace.largest_within(5 * planned, beside, 4) == 512
+    for _ in range(12):
+        pace.observe(prompt, 512, planned)
+    assert pace.expect(prompt, 512) < 1.3 * planned
+
+
 def test_what_steps_really_take_corrects_what_the_plan_predicts_of_them():
     machine = FakeMachine()
     times = machine.facts.times

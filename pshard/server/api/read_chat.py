@@ -5,14 +5,26 @@ from typing import Any
 
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.asks import ChatAsk, Drawing
-from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import Field, Fields, Flag, Items, Object, OneOf, Refused, Table, Text, Whole, read_fields
 from pshard.server.api.limits import Limits
-from pshard.server.api.other_names import refuse_others
 from pshard.server.api.read_completion import check_jobs, read_answering
 from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.api.read_tools import choice_kind, read_choice, read_tool, tool_kind
+from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.tables.fields import (
+    Field,
+    Fields,
+    Flag,
+    Items,
+    Object,
+    OneOf,
+    Refused,
+    Table,
+    Text,
+    Whole,
+    read_fields,
+)
+from pshard.server.api.tables.other_names import refuse_others
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ARGUMENTS = (  # of a template: no others, as a template may do anything with what it is given

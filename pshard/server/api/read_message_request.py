@@ -4,9 +4,13 @@ from typing import Any
 
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message
-from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_sampling
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import (
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
+from pshard.server.api.read_messages_list import read_messages
+from pshard.server.api.read_tools import check_schema, read_choice, read_tool
+from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_sampling
+from pshard.server.api.tables.fields import (
     ByType,
     Field,
     Fields,
@@ -20,11 +24,7 @@ from pshard.server.api.fields import (
     Whole,
     read_fields,
 )
-from pshard.server.api.limits import Limits
-from pshard.server.api.other_names import refuse_others
-from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
-from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import check_schema, read_choice, read_tool
+from pshard.server.api.tables.other_names import refuse_others
 
 BILLING = "x-anthropic-billing-header:"  # of Claude Code; it differs with every request, and says nothing to a model
 CLEARS = "clear_thinking"  # edits that ask for what templates do anyway

@@ -5,9 +5,13 @@ from typing import Any
 
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message, Tool
-from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import (
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
+from pshard.server.api.read_messages_list import read_messages
+from pshard.server.api.read_tools import read_choice, read_response_tools
+from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.tables.fields import (
     ByType,
     Field,
     Fields,
@@ -21,11 +25,7 @@ from pshard.server.api.fields import (
     Whole,
     read_fields,
 )
-from pshard.server.api.limits import Limits
-from pshard.server.api.other_names import refuse_others
-from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
-from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import read_choice, read_response_tools
+from pshard.server.api.tables.other_names import refuse_others
 
 STATELESS = "is not taken: nothing is stored here; send the whole conversation as input"
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pshard.server.api.asks import Drawing
-from pshard.server.api.drawing_fields import seed_choice
 from pshard.server.api.faults import Fault
+from pshard.server.api.tables.drawing_fields import seed_choice
 from pshard.server.http.desk import Desk
 from pshard.server.http.running import Running
 from pshard.server.jobs import Ended, Event, Job, Likely, Made, Progress

@@ -6,8 +6,8 @@ from typing import Any
 
 from pshard import __version__
 from pshard.jsonio import to_json
-from pshard.server.api.fields import read_fields
 from pshard.server.api.openapi import write_openapi
+from pshard.server.api.tables.fields import read_fields
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, Whole, reply_json
 from pshard.server.http.running import as_fault

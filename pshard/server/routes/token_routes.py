@@ -4,8 +4,8 @@ from typing import Any
 
 from pshard.server.api.asks import Answering, ChatAsk, Drawing
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import read_fields
 from pshard.server.api.read_messages_list import number_places, read_messages
+from pshard.server.api.tables.fields import read_fields
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, reply_json
 

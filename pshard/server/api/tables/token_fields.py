@@ -1,7 +1,7 @@
 """Fields of /tokenize, /detokenize and /budget, in the forms of vLLM and of llama.cpp."""
 
-from pshard.server.api.fields import Field, Flag, Items, Object, Table, Text, Whole
 from pshard.server.api.limits import Limits
+from pshard.server.api.tables.fields import Field, Flag, Items, Object, Table, Text, Whole
 
 
 def tokenize_table(limits: Limits) -> Table:

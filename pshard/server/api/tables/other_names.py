@@ -1,7 +1,7 @@
 """Fields that another interface here has and this one has not: refused with what is to be given instead, as an answer
 without them would be another one than was asked for."""
 
-from pshard.server.api.fields import NOTHING, Field, Refused, Table
+from pshard.server.api.tables.fields import NOTHING, Field, Refused, Table
 
 CHATS = "is not read here; /v1/chat/completions takes it"
 LENGTH = "max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"
