@@ -61,6 +61,10 @@ def test_texts_become_tokens_and_texts_again_in_both_forms(app, service) -> None
     assert found["prompt"] == found["content"] == text
     chat = ask(app, "/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
     assert chat["tokens"] == service.engine.tokenizer.encode("hi\n") and chat["count"] == len(chat["tokens"])
+    hi = {"messages": [{"role": "user", "content": "hi"}]}
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "description": "does f"}}]}
+    used = ask(app, "/v1/chat/completions", hi | tools | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert ask(app, "/tokenize", hi | tools).json()["count"] == used > chat["count"]
     info = ask(app, "/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and info["bos_token"] == "<|endoftext|>" and "chat_template" in info
 
@@ -69,6 +73,8 @@ def test_texts_become_tokens_and_texts_again_in_both_forms(app, service) -> None
     ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"content": []}, "content"),
     ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": [5000]}, "tokens[0]"), ("/budget", {}, "vram_mib"),
     ("/budget", {"vram_mib": -5}, "vram_mib"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False}},
+     "chat_template_kwargs"),
 ])  # fmt: skip
 def test_bad_fields_are_named(app, path, body, where) -> None:
     found = ask(app, path, body)
