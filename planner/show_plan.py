@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
+from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
@@ -38,7 +39,7 @@ def print_variant(variant: Variant, out: "Console") -> None:
         print_whole(_ways_table(variant), out)
     out.print(
         f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens "
-        f"(micro-batches of {w.max_ubatch}), then {_rate(decode_rate(variant))} tok/s{_of_all(w)}.",
+        f"(micro-batches of {w.max_ubatch}), then {show_rate(decode_rate(variant))} tok/s{_of_all(w)}.",
         highlight=False,
         soft_wrap=True,
     )
@@ -61,7 +62,7 @@ def _ways_table(variant: Variant) -> "Table":
             continue
         more = way.seconds / (variant.considered[0].seconds or way.seconds) - 1
         pace = decoded / (way.seconds - variant.workload.rounds_of_prompts * way.first_token)
-        table.add_row(way.way, f"{way.seconds:.4g}", f"{more:+.1%}", f"{way.first_token:.3g}", _rate(pace), way.why)
+        table.add_row(way.way, f"{way.seconds:.4g}", f"{more:+.1%}", f"{way.first_token:.3g}", show_rate(pace), way.why)
     return table
 
 
@@ -84,14 +85,9 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
         p = tier.prediction
         table.add_row(
             str(tier.tokens), *(str(n) for n in count.values()), f"{in_vram}/{layers}", f"{p.seconds * 1e3:.2f}",
-            f"{p.bound_seconds * 1e3:.2f}", _rate(tier.tokens / p.seconds), p.binds,
+            f"{p.bound_seconds * 1e3:.2f}", show_rate(tier.tokens / p.seconds), p.binds,
         )  # fmt: skip
     return table
-
-
-def _rate(tokens_per_second: float) -> str:
-    """Four figures, and whole numbers above them."""
-    return f"{tokens_per_second:.4g}" if tokens_per_second < 1e4 else f"{tokens_per_second:.0f}"
 
 
 def _memory_table(rank: RankPlan) -> "Table":
@@ -189,7 +185,9 @@ def print_outlook(outlook: Outlook, out: "Console") -> None:
     own, *others = outlook.forecasts
     for name, each in (("this plan", own), *((other.strategy, other) for other in others)):
         more = each.round_seconds / own.round_seconds - 1
-        table.add_row(name, f"{each.first_token:.3g}", _rate(each.rate), f"{each.round_seconds:.4g}", f"{more:+.1%}")
+        table.add_row(
+            name, f"{each.first_token:.3g}", show_rate(each.rate), f"{each.round_seconds:.4g}", f"{more:+.1%}"
+        )
     print_whole(table, out)
     for other in outlook.left_out:
         out.print(f"  left out: {other.why}", highlight=False, soft_wrap=True, markup=False)

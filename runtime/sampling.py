@@ -111,7 +111,7 @@ class Sampler:
                 raise UserError(f"--logit-bias: there is no token {token}; give 0 to {vocab - 1}")
 
     def allowed(self) -> np.ndarray | None:
-        """Words of the tokens that the constraint allows next; None without one. Raises StepFailed as it does."""
+        """Words of the tokens that the constraint allows next; None without one. Raises UserError as it does."""
         return self._constraint.words() if self._constraint else None
 
     def see(self, tokens: Iterable[int]) -> None:

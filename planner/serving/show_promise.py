@@ -18,8 +18,8 @@ def describe_promise(each: Promise) -> str:
     many = f"{pace.requests} requests at once get" if pace.requests > 1 else "one request alone gets"
     return (
         f"predicted for requests of {each.prompt} + {each.generated} tokens, of which {each.at_once} have room: "
-        f"{many} {pace.rate:.3g} tok/s, a token every {1e3 * pace.gap:.0f} ms ({1e3 * pace.longest_gap:.0f} beside a "
-        f"prompt), the first after {pace.first_token:.2g} s"
+        f"{many} {show_rate(pace.rate)} tok/s, a token every {1e3 * pace.gap:.0f} ms ({1e3 * pace.longest_gap:.0f} "
+        f"beside a prompt), the first after {pace.first_token:.2g} s"
     )
 
 
@@ -40,5 +40,10 @@ def print_promises(promises: Sequence[Promise], out: "Console") -> None:
             table.add_column(name, justify="right", no_wrap=True)
         for pace in each.paces:
             gaps = (f"{1e3 * seconds:.0f}" for seconds in (pace.gap, pace.longest_gap))
-            table.add_row(str(pace.requests), f"{pace.rate:.4g}", *gaps, f"{pace.first_token:.3g}")
+            table.add_row(str(pace.requests), show_rate(pace.rate), *gaps, f"{pace.first_token:.3g}")
         print_whole(table, out)
+
+
+def show_rate(tokens_per_second: float) -> str:
+    """Four figures, and whole numbers above them."""
+    return f"{tokens_per_second:.4g}" if tokens_per_second < 1e4 else f"{tokens_per_second:.0f}"

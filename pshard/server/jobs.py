@@ -65,11 +65,12 @@ class Made:
 class Ended:
     """The last event of a job. reason: "stop" (a stop id, or the grammar's end), "length" (`most` tokens, or the
     context is full), "cancelled", or "error" with a message for the one who asked; `retry`: whether it may be tried
-    again."""
+    again; `asked`: what was asked for cannot be done, and the server has not failed."""
 
     reason: str
     message: str = ""
     retry: bool = False
+    asked: bool = False
 
 
 Event = Progress | Made | Ended

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pshard.errors import StepFailed, UserError
+from pshard.errors import UserError
 
 
 class Tokenizer(Protocol):
@@ -31,17 +31,18 @@ class Grammar:
         self._matcher, self._vocab = matcher, vocab
 
     def mask(self, logits: np.ndarray) -> np.ndarray:
-        """The logits, float32 [vocabulary], with -inf for tokens that may not come. Raises StepFailed where llguidance
+        """The logits, float32 [vocabulary], with -inf for tokens that may not come. Raises UserError where llguidance
         gives up."""
         may = np.unpackbits(self.words().view(np.uint8), bitorder="little")[: self._vocab]
         may = np.pad(may, (0, len(logits) - len(may))).astype(bool)
         return np.where(may, logits, np.float32(-np.inf))
 
     def words(self) -> np.ndarray:
-        """Tokens that may come as bits: uint32 [ceil(vocabulary / 32)]. Raises StepFailed where llguidance gives up."""
+        """Tokens that may come as bits: uint32 [ceil(vocabulary / 32)]. Raises UserError where llguidance gives up."""
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
-            raise StepFailed(f"the grammar cannot be followed: {self._matcher.get_error()}")
+            why = self._matcher.get_error().partition("<state>")[0].strip()  # then follows what it was at
+            raise UserError(f"the grammar or schema cannot be followed: {why}; give a simpler one")
         return words[: -(-self._vocab // 32)]  # it may have one more
 
     def accept(self, token: int) -> None:
@@ -85,7 +86,8 @@ class GrammarWords:
         if not first.is_error():
             first.compute_bitmask()  # some that are too complex show it with the first token only
         if first.is_error():
-            raise UserError(f"{flag} cannot be read: {' '.join(first.get_error().split())}; correct it")
+            why = " ".join(first.get_error().partition("<state>")[0].split())
+            raise UserError(f"{flag} cannot be read: {why}; correct it")
         return lambda: Grammar(matcher.deep_copy(), self._vocab)
 
 

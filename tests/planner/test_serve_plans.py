@@ -16,7 +16,7 @@ from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.planner.serving.promise import USUAL_GAP, promise, promise_times
-from pshard.planner.serving.show_promise import describe_promise
+from pshard.planner.serving.show_promise import describe_promise, show_rate
 from pshard.planner.serving.size_load import size_load
 from pshard.planner.serving.step_times import StepTimes, time_steps
 from pshard.registries.choose import choose_variant, plan_command
@@ -125,7 +125,8 @@ def test_what_a_server_promises_keeps_its_own_gap_and_is_told_in_a_line(made):
     pace = next(pace for pace in quick.paces if pace.requests == 4)
     line = describe_promise(quick)
     assert "512 + 128 tokens, of which 8 have room: 4 requests at once get" in line
-    assert f"{pace.rate:.3g} tok/s, a token every {1e3 * pace.gap:.0f} ms" in line
+    assert f"get {show_rate(pace.rate)} tok/s, a token every {1e3 * pace.gap:.0f} ms" in line
+    assert (show_rate(9.4567), show_rate(1107.6), show_rate(23456.7)) == ("9.457", "1108", "23457")
     one_tier = StepTimes(times.tiers[2:3], ((0.0,),))
     assert promise_times(variant.workload, one_tier, 1.0).at_once == times.tiers[2].tokens < 8
 

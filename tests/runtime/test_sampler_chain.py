@@ -1,5 +1,6 @@
 """The chain of samplers against one written out token by token, from what llama.cpp's documentation says of each."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -181,3 +182,20 @@ def test_words_of_a_grammar_allow_what_its_mask_allows() -> None:
     assert allowed == np.flatnonzero(masked == 0).tolist()
     assert 0 < len(allowed) < vocab / 2
     assert all(tokenizer.token_bytes(token)[:1] in (b"t", b"f", b" ", b"\n") for token in allowed)
+
+
+def test_a_schema_that_grows_too_large_is_an_error_of_who_gave_it_and_tells_nothing_of_the_answer() -> None:
+    pytest.importorskip("llguidance")
+    from pshard.models import open_model
+    from pshard.runtime.drawing.grammar import follow_grammar
+
+    letters = {"type": "string", "pattern": "^(([a-z]{1,100}){1,100}){1,100}$"}
+    schema = {"type": "object", "properties": {"a": letters}, "required": ["a"]}
+    with open_model(DEMO) as file:
+        tokenizer, vocab = file.tokenizer(), file.spec.config.vocab
+    grammar = follow_grammar("schema", json.dumps(schema), tokenizer, vocab)
+    with pytest.raises(UserError, match=r"cannot be followed: .*; give a simpler one") as caught:
+        for token in tokenizer.encode('{"a":"' + "inglyinglyses" * 20, add_special=False):
+            grammar.words()
+            grammar.accept(token)
+    assert "ingly" not in str(caught.value) and len(str(caught.value)) < 200

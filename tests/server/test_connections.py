@@ -152,6 +152,15 @@ def test_an_error_in_a_running_stream_is_its_last_event(service, monkeypatch) ->
     assert ask(app, "/v1/completions", ROMEO).status_code == 500
 
 
+def test_what_was_asked_for_and_cannot_be_done_is_no_failure_of_the_server(service, monkeypatch) -> None:
+    app, ended = make_app(service, demo_model()), Ended("error", "the schema cannot be followed", asked=True)
+    monkeypatch.setattr(service, "_answer", lambda job, listener: listener.put(ended))
+    found = ask(app, "/v1/completions", ROMEO)
+    assert found.status_code == 400 and found.json()["error"]["message"] == "the schema cannot be followed"
+    *_, last = events_of(ask(app, "/v1/completions", ROMEO | {"stream": True}))
+    assert last["error"]["type"] == "invalid_request_error"
+
+
 def test_a_body_beyond_the_limit_is_refused_while_it_comes(service) -> None:
     app = make_app(service, demo_model(), replace(DEFAULT_LIMITS, body=1000))
     sent = []

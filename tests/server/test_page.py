@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from page_server import NASTY, LookedAt, make_snapshot
 
-from pshard.server.page.draw_steps import busy_share, draw_timeline, gaps_of, rates_of, recent_steps
+from pshard.server.page.draw_steps import (
+    busy_share,
+    draw_timeline,
+    gaps_of,
+    join_short,
+    keep_longest,
+    rates_of,
+    recent_steps,
+)
 from pshard.server.page.show_parts import quantile_of, show_parts
 from pshard.server.snapshot import Histogram, StepSeen
 
@@ -159,6 +167,20 @@ def test_pictures_show_the_last_steps_only() -> None:
     assert busy_share(replace(steps[0], busy=()), "link") is None and busy_share(steps[0], "cpu") == 0
     many = replace(now, steps=tuple(StepSeen(n, 99 + n / 1e4, 1e-4, 1, 1, 0) for n in range(9000)))
     assert len(draw_timeline(many)) < 40_000
+
+
+def test_short_steps_fill_the_pictures_and_none_of_them_is_lost() -> None:
+    short = tuple(
+        StepSeen(n, 85 + n / 200, 0.004, 8, 3, 2 if n == 1500 else 0, busy=(("acc", 0.002),)) for n in range(3000)
+    )
+    now = make_snapshot(100.0, steps=short)
+    steps, bars = recent_steps(now), join_short(short)
+    assert len(steps) >= 2998 and f"{len(steps)} steps" in draw_timeline(now) and 200 <= len(bars) <= 250
+    assert sum(bar.decodes for bar in bars) == 9000 and sum(bool(bar.prompts) for bar in bars) == 1
+    assert all(busy_share(bar, "acc") == pytest.approx(0.4, abs=0.05) for bar in bars)
+    gaps = [(step.start, 0.5 if step.number == 700 else 0.005) for step in short]
+    kept = keep_longest(gaps)
+    assert len(kept) <= 251 and max(gap for _, gap in kept) == 0.5 and kept == sorted(kept)
 
 
 def test_gaps_are_between_steps_that_decode_and_rates_count_their_tokens() -> None:

@@ -61,6 +61,10 @@ def test_texts_become_tokens_and_texts_again_in_both_forms(app, service) -> None
     assert found["prompt"] == found["content"] == text
     chat = ask(app, "/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
     assert chat["tokens"] == service.engine.tokenizer.encode("hi\n") and chat["count"] == len(chat["tokens"])
+    hi = {"messages": [{"role": "user", "content": "hi"}]}
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "description": "does f"}}]}
+    used = ask(app, "/v1/chat/completions", hi | tools | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert ask(app, "/tokenize", hi | tools).json()["count"] == used > chat["count"]
     info = ask(app, "/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and info["bos_token"] == "<|endoftext|>" and "chat_template" in info
 
@@ -69,6 +73,8 @@ def test_texts_become_tokens_and_texts_again_in_both_forms(app, service) -> None
     ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"content": []}, "content"),
     ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": [5000]}, "tokens[0]"), ("/budget", {}, "vram_mib"),
     ("/budget", {"vram_mib": -5}, "vram_mib"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False}},
+     "chat_template_kwargs"),
 ])  # fmt: skip
 def test_bad_fields_are_named(app, path, body, where) -> None:
     found = ask(app, path, body)
@@ -79,6 +85,7 @@ def test_a_budget_is_moved_to_when_there_is_a_plan(app) -> None:
     assert ask(app, "/budget", {"vram_mib": 32}).json() == {"vram_mib": 32, "plan": "32 MiB: all pinned"}
     refused = ask(app, "/budget", {"vram_mib": 33})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "no_such_budget"
+    assert refused.json()["error"]["param"] == "vram_mib"
 
 
 def test_props_slots_and_metrics_tell_what_is_in_force(app, service) -> None:
@@ -130,6 +137,11 @@ def test_a_host_that_is_not_this_server_is_refused(app, service) -> None:
     assert ask(app, "/health", headers={"host": "evil.example"}).json()["error"]["code"] == "host_not_allowed"
     for host in ("127.0.0.1:8080", "[::1]:8080", "LOCALHOST"):
         assert ask(app, "/health", headers={"host": host}).status_code == 200
+    for host in ("10.0.0.7:8080", "[fd00::7]:8080"):  # no page is served by this machine under its address
+        assert ask(app, "/health", headers={"host": host}).status_code == 403
+        beyond = make_app(service, demo_model(), door=Door(addresses=True))
+        assert ask(beyond, "/health", headers={"host": host}).status_code == 200
+    assert ask(beyond, "/health", headers={"host": "10.0.0.7.evil.example"}).status_code == 403
     open_app = make_app(service, demo_model(), door=Door(hosts=("*",)))
     assert ask(open_app, "/health", headers={"host": "evil.example"}).status_code == 200
 

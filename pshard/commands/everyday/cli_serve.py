@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pshard.planner.serving.size_load import check_slots
 from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 
 if TYPE_CHECKING:
+    from pshard.server.http.guards import Door
     from pshard.server.jobs import Service
     from pshard.server.life.late_app import App
     from pshard.server.life.serve_model import MakeApp, PrefixCache, ServeRequest
@@ -142,16 +144,7 @@ def _read_prefixes(args: Namespace) -> "PrefixCache | None":
 def read_app(args: Namespace) -> "MakeApp":
     """What makes the application over a service. Raises UserError for a server that others would reach without a
     key."""
-    from pshard.server.http.guards import LOCAL_HOSTS, Door
-
-    keys, sampling = _read_keys(args), make_sampling(args)
-    beyond = args.host not in LOOPBACK
-    if beyond and not keys and not args.no_api_key:
-        raise UserError(
-            f"--host {args.host} lets other machines ask; give --api-key KEY, or --no-api-key to let them without one"
-        )
-    hosts = ("*",) if beyond and not args.allow_host else (*LOCAL_HOSTS, args.host, *args.allow_host)
-    door = Door(keys, hosts, tuple(args.cors_origins))
+    door, sampling = read_door(args), make_sampling(args)
 
     def make(service: "Service", model: "ServedModel") -> "App":
         from pshard.server.http.make_app import make_app  # takes seconds, while the port is open already
@@ -159,6 +152,27 @@ def read_app(args: Namespace) -> "MakeApp":
         return make_app(service, model, door=door, usual=sampling)
 
     return make
+
+
+def read_door(args: Namespace) -> "Door":
+    """Who may ask. Where a key is wanted a page of another server that makes its name point here has none; without one
+    the name has to be this machine's. Raises UserError for a server that others would reach without a key."""
+    from pshard.server.http.guards import LOCAL_HOSTS, Door
+
+    keys, beyond = _read_keys(args), args.host not in LOOPBACK
+    if beyond and not keys and not args.no_api_key:
+        raise UserError(
+            f"--host {args.host} lets other machines ask; give --api-key KEY, or --no-api-key to let them without one"
+        )
+    names = (*LOCAL_HOSTS, *args.allow_host, *((args.host, *_own_names()) if beyond else ()))
+    hosts = ("*",) if beyond and keys and not args.allow_host else tuple(name.lower() for name in names)
+    return Door(keys, hosts, beyond, tuple(args.cors_origins))
+
+
+def _own_names() -> tuple[str, ...]:
+    """Names of this machine in its network."""
+    name = socket.gethostname()
+    return (name, f"{name}.local")
 
 
 def _read_keys(args: Namespace) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class ChatAsk:
 
     messages: as chat templates expect them. choice: "none", "auto", "required", or ("name",) of the tool that has to be
     called. several: an answer may have more than one call. schema: a JSON schema that the answer has to follow.
-    arguments: of the template. where: the field that has the conversation, for errors.
+    arguments: of the template. where and format: the fields that have the conversation and the schema, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -78,6 +78,7 @@ class ChatAsk:
     schema: dict[str, Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     where: str = "messages"
+    format: str = "response_format"
 
     @property
     def forced(self) -> tuple[Tool, ...]:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from pshard.server.api.fields import Schema, Table, schema_of
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import chat_table
 from pshard.server.api.read_completion import completion_table
 from pshard.server.api.read_message_request import messages_table
 from pshard.server.api.read_responses import responses_table
-from pshard.server.api.token_fields import budget_table, detokenize_table, tokenize_table
+from pshard.server.api.tables.fields import Schema, Table, schema_of
+from pshard.server.api.tables.token_fields import budget_table, detokenize_table, tokenize_table
 
 GETS = {
     "/health": "Whether requests are taken",

@@ -5,13 +5,26 @@ from typing import Any
 
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.asks import ChatAsk, Drawing
-from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import Field, Fields, Flag, Items, Object, OneOf, Refused, Table, Text, Whole, read_fields
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_completion import check_jobs, read_answering
 from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.api.read_tools import choice_kind, read_choice, read_tool, tool_kind
+from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.tables.fields import (
+    Field,
+    Fields,
+    Flag,
+    Items,
+    Object,
+    OneOf,
+    Refused,
+    Table,
+    Text,
+    Whole,
+    read_fields,
+)
+from pshard.server.api.tables.other_names import refuse_others
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ARGUMENTS = (  # of a template: no others, as a template may do anything with what it is given
@@ -58,6 +71,7 @@ def chat_table(limits: Limits) -> Table:
         Field("audio", Refused("is not taken: this model makes text")),
         Field("web_search_options", Refused("is not taken: this server reaches no network", ())),
         *drawing_table(limits),
+        *refuse_others("/v1/chat/completions"),
     )
 
 
@@ -98,9 +112,9 @@ def read_arguments(given: dict[str, Any], effort: str | None) -> dict[str, Any]:
     return told | given
 
 
-def check_chat(ask: ChatAsk, format: str = "response_format") -> ChatAsk:
-    """The ask; without tools where none may be called. format: the field that has the schema. Raises Fault for a schema
-    beside tools: a grammar for the one forbids the other."""
+def check_chat(ask: ChatAsk) -> ChatAsk:
+    """The ask; without tools where none may be called. Raises Fault for a schema beside tools: a grammar for the one
+    forbids the other."""
     if ask.choice != "none" and ask.schema is not None:
-        raise bad_field(format, "cannot be kept together with tools; give tool_choice: none, or no schema")
+        raise bad_field(ask.format, "cannot be kept together with tools; give tool_choice: none, or no schema")
     return ask if ask.choice != "none" else replace(ask, tools=())

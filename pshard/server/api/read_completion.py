@@ -4,16 +4,17 @@ from typing import Any
 
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.asks import Answering, CompletionAsk, Drawing
-from pshard.server.api.drawing_fields import (
+from pshard.server.api.faults import Fault, bad_field
+from pshard.server.api.limits import Limits
+from pshard.server.api.tables.drawing_fields import (
     MOST_TOKENS,
     drawing_table,
     read_format,
     read_sampling,
     read_stops,
 )
-from pshard.server.api.faults import Fault, bad_field
-from pshard.server.api.fields import ByType, Field, Flag, Items, Table, Text, Whole, read_fields
-from pshard.server.api.limits import Limits
+from pshard.server.api.tables.fields import ByType, Field, Flag, Items, Table, Text, Whole, read_fields
+from pshard.server.api.tables.other_names import refuse_others
 
 USUAL_MOST = 16  # as OpenAI has it
 
@@ -61,6 +62,7 @@ def completion_table(limits: Limits, vocab: int) -> Table:
         Field("logprobs", Whole(0, limits.top), None),
         Field("best_of", refuse_more, None, "only equal to n"),
         *drawing_table(limits),
+        *refuse_others("/v1/completions"),
     )
 
 

@@ -4,15 +4,18 @@ from typing import Any
 
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message
-from pshard.server.api.drawing_fields import MOST_TOKENS, read_sampling
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import (
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
+from pshard.server.api.read_messages_list import read_messages
+from pshard.server.api.read_tools import check_schema, read_choice, read_tool
+from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_sampling
+from pshard.server.api.tables.fields import (
     ByType,
     Field,
     Fields,
     Flag,
     Items,
-    Number,
     Object,
     OneOf,
     Refused,
@@ -21,10 +24,7 @@ from pshard.server.api.fields import (
     Whole,
     read_fields,
 )
-from pshard.server.api.limits import Limits
-from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
-from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import check_schema, read_choice, read_tool
+from pshard.server.api.tables.other_names import refuse_others
 
 BILLING = "x-anthropic-billing-header:"  # of Claude Code; it differs with every request, and says nothing to a model
 CLEARS = "clear_thinking"  # edits that ask for what templates do anyway
@@ -46,15 +46,14 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
     format = Fields((Field("type", OneOf(("json_schema",)), needed=True), Field("schema", Object(), needed=True)))
     output = Fields((Field("effort", OneOf(EFFORTS), None), Field("format", format, None)))
     edits = Fields((Field("edits", Items(Object(), 64), ()),))
+    elsewhere = ("n", "stop", "response_format", "stream_options", "return_token_ids", "stream")
+    drawing = tuple(field for field in drawing_table(limits) if field.name not in elsewhere)
     return (
         Field("model", Text(256), ""),
         Field("messages", Items(Object(), limits.messages, 1), needed=True),
         Field("max_tokens", Whole(1, MOST_TOKENS), None, needed=not counts),
         Field("system", ByType((("string", Text(limits.body)), ("array", blocks)), "a text or a list of blocks"), ()),
         Field("stop_sequences", stop, ()),
-        Field("temperature", Number(0, 2), None),
-        Field("top_p", Number(0, 1), None),
-        Field("top_k", Whole(0, MOST_TOKENS), None),
         Field("tools", Items(Object(), limits.tools), ()),
         Field("tool_choice", choice, None),
         Field("thinking", thinking, None, "budget_tokens is not kept: thinking ends when the model ends it"),
@@ -64,10 +63,12 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
         Field("stream", Flag(), False),
         Field("container", Refused("is not taken: nothing is run here")),
         Field("mcp_servers", Refused("is not taken: this server reaches no others")),
+        *drawing,
+        *refuse_others("/v1/messages"),
     )
 
 
-def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limits) -> ChatAsk:
+def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: int) -> ChatAsk:
     """What a request to /v1/messages asks for. Raises Fault by the field that is wrong."""
     v = read_fields(body, table)
     system = _read_text(_without_billing(v["system"]), "system")
@@ -87,15 +88,20 @@ def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limit
     return check_chat(
         ChatAsk(
             read_messages(messages),
-            Drawing(v["max_tokens"], read_sampling(v, usual, 0), tuple(dict.fromkeys(v["stop_sequences"]))),
+            Drawing(
+                v["max_tokens"],
+                read_sampling(v, usual, vocab),
+                tuple(dict.fromkeys(v["stop_sequences"])),
+                ignore_end=v["ignore_eos"],
+            ),
             Answering(v["stream"]),
             tools,
             _read_choice(v["tool_choice"], tools),
             not (v["tool_choice"] or {}).get("disable_parallel_tool_use"),
             schema=given and given["schema"],
             arguments=read_arguments(thinking, v["output_config"].get("effort")),
-        ),
-        where,
+            format=where,
+        )
     )
 
 

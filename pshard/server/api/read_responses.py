@@ -5,9 +5,13 @@ from typing import Any
 
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message, Tool
-from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import (
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
+from pshard.server.api.read_messages_list import read_messages
+from pshard.server.api.read_tools import read_choice, read_response_tools
+from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.tables.fields import (
     ByType,
     Field,
     Fields,
@@ -21,10 +25,7 @@ from pshard.server.api.fields import (
     Whole,
     read_fields,
 )
-from pshard.server.api.limits import Limits
-from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
-from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import read_choice, read_response_tools
+from pshard.server.api.tables.other_names import refuse_others
 
 STATELESS = "is not taken: nothing is stored here; send the whole conversation as input"
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -63,6 +64,7 @@ def responses_table(limits: Limits) -> Table:
         Field("prompt", Refused("is not taken: there are no stored prompts")),
         Field("background", Refused("is not taken: answers are made while the client is there")),
         *shared,
+        *refuse_others("/v1/responses"),
     )
 
 
@@ -105,8 +107,9 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
         _read_format((v["text"] or {}).get("format"), limits),
         read_arguments({}, (v["reasoning"] or {}).get("effort")),
         where="input",
+        format="text.format",
     )
-    return check_chat(ask, "text.format")
+    return check_chat(ask)
 
 
 def _read_format(given: dict[str, Any] | None, limits: Limits) -> dict[str, Any] | None:

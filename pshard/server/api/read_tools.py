@@ -7,8 +7,8 @@ from typing import Any
 
 from pshard.server.api.asks import Tool
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import ByType, Field, Fields, Flag, Items, Object, OneOf, Text, read_fields
 from pshard.server.api.limits import Limits
+from pshard.server.api.tables.fields import ByType, Field, Fields, Flag, Items, Object, OneOf, Text, read_fields
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pshard.server.api.asks import Drawing
-from pshard.server.api.drawing_fields import seed_choice
 from pshard.server.api.faults import Fault
+from pshard.server.api.tables.drawing_fields import seed_choice
 from pshard.server.http.desk import Desk
 from pshard.server.http.running import Running
 from pshard.server.jobs import Ended, Event, Job, Likely, Made, Progress
@@ -152,5 +152,7 @@ def add_deltas(first: Delta, second: Delta) -> Delta:
 def _fault_of(ended: Ended) -> Fault:
     if ended.reason == "cancelled":
         return Fault(503, ended.message or "the server ended the request", code="cancelled", retry_after=1)
+    if ended.asked:
+        return Fault(400, ended.message, code="cannot_be_done")
     status = 503 if ended.retry else 500
     return Fault(status, ended.message or "the server failed", code="unavailable" if ended.retry else "server_error")

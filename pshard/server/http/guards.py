@@ -3,6 +3,7 @@
 import hmac
 from dataclasses import dataclass
 from hashlib import sha256
+from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,11 +17,13 @@ METHODS = "GET, POST, OPTIONS"
 
 @dataclass(frozen=True)
 class Door:
-    """keys: any of them opens; none: no key is asked for. hosts: names under which the server is reached, "*": any.
-    origins: of web pages that may ask, "*": all. open_paths: what needs no key."""
+    """keys: any of them opens; none: no key is asked for. hosts: names under which the server is reached, "*": any;
+    addresses: and by addresses, which no web page can have for a name of its own. origins: of web pages that may ask,
+    "*": all. open_paths: what needs no key."""
 
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = LOCAL_HOSTS
+    addresses: bool = False
     origins: tuple[str, ...] = ()
     open_paths: tuple[str, ...] = OPEN
 
@@ -58,7 +61,8 @@ class Guard:
         here."""
         host = headers.get("host", b"").decode("latin-1").lower()
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-        if "*" not in self._door.hosts and name not in self._door.hosts:
+        named = "*" in self._door.hosts or name in self._door.hosts
+        if not named and not (self._door.addresses and _is_address(name)):
             told = "the Host header names another server; start this one with --allow-host to be reached by that name"
             raise Fault(403, told, code="host_not_allowed")
 
@@ -101,3 +105,11 @@ class Guard:
             await send(message)
 
         return send_with  # type: ignore[return-value]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

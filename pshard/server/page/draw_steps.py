@@ -3,40 +3,44 @@
 Classes only, as the page's security policy allows no style in the text; each picture says in words what it shows.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 
 from pshard.server.snapshot import Snapshot, StepSeen
 
 WINDOW = 15.0  # seconds that a picture shows
-MOST_STEPS = 250  # of these the latest: more are thinner than a pixel
+MOST_BARS = 250  # in a picture: more are thinner than a pixel
 LANES = (("link", "link"), ("acc", "accelerator"), ("cpu", "CPU"))
 _LEFT, _WIDTH, _ROW = 90.0, 900.0, 26.0
 _MARGIN, _ACROSS, _HIGH = 62.0, 400.0, 110.0  # of a chart, two of which are beside each other
 
 
 def draw_timeline(now: Snapshot) -> str:
-    """A bar for each step, and how busy link, accelerator and CPU were in it: the higher the busier."""
-    steps = recent_steps(now)
-    begin = now.now - WINDOW
+    """A bar for each step, and how busy link, accelerator and CPU were in it: the higher the busier. Short steps in a
+    row are one bar."""
+    known = recent_steps(now)
+    steps, begin = join_short(known), now.now - WINDOW
     rows = [_label(0, "steps")]
     decoding = [s for s in steps if not s.prompts]
     rows += [_path("decode", (_bar(s, begin, 0, 1.0) for s in decoding))]
     rows += [_path("prompt", (_bar(s, begin, 0, 1.0) for s in steps if s.prompts))]
     for row, (lane, name) in enumerate(LANES, 1):
         rows.append(_label(row, name))
-        known = [(s, share) for s in steps if (share := busy_share(s, lane)) is not None]
-        rows.append(_path(lane, (_bar(s, begin, row, share) for s, share in known if share)))
-    said = f"Steps of the last {WINDOW:.0f} seconds. {describe_steps(steps)}"
+        shares = [(s, share) for s in steps if (share := busy_share(s, lane)) is not None]
+        rows.append(_path(lane, (_bar(s, begin, row, share) for s, share in shares if share)))
+    said = f"Steps of the last {WINDOW:.0f} seconds. {describe_steps(known)}"
     return _svg(_LEFT + _WIDTH, _ROW * (1 + len(LANES)), said, rows)
 
 
 def draw_gaps(now: Snapshot) -> str:
     """Milliseconds between tokens of those who decode, step by step, and the promise as a line."""
-    points = [(at, 1e3 * gap) for at, gap in gaps_of(recent_steps(now))]
+    gaps = [(at, 1e3 * gap) for at, gap in gaps_of(recent_steps(now))]
+    said = f"Gap between tokens: {describe_gaps([ms for _, ms in gaps])}; promised are {now.gap_ms:.0f} ms."
+    points = keep_longest(gaps)
     top = 1.1 * max(now.gap_ms, max((ms for _, ms in points), default=0.0))
-    said = f"Gap between tokens: {describe_gaps([ms for _, ms in points])}; promised are {now.gap_ms:.0f} ms."
     promise = _HIGH * (1 - now.gap_ms / top)
     line = f'<path class="promise" d="M{_MARGIN:.0f} {promise:.1f}h{_ACROSS:.0f}"/>'
     return _chart(said, [_scale(top, "ms"), line, _line("gap", points, now.now, top)])
@@ -52,7 +56,41 @@ def draw_rate(now: Snapshot) -> str:
 
 def recent_steps(now: Snapshot) -> list[StepSeen]:
     """Those that end in the window, the oldest first."""
-    return [s for s in now.steps if s.start + s.seconds > now.now - WINDOW][-MOST_STEPS:]
+    at = bisect_right(now.steps, now.now - WINDOW, key=lambda s: s.start + s.seconds)
+    return list(now.steps[at:])
+
+
+def join_short(steps: Sequence[StepSeen]) -> list[StepSeen]:
+    """Neighbours that together are narrower than a bar may be as one step: from the start of the first to the end of
+    the last, as busy as all of them."""
+    groups: list[list[StepSeen]] = []
+    for step in steps:
+        if groups and step.start + step.seconds - groups[-1][0].start < WINDOW / MOST_BARS:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    return [_join(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _join(steps: Sequence[StepSeen]) -> StepSeen:
+    first, last = steps[0], steps[-1]
+    busy = dict[str, float]()
+    for step in steps:
+        for name, seconds in step.busy:
+            busy[name] = busy.get(name, 0.0) + seconds
+    decodes, prompts = sum(s.decodes for s in steps), sum(s.prompts for s in steps)
+    seconds = last.start + last.seconds - first.start
+    return replace(first, seconds=seconds, decodes=decodes, prompts=prompts, busy=tuple(busy.items()))
+
+
+def keep_longest(gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (moment, gap) that fall into the same small part of the window the longest."""
+    found: dict[int, tuple[float, float]] = {}
+    for at, gap in gaps:
+        part = int(at * MOST_BARS / WINDOW)
+        if part not in found or gap > found[part][1]:
+            found[part] = (at, gap)
+    return list(found.values())
 
 
 def busy_share(step: StepSeen, lane: str) -> float | None:
@@ -82,12 +120,14 @@ def describe_steps(steps: Sequence[StepSeen]) -> str:
     if not steps:
         return "None ran."
     seconds = sum(s.seconds for s in steps)
-    shares = []
-    for lane, name in LANES:
-        known = [(share, s.seconds) for s in steps if (share := busy_share(s, lane)) is not None]
-        if known:
-            shares.append(f"{name} {sum(share * s for share, s in known) / sum(s for _, s in known):.0%}")
-    busy = f"; busy in them: {', '.join(shares)}" if shares else ""
+    busy = ""
+    if known := [s for s in steps if s.busy and s.seconds > 0]:
+        worked = dict.fromkeys((lane for lane, _ in LANES), 0.0)
+        for step in known:
+            for lane, spent in step.busy:
+                worked[lane] = worked.get(lane, 0.0) + min(spent, step.seconds)
+        whole = sum(s.seconds for s in known)
+        busy = f"; busy in them: {', '.join(f'{name} {worked[lane] / whole:.0%}' for lane, name in LANES)}"
     return f"{len(steps)} steps in {seconds:.1f} s, {sum(bool(s.prompts) for s in steps)} with prompts{busy}."
 
 

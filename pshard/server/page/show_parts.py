@@ -98,12 +98,8 @@ def show_plan(plan: PlanInForce | None) -> str:
     """The plan in force with its tiers."""
     if plan is None:
         return "<p>No plan is in force yet.</p>"
-    budgets = " + ".join(f"{mib:,}" for mib in plan.vram_mib)
     others = f" Planned budgets: {', '.join(f'{mib:,}' for mib in plan.budgets)} MiB." if len(plan.budgets) > 1 else ""
-    said = (
-        f"{plan.way}; {budgets} MiB of VRAM, {plan.context:,} cells of context ({plan.longest:,} for one text), "
-        f"{plan.sequences} texts at once, KV {plan.type_k}/{plan.type_v}.{others}"
-    )
+    said = f"{plan.way}. A text may have {plan.longest:,} tokens.{others}"
     rows = [
         (f"{t.tokens:,}", f"{t.predicted_ms:.1f}", f"{t.corrected_ms:.1f}" if t.steps else "-", f"{t.steps:,}", t.binds)
         for t in plan.tiers

@@ -62,7 +62,7 @@ async def prepare_chat(desk: Desk, ask: ChatAsk, id: str, key: str) -> Answers:
     prompt: Prompt = await desk.off_loop(desk.prompts.of_chat, ask)
     guide: Callable[[], Constraint] | None = None
     if ask.forced or ask.schema is not None:
-        where = "tools" if ask.forced else "response_format"
+        where = "tools" if ask.forced else ask.format
         most = desk.limits.calls if ask.choice == "required" and ask.several else 1  # a named one is called once
         schema = schema_of_calls(ask.forced, most) if ask.forced else ask.schema
         seconds = desk.limits.compile_seconds

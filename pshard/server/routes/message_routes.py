@@ -16,7 +16,7 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 async def send_message(desk: Desk, call: Call) -> Reply:
     """Continue a conversation. Raises Fault."""
-    ask = read_message_request(call.body, desk.tables["/v1/messages"], desk.usual, desk.limits)
+    ask = read_message_request(call.body, desk.tables["/v1/messages"], desk.usual, desk.limits, desk.model.vocab)
     desk.check_model(call.body.get("model") or "")
     heading = desk.head("msg_")
     answers = await prepare_chat(desk, ask, heading.id, call.key)
@@ -34,7 +34,8 @@ async def send_message(desk: Desk, call: Call) -> Reply:
 
 async def count_tokens(desk: Desk, call: Call) -> Reply:
     """How many tokens the prompt of a conversation has. Raises Fault."""
-    ask = read_message_request(call.body, desk.tables["/v1/messages/count_tokens"], desk.usual, desk.limits)
+    table = desk.tables["/v1/messages/count_tokens"]
+    ask = read_message_request(call.body, table, desk.usual, desk.limits, desk.model.vocab)
     desk.check_model(call.body.get("model") or "")
     prompt = await desk.off_loop(desk.prompts.of_chat, ask)
     return reply_json({"input_tokens": len(prompt.ids)})

@@ -6,10 +6,12 @@ from typing import Any
 
 from pshard import __version__
 from pshard.jsonio import to_json
-from pshard.server.api.fields import read_fields
 from pshard.server.api.openapi import write_openapi
+from pshard.server.api.tables.fields import read_fields
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, Whole, reply_json
+from pshard.server.http.running import as_fault
+from pshard.server.jobs import Refused
 from pshard.server.shapes.metrics_text import write_metrics
 
 
@@ -100,5 +102,11 @@ async def move_budget(desk: Desk, call: Call) -> Reply:
     """Move to another planned budget; running texts go on. Raises Fault when there is none of that size, or when the
     move fails."""
     mib = read_fields(call.body, desk.tables["/budget"])["vram_mib"]
-    told = await asyncio.shield(asyncio.wrap_future(desk.service.move_budget(mib)))
+    try:
+        moved = desk.service.move_budget(mib)
+    except Refused as refused:
+        fault = as_fault(refused)
+        fault.param = "vram_mib" if fault.status == 400 else None
+        raise fault from None
+    told = await asyncio.shield(asyncio.wrap_future(moved))
     return reply_json({"vram_mib": mib, "plan": told})

@@ -4,8 +4,9 @@ from typing import Any
 
 from pshard.server.api.asks import Answering, ChatAsk, Drawing
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import read_fields
 from pshard.server.api.read_messages_list import number_places, read_messages
+from pshard.server.api.read_tools import read_choice, read_tool
+from pshard.server.api.tables.fields import read_fields
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, reply_json
 
@@ -18,7 +19,9 @@ async def tokenize(desk: Desk, call: Call) -> Reply:
 def _tokenize(desk: Desk, v: dict[str, Any]) -> dict[str, Any]:
     tokenizer = desk.prompts.find_tokenizer("prompt")
     if v["messages"] is not None:
-        ask = ChatAsk(read_messages(number_places(v["messages"], "messages")), Drawing(None, desk.usual), Answering())
+        messages = read_messages(number_places(v["messages"], "messages"))
+        tools = tuple(read_tool(tool, f"tools[{i}].function", desk.limits) for i, tool in enumerate(v["tools"]))
+        ask = ChatAsk(messages, Drawing(None, desk.usual), Answering(), tools, read_choice(None, tools))
         ids = list(desk.prompts.of_chat(ask).ids)
     elif v["prompt"] is not None:  # as vLLM has it
         ids = tokenizer.encode(v["prompt"], v["add_special_tokens"])

@@ -139,12 +139,13 @@ class JobsAtWork:
             self.end_run(run, Ended("error", "the request waited too long for its turn; try again later", True), now)
         if promises.whole is not None:
             late = {run.job.id for run in (*self.running, *self.line) if now - run.taken > promises.whole}
-            self.end(late, Ended("error", "the request took longer than this server allows"), now)
+            self.end(late, Ended("error", "the request took longer than this server allows", asked=True), now)
 
     def fail(self, run: JobRun, error: Exception, now: float = 0.0) -> None:
         """End a job by an error that is its own; what is not meant for people stays here."""
         known = isinstance(error, StepFailed | UserError)
-        self.end_run(run, Ended("error", str(error) if known else "the request failed on the server"), now or run.taken)
+        told = str(error) if known else "the request failed on the server"
+        self.end_run(run, Ended("error", told, asked=isinstance(error, UserError)), now or run.taken)
 
     def end_run(self, run: JobRun, ended: Ended, now: float) -> None:
         """End a job, if it has not ended."""

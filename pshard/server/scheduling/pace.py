@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pshard.server.scheduling.served_machine import PlanFacts
 
 WEIGHT = 0.2  # of a new observation in the running mean
-MOST_AT_ONCE = 4.0  # times the mean: what compiles or captures takes longer once, and says nothing of later steps
+MOST_AT_ONCE = 4.0  # times what was expected: a tier's first step compiles or captures, which says nothing of others
 FORGET = 0.99  # of a correction that keeps a tier from being run, per step: only a run can tell that it was wrong
 
 
@@ -69,8 +69,9 @@ class Pace:
         needed = self.covering(load.tokens) == tier
         factors = self._factors if needed else self._idle
         factor = seconds / max(self._predict(load, tier), 1e-9)
-        known = factors.get(tier, factor)
-        factors[tier] = known + WEIGHT * (min(factor, MOST_AT_ONCE * known) - known)
+        known = factors.get(tier)
+        factor = min(factor, MOST_AT_ONCE * (self._factor(tier) if known is None else known))
+        factors[tier] = factor if known is None else known + WEIGHT * (factor - known)
         self.steps[tier] += needed
 
     def largest_within(self, seconds: float, load: StepLoad, in_force: int) -> int:

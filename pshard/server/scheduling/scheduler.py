@@ -64,7 +64,7 @@ class Scheduler:
             if shares and self._lacks_blocks(shares):
                 self._make_room(now)
             elif not shares and not jobs.running and len(jobs.line):  # it would wait for ever
-                jobs.end({next(iter(jobs.line)).job.id}, Ended("error", NO_ROOM), now)
+                jobs.end({next(iter(jobs.line)).job.id}, Ended("error", NO_ROOM, asked=True), now)
             else:
                 return shares
 
@@ -99,7 +99,7 @@ class Scheduler:
         """Take the blocks of the text that was admitted last."""
         run = self.jobs.running[-1]
         if len(self.jobs.running) == 1:
-            self.jobs.end_run(run, Ended("error", NO_ROOM), now)
+            self.jobs.end_run(run, Ended("error", NO_ROOM, asked=True), now)
         else:
             self.jobs.preempt(run)
 

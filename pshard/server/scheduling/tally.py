@@ -8,7 +8,7 @@ from pshard.server.snapshot import Counters, Distributions, Histogram, StepSeen
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 REASONS = ("stop", "length", "cancelled", "error")
-STEPS = 512  # of the timeline
+STEPS = 4096  # of the timeline: 15 seconds of steps of 4 ms
 RATE_SECONDS = 10.0
 
 

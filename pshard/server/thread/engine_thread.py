@@ -86,7 +86,8 @@ class EngineThread:
         """As `Service.move_budget`."""
         if mib not in self._loader.budgets:
             there = ", ".join(map(str, self._loader.budgets))
-            raise Refused(400, f"no plan has a budget of {mib} MiB; there are {there}; make one with pshard plan")
+            told = f"no plan has a budget of {mib} MiB; there are {there}; make one with pshard plan"
+            raise Refused(400, told, "no_such_budget")
         future: Future[str] = Future()
         with self._posts.changed:
             self._check_open()

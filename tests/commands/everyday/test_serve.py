@@ -208,6 +208,19 @@ def test_keys_come_from_flags_a_file_and_the_environment(world: World, tmp_path:
     assert cli_serve._read_keys(args) == ("a", "d", "b", "c")
 
 
+def test_names_by_which_a_server_is_reached_are_its_own_unless_a_key_is_wanted() -> None:
+    def door(*flags: str):
+        return cli_serve.read_door(cli_serve.make_parser().parse_args(flags))
+
+    here = door("--allow-host", "Box.lan")
+    assert set(here.hosts) == {"localhost", "127.0.0.1", "::1", "box.lan"} and not here.addresses
+    keyless = door("--host", "0.0.0.0", "--no-api-key")
+    assert socket.gethostname().lower() in keyless.hosts and "*" not in keyless.hosts and keyless.addresses
+    assert door("--host", "0.0.0.0", "--api-key", "k").hosts == ("*",)
+    named = door("--host", "0.0.0.0", "--api-key", "k", "--allow-host", "a.example")
+    assert "a.example" in named.hosts and "*" not in named.hosts and named.addresses
+
+
 def test_a_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path, capsys) -> None:
     assert cli_serve.main(["-m", str(tmp_path / "gone.gguf"), "--port", "0"]) == 2
     assert "gone.gguf" in capsys.readouterr().err

@@ -8,7 +8,9 @@ from typing import Any
 from pshard.runtime.drawing.chain import Penalties
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import (
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_tools import check_schema
+from pshard.server.api.tables.fields import (
     NOTHING,
     ByType,
     Field,
@@ -23,8 +25,6 @@ from pshard.server.api.fields import (
     Text,
     Whole,
 )
-from pshard.server.api.limits import Limits
-from pshard.server.api.read_tools import check_schema
 
 MOST_TOKENS = 1 << 31
 SAMPLER, SCHEMA = "is not one of the samplers here", "is not taken; give response_format with a JSON schema"

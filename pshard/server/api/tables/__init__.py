@@ -1,0 +1,1 @@
+"""Tables of the fields that requests may have: their kinds and ranges, and what several paths share."""
