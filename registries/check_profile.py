@@ -10,6 +10,7 @@ from pshard.quant import QUANT_TYPES
 
 LEAST_SECONDS = 1e-8  # nothing that is started takes less
 MOST_BYTES, MOST_FLOPS = 1e14, 1e17  # per second: machines of 2026 reach about 1e13 and 1e16
+MOST_CORES = 1 << 14  # of a host, and threads and ranks on it
 UNLIKELY = 16.0  # times too slow beside another size; with idle cores the worst row of measured profiles is at 4.2
 STALL = 1.0  # seconds that others may add all the same: 0.16 were seen where programs kept the cores busy
 
@@ -37,6 +38,7 @@ def check_timings(profile: MachineProfile) -> None:
     for field, rate, most in _rates(profile):
         if rate > most:
             raise ValueError(f"MachineProfile.{field} would be {rate:.3g} a second; no machine comes near {most:g}")
+    _check_host(profile)
     _check_experts(profile)
     for points in _curves(profile):
         for fast, slow in permutations(points, 2):
@@ -45,6 +47,18 @@ def check_timings(profile: MachineProfile) -> None:
                     f"MachineProfile.{slow.field} is {slow.seconds:g} for a size of {slow.size}, which does not go "
                     f"with {fast.seconds:g} for {fast.size} ({fast.field})"
                 )
+
+
+def _check_host(profile: MachineProfile) -> None:
+    """Raise ValueError for numbers of cores, threads or ranks that no host has: a run takes them as they are."""
+    cores, ranks = profile.host.cores, max(1, profile.ranks_per_host)
+    for field, count, most in (
+        ("host.cores", cores, MOST_CORES),
+        ("host.threads", profile.host.threads, cores),
+        ("ranks_per_host", ranks, MOST_CORES),
+    ):
+        if not 1 <= count <= most:
+            raise ValueError(f"MachineProfile.{field} is {count}, not a number from 1 to {most}")
 
 
 def _check_experts(profile: MachineProfile) -> None:
@@ -92,6 +106,8 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
             yield f"{table}[{i}].seconds", row.nbytes / row.seconds, MOST_BYTES
     for i, read in enumerate(profile.reads):
         yield f"reads[{i}].rate", read.rate, MOST_BYTES
+    for name, rate in vars(profile.contention).items():
+        yield f"contention.{name}", rate, MOST_BYTES
 
 
 def _curves(profile: MachineProfile) -> Iterator[list[Point]]:

@@ -200,7 +200,7 @@ def predict_ranks(
     rooms: Sequence[Room], tiers: Sequence[TierPlan], costs: Sequence[TierCosts], bounds: Sequence[float]
 ) -> tuple[Prediction, ...]:
     """The same of one tier on every rank; where ranks wait for each other at sums all take the same time."""
-    steps = [tier_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
+    steps = [_timed_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
     results = simulate_ranks(rooms[0].workload.split_mode, steps, costs)
     return tuple(map(_describe, tiers, costs, bounds, steps, results))
 

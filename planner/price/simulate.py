@@ -13,6 +13,7 @@ Ranks are simulated together: at every sum all wait for the last one.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import erf, exp, pi, sqrt
 from typing import Any
 
@@ -51,11 +52,20 @@ class Event:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Steady-state seconds of one micro-batch, busy seconds by lane, and the events of the last one."""
+    """Steady-state seconds of one micro-batch, and busy seconds by lane. `rows`: (step, lane, start, end) of the last
+    one, which began at `origin`."""
 
     seconds: float
     busy: dict[str, float]
-    events: tuple[Event, ...]
+    rows: tuple[tuple[Step, str, float, float], ...]
+    origin: float
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The events of the last micro-batch; most who ask for a simulation do not want them."""
+        return tuple(
+            Event(step, lane, start - self.origin, stop - self.origin) for step, lane, start, stop in self.rows
+        )
 
 
 _COPIES = {CopyIn, FetchKV}
@@ -464,8 +474,8 @@ def _meet(machines: Sequence[_Machine]) -> None:
         machine.acc = last
 
 
-def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str, float], tuple[Event, ...]]:
-    """Busy seconds and events between `origin` and `end`; copies that cross a bound count with their part inside."""
+def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str, float], tuple, float]:
+    """Busy seconds and rows between `origin` and `end`; copies that cross a bound count with their part inside."""
     rows = list(machine.log or ())
     rows += [(c[STEP], "link", c[BEGUN], c[END]) for c in machine.link.done if c[END] > origin]
     rows += [(c[STEP], "link", c[BEGUN], end) for c in machine.link.queue if 0 <= c[BEGUN] < end]
@@ -473,4 +483,4 @@ def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str,
     busy = dict.fromkeys(("acc", "cpu", "link", "d2h"), 0.0)
     for _, lane, start, stop in rows:
         busy[lane] += min(stop, end) - max(start, origin)
-    return busy, tuple(Event(step, lane, start - origin, stop - origin) for step, lane, start, stop in rows)
+    return busy, tuple(rows), origin

@@ -106,7 +106,9 @@ def _least_from(
             g + 1, overlaps, rest, falling - gain * overlap, copies - overlaps.shares[g] * overlap, until
         )
 
-    return at(0.0) if not overlaps.most[g] else _search(at, end, until)
+    if not overlaps.most[g]:
+        return at(0.0)
+    return _search_beside(at, end, until) if until and last == 1 else _search(at, end, until)
 
 
 def _search(at: Callable[[float], float], high: float, until: float) -> float:
@@ -126,3 +128,30 @@ def _search(at: Callable[[float], float], high: float, until: float) -> float:
             b = low + GOLDEN * (high - low)
             at_b = at(b)
     return min(at_a, at_b, at(high), at(0.0))
+
+
+def _search_beside(at: Callable[[float], float], high: float, until: float) -> float:
+    """A value of a convex function between 0 and `high` that is below `until` where there is one: golden sections end
+    as soon as the lines through their points leave no room for less."""
+    low, at_low, at_high = 0.0, at(0.0), at(high)
+    a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    at_a, at_b = at(a), at(b)
+    for _ in range(SECTIONS):
+        least = min(at_low, at_a, at_b, at_high)
+        if least < until or high <= low:
+            return least
+        if at_a <= at_b:  # the least is left of b: right of a above the line through low, left of it above the other
+            below = max((at_low - at_a) / (a - low) * (b - a), (at_b - at_a) / (b - a) * (a - low))
+        else:
+            below = max((at_high - at_b) / (high - b) * (b - a), (at_a - at_b) / (b - a) * (high - b))
+        if min(at_a, at_b) - below >= until:
+            return least
+        if at_a <= at_b:
+            high, at_high, b, at_b = b, at_b, a, at_a
+            a = high - GOLDEN * (high - low)
+            at_a = at(a)
+        else:
+            low, at_low, a, at_a = a, at_a, b, at_b
+            b = low + GOLDEN * (high - low)
+            at_b = at(b)
+    return min(at_low, at_a, at_b, at_high)

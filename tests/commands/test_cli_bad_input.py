@@ -205,6 +205,7 @@ def test_damaged_profile(world: World, refuse: Refuse, content: str, word: str) 
         (("lockable_bytes",), -1, "lockable_bytes is -1"),
         (("matmuls", 3, "cols"), 0, "matmuls[3].cols is 0, not 1 or more"),
         (("host", "memory_bytes"), -5, "host.memory_bytes is -5"),
+        (("host", "threads"), 10**30, "host.threads is 1000000000000000000000000000000, not a number from 1 to"),
         (("contention", "link_with_cpu"), math.inf, "contention.link_with_cpu is inf"),
     ],
 )
@@ -238,9 +239,9 @@ def test_profile_of_the_same_machine_with_other_parts(planned: World, refuse: Re
     edit_json(planned.profile, "accelerators", 0, "driver", value="570.1")
     assert "driver 0: 570.1 -> " in refuse(*run)
     edit_json(planned.profile, "accelerators", 0, "driver", value="")
-    edit_json(planned.profile, "host", "threads", value=99999)
-    edit_json(planned.profile, "host", "cores", value=99999)
-    assert "cores: 99999 -> " in refuse(*run)
+    edit_json(planned.profile, "host", "threads", value=9999)
+    edit_json(planned.profile, "host", "cores", value=9999)
+    assert "cores: 9999 -> " in refuse(*run)
 
 
 def test_planning_for_another_machine_says_so(world: World, capsys: pytest.CaptureFixture) -> None:

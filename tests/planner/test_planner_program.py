@@ -10,10 +10,11 @@ from planner_cases import DESKTOP, OWN, make_model
 
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.program import fluid
 from pshard.planner.program import solve_tiers as solving
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.counts import Counts
-from pshard.planner.program.fluid import fluid_seconds
+from pshard.planner.program.fluid import fluid_seconds, takes_at_least
 from pshard.planner.program.joint_program import Question, write_program
 from pshard.planner.program.solve_tiers import NEARLY_OPTIMAL, relaxation_bound, solve_tiers
 from pshard.planner.program.tier_problems import TierProblem, contending_groups
@@ -103,18 +104,50 @@ def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
         assert all(s.pin >= n.pin for s, n in zip(smaller, larger))
 
 
+def tier_of_groups(groups: int, slots: int, kind: str) -> TierProblem:
+    """A tier of boundless room whose units contend in so many groups."""
+    _, task = problems(21, slots=slots, kind=kind)
+    tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, divide=True), room=1 << 50, weight=1.0)
+    kinds = [replace(c.kind, contends=c.kind.contends and f"group{i % groups}") for i, c in enumerate(tier.classes)]
+    tier = replace(tier, classes=tuple(replace(c, kind=k) for c, k in zip(tier.classes, kinds)))
+    assert len(contending_groups(tier)) == groups
+    return tier
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_counts_reach_the_seconds_that_they_take_and_no_more(kind, groups, monkeypatch):
+    rng = random.Random(groups)
+    evaluated, whole = [0], fluid._least_from
+
+    def count(*of):
+        evaluated[0] += 1
+        return whole(*of)
+
+    monkeypatch.setattr(fluid, "_least_from", count)
+    searched = asked = 0
+    for slots in (1, 2):
+        tier = tier_of_groups(groups, slots, kind)
+        for _ in range(40):
+            counts = tuple(draw_counts(rng, c) for c in tier.classes)
+            evaluated[0] = 0
+            takes = fluid_seconds(tier, counts, relaxed=True)
+            searched += evaluated[0]
+            for near in (1e-6, 1e-3, 0.05, 0.5):
+                evaluated[0] = 0
+                assert takes_at_least(tier, counts, takes * (1 - near))
+                asked += evaluated[0] / 4
+                assert not takes_at_least(tier, counts, takes * (1 + near))
+    if groups == 2:
+        assert asked < searched / 3  # what is far from the goal is told apart by a few points
+
+
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_counts_take_the_same_time_with_and_without_a_solver(kind, groups):
     rng = random.Random(groups)
     for slots in (1, 2):
-        _, task = problems(21, slots=slots, kind=kind)
-        tier = replace(
-            tier_problem(task.room, task.classes, task.costs[0], slots, divide=True), room=1 << 50, weight=1.0
-        )
-        kinds = [replace(c.kind, contends=c.kind.contends and f"group{i % groups}") for i, c in enumerate(tier.classes)]
-        tier = replace(tier, classes=tuple(replace(c, kind=k) for c, k in zip(tier.classes, kinds)))
-        assert len(contending_groups(tier)) == groups
+        tier = tier_of_groups(groups, slots, kind)
         for relaxed in (True, False):
             joint = write_program(Question((tier,), relaxed=relaxed))
             total = joint.program.names.index(f"ms(t{tier.tokens})")

@@ -12,7 +12,7 @@ from pshard.model_config import Experts
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.draft import draft_tier, rank_room, simulated_seconds, tier_steps
+from pshard.planner.price.draft import draft_tier, predict_tier, rank_room, simulated_seconds, tier_steps
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate
 from pshard.planner.price.tier_costs import tier_costs
@@ -225,7 +225,7 @@ def test_a_round_switches_between_the_tiers_that_it_enters():
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("experts", [None, Experts(8, 2, 512)])
-def test_searches_time_a_tier_by_few_names_and_get_the_seconds_of_its_own_steps(kind, experts):
+def test_a_tier_is_timed_by_few_names_as_by_the_steps_of_its_own(kind, experts):
     spec = make_model(layers=7, experts=experts)
     room, costs = setting(spec)
     if kind == "cpu":
@@ -241,7 +241,11 @@ def test_searches_time_a_tier_by_few_names_and_get_the_seconds_of_its_own_steps(
             if unit.kind.state and where[unit.name] != "cpu" and draw.random() < 0.5:
                 kv.add(unit.name)
         tier = draft_tier(room, 1, where, frozenset(kv), draw.randint(1, 3))
-        assert simulated_seconds(room, tier, costs) == simulate(tier_steps(room, tier, costs), costs).seconds
+        steps = tier_steps(room, tier, costs)
+        own, predicted = simulate(steps, costs), predict_tier(room, tier, costs, 0.0)
+        assert simulated_seconds(room, tier, costs) == own.seconds == predicted.seconds
+        assert {lane: dict(predicted.busy)[lane] for lane in own.busy} == own.busy
+        assert predicted.link_bytes == steps.link_bytes
 
 
 def test_longer_models_have_no_more_steps_to_price_in_a_search():

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli_world import edit_json
 
 from pshard.errors import UserError
 from pshard.machine import CollectiveTiming, CopyTiming, MachineProfile, ShareTiming
@@ -85,6 +87,26 @@ def test_a_timing_that_no_machine_comes_near_or_that_soars_is_refused_by_its_fie
 ) -> None:
     with pytest.raises(ValueError, match=told):
         check_timings(with_row(table, place, seconds=seconds))
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "told"),
+    [
+        (("host", "threads"), 10**30, "host.threads is 1000000000000000000000000000000, not a number from 1 to 8"),
+        (("host", "threads"), 9, "host.threads is 9, not a number from 1 to 8"),
+        (("host", "threads"), 0, "host.threads is 0, not a number from 1 to 8"),
+        (("host", "cores"), 2**31, "host.cores is 2147483648, not a number from 1 to 16384"),
+        (("ranks_per_host",), 10**6, "ranks_per_host is 1000000, not a number from 1 to 16384"),
+        (("contention", "h2d_with_d2h"), 1e30, "contention.h2d_with_d2h would be 1e+30 a second"),
+    ],
+)
+def test_numbers_that_no_host_has_are_refused_by_their_field(
+    tmp_path: Path, where: tuple[str, ...], value: float, told: str
+) -> None:
+    path = save_profile(made_up(), tmp_path / "p.json")
+    edit_json(path, *where, value=value)
+    with pytest.raises(UserError, match=re.escape(f"is damaged: MachineProfile.{told}")):
+        load_profile(path)
 
 
 @pytest.mark.parametrize(
