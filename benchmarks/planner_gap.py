@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "planner"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "makers"))
 
 from test_planner_oracle import random_case
 

@@ -13,6 +13,7 @@ from cli_world import World, make_world
 from pshard.session.bench_engine import BenchTest
 from pshard.times.stolen_time import DISTURBED
 
+NEED_TRITON = ("gpu_experts.py", "gpu_kernels.py")
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -197,3 +198,20 @@ def test_steps_of_a_server_are_timed_beside_those_of_its_engine(world: World, tm
     record = json.loads(out.read_text())
     assert record["direct_ms"]["p50"] >= 1 and record["in_machine_ms"]["p50"] >= 1 and record["loop_ms"]["p50"] > 0
     assert record["served_ms"]["p50"] >= record["in_machine_ms"]["p50"]
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.py")))
+def test_every_script_finds_what_it_imports(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python starts it: with its own folder first, and without those that the tests' setup adds."""
+    if script in NEED_TRITON:
+        pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
+    tests = str(SCRIPTS.parent / "tests")
+    paths = [path for path in sys.path if not path.startswith(tests)]
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *paths])
+    for name in [name for name, module in sys.modules.items() if _is_of_tests(module, tests)]:
+        monkeypatch.delitem(sys.modules, name)
+    runpy.run_path(str(SCRIPTS / script), run_name="imported")
+
+
+def _is_of_tests(module: object, tests: str) -> bool:
+    return str(getattr(module, "__file__", "") or "").startswith(tests)
