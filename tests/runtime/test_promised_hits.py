@@ -28,7 +28,7 @@ from pshard.workload import Workload
 FILE = skew_routers(ExpertsFile(Experts(16, 2, 160), layers=4, d_model=256), 0.5)
 RATES = replace(DESKTOP, link=16e9, host_memory=20e9, host_flops=10e9, handoff_seconds=5e-6)
 PROFILE = profile_from_datasheet(RATES)
-CONTEXT = 256
+CONTEXT, TEXT = 256, 30  # tokens of a text: what comes first moves the choices of all after it
 WORK = Workload((OWN + 10,), context=CONTEXT, max_ubatch=16, prompt=16, generated=400)
 MOST = 0.03  # of all choices, between what is promised and what is found
 
@@ -64,7 +64,7 @@ def decode(variant: Variant, text: list[int]) -> Run:
     runs = with_cache(FILE, tiers, rank.caches, popularity=variant.popularity)
     with build_engine(FILE, runs, open_device("cpu"), records=True) as engine:
         for at, token in enumerate(text):
-            if at % CONTEXT == 0:
+            if at % TEXT == 0:
                 engine.reset()
             engine.forward([token])
         return Run(engine.record_routing("ab" * 32), engine.expected_hits, engine.expert_hits.share)
