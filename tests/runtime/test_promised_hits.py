@@ -18,6 +18,7 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.routing.measure_hits import measure_hits
 from pshard.planner.routing.plan_slots import plan_slots
 from pshard.routing.expert_map import map_experts
+from pshard.routing.hits_over_time import follow_hits
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
@@ -84,6 +85,9 @@ def test_slots_find_in_other_text_what_the_replay_of_a_record_promised(quick_sea
     run = decode(variant, write_text(1000, 2, 0.6))
     assert variant.ranks[0].caches and run.expected == variant.ranks[0].caches[0].found
     assert run.found == pytest.approx(run.expected, abs=MOST) and 0.3 < run.found < 0.9
+    course = follow_hits(FILE.spec, variant, run.record, "")
+    assert course and np.mean(course.slots) == pytest.approx(run.found, abs=0.005)  # stretches of 16 or 17 tokens
+    assert course.expected_slots == pytest.approx(run.expected, abs=MOST) and course.ends[-1] == 1000
 
 
 def test_popular_experts_serve_of_other_text_what_a_plan_expects(quick_search: None) -> None:
@@ -91,7 +95,9 @@ def test_popular_experts_serve_of_other_text_what_a_plan_expects(quick_search: N
     _, spec, variant = plan_by_text(write_text(1500, 1, 0.0))
     (experts,) = map_experts(spec, variant)
     tier = experts.tiers[0]
-    found = measure_hits(decode(variant, write_text(1000, 2, 0.0)).record, spec, tier)
+    record = decode(variant, write_text(1000, 2, 0.0)).record
+    found, course = measure_hits(record, spec, tier), follow_hits(FILE.spec, variant, record, "")
+    assert course and np.mean(course.stay) == pytest.approx(found, abs=0.005) and set(course.slots) == {0.0}
     assert found == pytest.approx(tier.served[0], abs=MOST)
     evenly = sum(layer.pinned for layer in tier.layers) / (experts.count * len(tier.layers))
     assert evenly + 2 * MOST < tier.served[0] < 0.95
