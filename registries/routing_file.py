@@ -70,6 +70,15 @@ def write_routing(path: Path, record: RoutingRecord) -> None:
         raise UserError(f"cannot write the routing record {path}: {error.strerror}; choose another place") from None
 
 
+def is_routing(path: Path) -> bool:
+    """Whether a file begins as routing records do; not where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def read_routing(path: Path) -> RoutingRecord:
     """Read a record. Raises UserError: missing, unreadable, something else, of another version, cut off or damaged."""
     try:

@@ -12,6 +12,7 @@ from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
 from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_format
 from pshard.routing.expert_map import ExpertMap
+from pshard.routing.hits_over_time import HitCourse
 from pshard.times.measurement import Measurement, Timeline
 from pshard.times.outlook import Outlook
 from pshard.times.server_load import ServerLoad
@@ -48,6 +49,7 @@ class ReportInputs:
     outlooks: tuple[Outlook, ...] = ()
     experts: tuple[ExpertMap, ...] = ()
     loads: tuple[ServerLoad, ...] = ()
+    courses: tuple[HitCourse, ...] = ()
 
 
 def read_inputs(paths: Iterable[Path]) -> ReportInputs:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.reports.compare_runs import compare_strategies
+from pshard.reports.figures.expert_hits import draw_hits
 from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.foreseen_rates import draw_outlook
 from pshard.reports.figures.in_short import draw_in_short
@@ -56,6 +57,7 @@ def draw_sections(inputs: ReportInputs) -> list[Section]:
         _sweeps,
         _placements,
         _experts,
+        _hits,
         _timelines,
         _machines,
     ):
@@ -140,6 +142,15 @@ def _experts(inputs: ReportInputs) -> Drawn:
         caption += "the link are expected ones, "
         caption += "by the record of routing." if recorded else "every expert chosen alike."
         yield "experts", "Where the experts lie", caption, draw_experts(experts)
+
+
+def _hits(inputs: ReportInputs) -> Drawn:
+    for course in inputs.courses:
+        caption = (
+            "By a record of the run: how often a token's expert lay in VRAM. What is above the bands was read over "
+        )
+        caption += "the link or computed by the CPU. Slots are replayed, which finds what a run under this plan finds."
+        yield "expert-hits", "Experts found in VRAM over time", caption, draw_hits(course)
 
 
 def _timelines(inputs: ReportInputs) -> Drawn:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from pshard.commands.command_line import new_parser, run_cli
 
 if TYPE_CHECKING:
+    from pshard.models import ModelFile
     from pshard.reports.inputs import ReportInputs
     from pshard.routing.expert_map import ExpertMap
+    from pshard.routing.hits_over_time import HitCourse
+    from pshard.routing.record import RoutingRecord
     from pshard.times.measurement import Timeline
 
 
@@ -26,14 +29,23 @@ def make_report(argv: list[str]) -> int:
     from datetime import UTC, datetime
 
     from pshard import __version__
+    from pshard.errors import UserError
+    from pshard.registries.routing_file import is_routing
     from pshard.reports.inputs import read_inputs
     from pshard.reports.write import write_report
 
-    inputs = read_inputs(args.files)
+    records = [path for path in args.files if is_routing(path)]
+    if records and not args.model:
+        raise UserError(f"{records[0]} is a routing record: give the model that made it with -m, and its registry")
+    inputs = read_inputs(path for path in args.files if path not in records)
     if args.model:
-        timelines, experts = _ask_model(inputs, args)
+        timelines, experts, courses = _ask_model(inputs, args, records)
         known = dict.fromkeys((*inputs.experts, *experts))  # a plan's JSON has them too
-        inputs = replace(inputs, timelines=(*inputs.timelines, *timelines), experts=tuple(known))
+        sources = (*inputs.sources, *map(str, records))
+        inputs = replace(
+            inputs, sources=sources, timelines=(*inputs.timelines, *timelines), experts=tuple(known),
+            courses=tuple(courses),
+        )  # fmt: skip
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     for path in write_report(inputs, args.output, f"Made {made} by pshard-report {__version__}"):
         print(path)
@@ -48,7 +60,8 @@ def make_parser() -> ArgumentParser:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="JSON of pshard-bench (of a server too), pshard-plan --json or pshard-profile, or a plan registry",
+        help="JSON of pshard-bench (of a server too), pshard-plan --json or pshard-profile, a plan registry; with -m "
+        "a record of pshard-run --record-routing too",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder (default: %(default)s)")
     parser.add_argument(
@@ -58,23 +71,27 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline], list[ExpertMap]]":
+def _ask_model(
+    inputs: "ReportInputs", args: Namespace, records: list[Path]
+) -> "tuple[list[Timeline], list[ExpertMap], list[HitCourse]]":
     """Timelines of the decode tier and the largest tier of every plan, on rank 0, and where routed experts lie; where a
-    registry has plans that were made by the profile, of these."""
+    registry has plans that were made by the profile, of these. records: of runs, whose hits are followed over time."""
     from pshard.errors import UserError
     from pshard.models import open_model
     from pshard.planner.explain import simulate_timelines
     from pshard.registries.fingerprint import profile_input
     from pshard.registries.profile_store import load_profile
     from pshard.routing.expert_map import map_experts
+    from pshard.routing.hits_over_time import follow_hits
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:
-        spec = model.spec
+        spec, runs = model.spec, [(path, _read_record(path, model)) for path in records]
     units = {unit.name for unit in spec.units}
     own = {v for plans in inputs.sets if profile_input(profile) in plans.inputs for v in plans.variants}
     chosen: list[Timeline] = []
     experts: list[ExpertMap] = []
+    courses: list[HitCourse] = []
     for v in (v for _, v in inputs.plans if v in own or not own):
         rank = v.ranks[0]
         other = f"{args.model} is not the model that was planned; pass the plans' own model with -m"
@@ -87,7 +104,22 @@ def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline]
         decode = rank.tiers.index(rank.covering(v.workload.sequences))
         chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
         experts += map_experts(spec, v)
-    return chosen, experts
+        for path, record in runs if len(v.ranks) == 1 else ():
+            course = follow_hits(spec, v, record, f"{path.name} within {rank.budget_mib} MiB")
+            courses += [course] if course else []
+    return chosen, experts, courses
+
+
+def _read_record(path: Path, model: "ModelFile") -> "RoutingRecord":
+    """A record of this model. Raises UserError."""
+    from pshard.errors import UserError
+    from pshard.registries.routing_file import check_routing, read_routing
+
+    if model.spec.config.experts is None:
+        raise UserError(f"the model has no routed experts; leave out {path}")
+    record = read_routing(path)
+    check_routing(record, model, path)
+    return record
 
 
 if __name__ == "__main__":

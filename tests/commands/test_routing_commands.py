@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from cli_world import World, edit_json, make_world, tokenizer_metadata
 
-from pshard.commands import cli_bench, cli_plan, cli_run
+from pshard.commands import cli_bench, cli_plan, cli_report, cli_run
 from pshard.planner.make_plan import plan_baseline
 from pshard.registries.routing_file import read_routing
 from pshard.registries.store import load_registry
+from pshard.reports.figures.expert_hits import draw_hits
+from pshard.routing.hits_over_time import HitCourse
 from pshard.routing.record import RoutingRecord
 
 ROUTED = {"arch": "qwen3moe", "n_layers": 4, "n_experts": 16, "n_used": 2, "d_expert": 128}
@@ -175,6 +177,39 @@ def test_slots_that_follow_use_are_planned_explained_run_and_measured(
     assert bench(world, "-n", "8", "-o", "json") == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert 0 < row["slot_hits"] <= 1 and row["slot_hits_expected"] == cache.found
+
+
+def test_a_report_follows_a_runs_hits_over_time(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shares of its stretches are those that the run itself has told."""
+    path, seen = world.model.parent / "a.routing", list[HitCourse]()
+    assert plan(world) == run(world, "--record-routing", path) == 0
+    assert plan(world, "--strategy", "expert-lru", "--routing", path, "--vram", "26") == 0
+    world.registry.write_text(json.dumps(only_last_variant(json.loads(world.registry.read_text()))))
+    capsys.readouterr()
+    assert run(world, "--record-routing", path) == 0
+    told = re.search(r"slots: ([0-9.]+)% of the choices", capsys.readouterr().err)
+    monkeypatch.setattr("pshard.reports.sections.draw_hits", lambda course: seen.append(course) or draw_hits(course))
+    files = [str(world.registry), str(path), "--profile", str(world.profile), "-o", str(tmp_path / "report")]
+    assert cli_report.main([*files, "-m", str(world.model)]) == 0
+    (course,) = seen
+    assert course.ends == tuple(range(1, 12)) and len(course.slots) == 11 and set(course.stay) == {0.0}
+    assert told and 100 * np.mean(course.slots) == pytest.approx(float(told[1]), abs=0.06)
+    assert (tmp_path / "report" / "expert-hits.png").read_bytes().startswith(b"\x89PNG")
+    refused(cli_report.main(files), capsys, "is a routing record: give the model that made it with -m")
+    (other := tmp_path / "other").mkdir()
+    theirs = make_world(other, **ROUTED, seed=1)
+    refused(cli_report.main([*files, "-m", str(theirs.model)]), capsys, "of another model")
+    (dense := tmp_path / "dense").mkdir()
+    refused(cli_report.main([*files, "-m", str(make_world(dense).model)]), capsys, "has no routed experts; leave out")
+
+
+def only_last_variant(registry: dict) -> dict:
+    """A registry with the newest plan alone."""
+    for plans in registry["sets"]:
+        plans["variants"] = plans["variants"][-1:]
+    return registry
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.plain_experts import activate
 from pshard.runtime.kernels.unpack import PLAIN as PLAIN_DTYPES
 from pshard.runtime.kernels.unpack import unpack
 
@@ -326,13 +327,23 @@ def test_ranks_with_more_threads_choose_the_same_experts_to_the_last_bit(tokens:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
 
+@pytest.mark.parametrize("kernels", [KERNELS, PLAIN], ids=["native", "plain"])
 @pytest.mark.parametrize("name", RULES)
-def test_of_equal_scores_the_lowest_numbers_are_taken(name: str) -> None:
+def test_of_equal_scores_the_lowest_numbers_are_taken(name: str, kernels: HostKernels | PlainKernels) -> None:
     rule = RULES[name]
     x, router, got = torch.randn(3, 64), make_router(rule, "F32", 64), empty_routes(3, rule.used)
     router.data.zero_()
-    KERNELS.route(x, router, rule, got)
+    kernels.route(x, router, rule, got)
     assert torch.equal(got.ids, torch.arange(rule.used, dtype=torch.int32).expand(3, -1))
+
+
+def test_the_plain_gate_of_gpt_oss_is_its_formula_beyond_what_is_clamped() -> None:
+    """The gate is clamped above alone, the other factor on both sides."""
+    gate, up = (torch.linspace(-20, 20, 41).repeat(n, 1).double() for n in (1, 41))
+    up = up.T
+    g, u = np.minimum(gate.numpy(), 7), np.clip(up.numpy(), -7, 7)
+    expected = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    torch.testing.assert_close(activate(gate, up, "clamped"), torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("name", RULES)

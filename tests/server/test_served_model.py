@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_files import write_gguf
 from served import DEMO, EngineLoader
 from test_engine_thread import PATIENCE, Waiter, ready, wait_for
 
 from pshard.models import open_model
 from pshard.runtime.drawing.chain import Penalties
-from pshard.runtime.sampling import Sampling
+from pshard.runtime.sampling import NO_NUMBERS, Sampling
 from pshard.server.jobs import Ended, Job, Progress
 from pshard.server.life.serve_model import name_of
 from pshard.server.scheduling.promises import Promises
@@ -166,6 +167,24 @@ def test_texts_survive_another_budget_and_sleep(serve):
     wait_for(lambda: thread.snapshot().state == "sleeping")
     assert ask(thread, "c", asked[0], 60).wait().reason == "length"
     assert loader.asked[0] is None and loader.asked[-2:] == [2, 2]  # it may have slept before, on a busy machine
+
+
+def test_a_router_that_finds_no_numbers_ends_its_own_request_and_no_other(serve, tmp_path):
+    """In the prompt, and in the same steps as others; afterwards the server goes on."""
+    spoilt, shape = 7, {"n_layers": 2, "n_experts": 8, "n_used": 2, "d_expert": 64}
+    embedding = np.random.default_rng(5).standard_normal((320, 256))
+    embedding[spoilt] = np.nan
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", extra={"token_embd.weight": embedding}, **shape)
+    loader = EngineLoader(path, context=512)
+    thread = serve(loader)
+    asked = [[3, 4, 5, 6, 8, 9], [3, 4, spoilt, 6, 8, 9], [11, 12, 13, 14, 15, 3]]
+    alone = [ask(thread, f"alone {n}", asked[n], salt="alone") for n in (0, 2)]
+    assert [ear.wait().reason for ear in alone] == ["length"] * 2
+    ears = [ask(thread, f"together {n}", prompt, salt="together") for n, prompt in enumerate(asked)]
+    assert ears[1].wait() == Ended("error", NO_NUMBERS)
+    for ear, before in zip((ears[0], ears[2]), alone):
+        assert ear.wait().reason == "length" and ear.tokens == before.tokens
+    check_blocks(thread, loader)
 
 
 def test_a_thousand_jobs_with_cancels_and_slow_readers_are_not_mixed_up(serve):
