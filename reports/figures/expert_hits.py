@@ -23,7 +23,7 @@ def draw_hits(course: HitCourse) -> "Figure":
         if any(b > a for a, b in zip(low, high)):
             ax.stairs(high, starts, baseline=low, fill=True, color=colour, label=label)
     expected = course.expected_stay + course.expected_slots
-    ax.axhline(expected, color=GREY, linestyle="--", label=f"expected of both: {expected:.0%}")
+    ax.axhline(expected, color=GREY, linestyle="--", label=f"expected: {expected:.0%}")
     ax.set_xlim(0, course.ends[-1])
     ax.set_ylim(0, 1)
     ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
