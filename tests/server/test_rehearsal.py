@@ -4,14 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_world import make_world
 from engines import open_engine, pinned_everywhere
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from model_files import write_gguf
 from served import DEMO
 
+from pshard.errors import StepFailed
 from pshard.models import open_model
+from pshard.runtime.engine import Engine
 from pshard.runtime.texts.text import Piece
+from pshard.server.life import load_model
 from pshard.server.life.rehearse_steps import rehearse_steps
+from pshard.server.life.serve_model import HowToRun
+from pshard.session.open_plan import open_plan
+from pshard.session.run_request import RunRequest
 
 TIERS = (1, 4, 16, 64, 128, 256)
 
@@ -82,3 +89,26 @@ def test_a_small_cache_leaves_out_what_has_no_room(monkeypatch: pytest.MonkeyPat
         counts = engine.texts.counts()
     assert {(width, tokens) for _, width, tokens in seen} == {(0, 128), (0, 5), (0, 1), (6, 6), (4, 4), (2, 2), (1, 1)}
     assert counts.free == counts.total
+
+
+def test_a_server_starts_without_it_where_it_fails_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None
+) -> None:
+    world = make_world(tmp_path)
+    request = RunRequest(world.model, profile=world.profile, registry=tmp_path / "plans.json", plans=True)
+    monkeypatch.setattr(load_model, "compiles_kernels", lambda profile: True)
+    tried: list[Engine] = []
+
+    def fail(engine: Engine, deterministic: bool) -> None:
+        tried.append(engine)
+        raise StepFailed("the device does not answer")
+
+    monkeypatch.setattr(load_model, "rehearse_steps", fail)
+    loader = load_model.ModelLoader(open_plan(request), request, HowToRun(), 1.0)
+    for notes in (1, 0):  # a second engine of a process is not tried
+        machine = loader.load(None)
+        told = [note for note in machine.facts.shown.notes if "the device does not answer" in note]
+        assert len(told) == notes and len(tried) == 1
+        machine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        tried[0].forward([1])

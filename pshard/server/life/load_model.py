@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from pshard.errors import UserError
+from pshard.errors import StepFailed, UserError, as_line
 from pshard.plan import Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.store import load_registry, own_plans
@@ -18,6 +20,9 @@ from pshard.session.open_plan import Opened, check_plan
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 from pshard.units.moe.followed import keep_slots
+
+if TYPE_CHECKING:
+    from pshard.runtime.engine import Engine
 
 
 class ModelLoader:
@@ -51,15 +56,27 @@ class ModelLoader:
             task = RankTask(self._request.model, opened.profile, variant, self._how)
             return RankMachine.start(task, facts)
         check_fits(opened, variant)
-        engine = start_engine(opened, variant, self._how.kernels, exact=self._how.deterministic)
+        engine, notes = self._start_engine(variant)
+        return LocalMachine(engine, facts((*engine.notes, *notes)), self._how.prefixes)
+
+    def _start_engine(self, variant: Variant) -> tuple["Engine", tuple[str, ...]]:
+        """An engine that has run a step of every size, where that compiles something and none of this process has; and
+        what is to be told of it."""
+        start = partial(start_engine, self._opened, variant, self._how.kernels, exact=self._how.deterministic)
+        engine = start()
+        if self._rehearsed or not compiles_kernels(self._opened.profile):
+            return engine, ()
+        self._rehearsed = True
         try:
-            if compiles_kernels(opened.profile) and not self._rehearsed:
-                rehearse_steps(engine, self._how.deterministic)
-                self._rehearsed = True  # a later engine of this process finds kernels compiled
+            rehearse_steps(engine, self._how.deterministic)
+        except (StepFailed, UserError) as error:
+            engine.close()
+            why = f"no step of each size was run before the start, so the first may take seconds: {as_line(error)}"
+            return start(), (why,)
         except BaseException:
             engine.close()
             raise
-        return LocalMachine(engine, facts(engine.notes), self._how.prefixes)
+        return engine, ()
 
 
 def check_fits(opened: Opened, variant: Variant) -> None:
