@@ -22,7 +22,7 @@ from pshard.units.unit import Unit
 
 Residents = tuple[frozenset[tuple[str, int]], frozenset[str]]
 
-MOST_UNITS = 8  # of three layers; a fourth has ten to a thousand times as many placements
+MOST_UNITS = 10  # of four layers, of which one search in four is given up
 MOST_VISITED = 400_000  # complete placements, some 6 s; a search that would need more is given up
 
 

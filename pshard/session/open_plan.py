@@ -155,12 +155,13 @@ def _describe_waste(variant: Variant, full: Workload, command: str) -> str | Non
 
 def describe_made(variant: Variant, registry: Path, command: str) -> str:
     """What was planned, where it is kept, and the command that plans it again."""
+    from pshard.planner.serving.show_promise import show_rate
     from pshard.times.predicted_times import decode_rate, first_token_seconds
 
     w = variant.workload
     budget, rate = ",".join(map(str, w.vram_mib)), decode_rate(variant)
     return (
-        f"plan: {budget} MiB of VRAM, {w.context} tokens of context; predicted are {rate:.3g} tok/s after "
+        f"plan: {budget} MiB of VRAM, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s after "
         f"{first_token_seconds(variant):.3g} s for a prompt of {w.prompt}; kept in {registry}\n"
         f"      to plan it again, or otherwise: {command}"
     )

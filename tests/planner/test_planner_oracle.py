@@ -151,6 +151,13 @@ def test_no_placement_of_the_units_of_four_layers_beats_the_plan_by_more_than_a_
     assert oracle.fastest >= planned / (1 + WITHIN)
 
 
+@pytest.mark.slow
+def test_divided_ffns_of_four_layers_are_all_tried():
+    """The optimum is the oracle's with MOST_SPLIT = 4, which takes it 40 s."""
+    planned, _ = plan_and_oracle(4, 9, WITHIN)
+    assert planned == pytest.approx(0.000439553108256584, rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_planners_exact_search_finds_what_the_oracle_finds(seed):
     """From no plan at all, and it says that it is the best."""
