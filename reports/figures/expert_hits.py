@@ -14,14 +14,14 @@ def draw_hits(course: HitCourse) -> "Figure":
     upper end."""
     figure = new_figure(8.5, 3.4)
     ax = figure.subplots()
-    starts, top = (0, *course.ends), [a + b for a, b in zip(course.stay, course.slots)]
+    edges, top = (0, *course.ends), [a + b for a, b in zip(course.stay, course.slots)]
     bands: list[tuple[str, str, list[float], list[float]]] = [
         ("experts that stay in VRAM", BLUE, [0.0] * len(top), list(course.stay)),
         ("slots that follow use", GREEN, list(course.stay), top),
     ]
     for label, colour, low, high in bands:
         if any(b > a for a, b in zip(low, high)):
-            ax.stairs(high, starts, baseline=low, fill=True, color=colour, label=label)
+            ax.stairs(high, edges, baseline=low, fill=True, color=colour, label=label)
     expected = course.expected_stay + course.expected_slots
     ax.axhline(expected, color=GREY, linestyle="--", label=f"expected: {expected:.0%}")
     ax.set_xlim(0, course.ends[-1])
