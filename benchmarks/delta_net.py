@@ -216,27 +216,21 @@ def sweep(bench: Any, net: DeltaNet, weights: DeltaWeights) -> None:
     each kernel of a prompt takes."""
     from pshard.runtime.kernels.gpu.delta import delta_kernels
 
-    tries: tuple[tuple[tuple[str, ...], tuple[tuple[Any, ...], ...], int], ...] = (
-        (("STEP_WARPS",), ((4,), (8,), (16,)), 1),
-        (("PREPARE_WARPS", "PREPARE_REGISTERS"), ((4, 168), (4, None), (4, 128), (8, 128), (8, None)), 4096),
-        (("CONVOLVE_ROWS", "CONVOLVE_WARPS"), ((32, 4), (16, 4), (16, 2), (64, 4), (64, 8)), 4096),
-        (("ADVANCE_WARPS",), ((4,), (8,)), 4096),
-        (("PROGRAMS",), ((96,), (200,), (48,)), 4096),
-        (("GATE_ROWS",), ((16,), (8,), (32,)), 4096),
+    tries: tuple[tuple[str, tuple[int, ...], Callable[[], dict[str, Any]]], ...] = (
+        ("STEP_WARPS", (4, 8, 16), partial(time_steps, bench, net, weights, 16)),
+        ("PREPARE_WARPS", (8, 4, 16), partial(time_chunks, bench, net, weights, 4096)),
+        ("ADVANCE_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
+        ("PROGRAMS", (96, 200, 48), partial(time_chunks, bench, net, weights, 4096)),
+        ("DELTA_ROWS", (2048, 1024, 512), partial(time_chunks, bench, net, weights, 4096)),
     )
-    for names, values, tokens in tries:
+    for name, values, run in tries:
         found = []
         for value in values:
-            for name, one in zip(names, value, strict=True):
-                setattr(delta_kernels, name, one)
-            run = partial(time_chunks, bench, net, weights, tokens) if tokens > 1 else partial(
-                time_steps, bench, net, weights, 16)  # fmt: skip
-            result = bench.case(f"  {' '.join(names)} {value}", run)
+            setattr(delta_kernels, name, value)
+            result = bench.case(f"  {name} {value}", run)
             if "us" in result:
                 found.append((result["us"], value))
-        best = min(found, key=lambda one: one[0])[1] if found else values[0]
-        for name, one in zip(names, best, strict=True):
-            setattr(delta_kernels, name, one)
+        setattr(delta_kernels, name, min(found)[1] if found else values[0])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         time_chunks(bench, net, weights, 4096)
     for event in profile.key_averages():

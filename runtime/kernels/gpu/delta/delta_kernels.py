@@ -14,16 +14,14 @@ from pshard.runtime.kernels.gpu.delta import triton_delta
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 
 HEADS = (16, 32, 64, 128)  # elements of a head that kernels are written for
-STEP_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 4, 4
-PREPARE_REGISTERS = 168  # of a thread: three programs run at once on a multiprocessor
+STEP_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 8, 4
 PROGRAMS = 96  # columns of values are cut until so many programs carry states along
 ROOMY, WIDE = 200 << 10, 150 << 10  # bytes of shared memory for three and for two chunks of bfloat16 on their way
-CONVOLVE_ROWS, CONVOLVE_WARPS = 32, 4
 GATE_ROWS, TAIL_CHANNELS = 16, 512
 
 
 class Chunked(NamedTuple):
-    """What one launch of chunks hands on to the next: see `convolve_rows_kernel` and `prepare_chunks_kernel`."""
+    """What one launch of chunks hands on to the next: see `prepare_chunks_kernel`."""
 
     keys: torch.Tensor
     w: torch.Tensor
@@ -94,18 +92,12 @@ def _run_chunks(
     between = _divide(scratch, weights, sequences * together, qkv.dtype)
     columns = _columns(sequences * weights.value_heads, weights.head)
     how = {**heads, "C": DELTA_CHUNK, "HALF": half}
-    all_heads = 2 * weights.key_heads + weights.value_heads
+    conv = (weights.conv, weights.dt_bias, weights.decay, tails)
     for start in range(0, longest, together):
         chunks = triton.cdiv(min(together, longest - start), DELTA_CHUNK)
-        triton_delta.convolve_rows_kernel[(chunks * (DELTA_CHUNK // CONVOLVE_ROWS), all_heads, sequences)](
-            qkv, qkv_stride, weights.conv, tails, *index, start, together, between.keys, between.u,
-            KEYS=weights.key_heads, VALUES=weights.value_heads, D=weights.head, C=DELTA_CHUNK, ROWS=CONVOLVE_ROWS,
-            num_warps=CONVOLVE_WARPS,
-        )  # fmt: skip
         triton_delta.prepare_chunks_kernel[(chunks, weights.value_heads, sequences)](
-            *scalars, weights.dt_bias, weights.decay, offsets, start, together, *between, **how,
-            num_warps=PREPARE_WARPS, maxnreg=PREPARE_REGISTERS if half else None,
-        )  # fmt: skip
+            qkv, qkv_stride, *scalars, *conv, *index, start, together, *between, **how, num_warps=PREPARE_WARPS
+        )
         triton_delta.advance_states_kernel[(weights.head // columns, weights.value_heads, sequences)](
             *between, states, *index, start, together, out, out_stride, **how, COLUMNS=columns,
             STAGES=_stages(qkv.device, half), num_warps=ADVANCE_WARPS,

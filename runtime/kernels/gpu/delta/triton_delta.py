@@ -1,9 +1,8 @@
 """The gated delta net in Triton: token by token in one launch, or in chunks. See plain_delta.py for the formulas.
 
-States stay float32. Chunks go through four kernels: the convolutions of all rows; what else does not need the state, of
-all chunks at once; the states, chunk after chunk, with columns of values apart; norms and gates of all rows. HALF:
-products of bfloat16, with sums in float32, where the rows come as bfloat16; else each product is three of TF32, as good
-as float32.
+States stay float32. Chunks go through three kernels: what does not need the state, of all chunks at once; the states,
+chunk after chunk, with columns of values apart; norms and gates of all rows. HALF: products of bfloat16, with sums in
+float32, where the rows come as bfloat16; else each product is three of TF32, as good as float32.
 """
 
 import triton
@@ -161,60 +160,31 @@ def _convolve(
     the inputs came before the sequence's first row here, `begin`, and stand in its tail."""
     channel = column + tl.arange(0, D)
     mixed = tl.zeros((C, D), tl.float32)
-    for t in tl.static_range(4):
+    for t in range(4):
         source = row + (t - 3)
         here = live & (source >= begin)
         at = qkv + source.to(tl.int64)[:, None] * stride + channel[None, :]
         x = tl.load(at, mask=here[:, None], other=0.0).to(tl.float32)
         mixed += x * tl.load(conv + channel * 4 + t)[None, :]
     if fresh:
-        for early in range(3):
-            before = row + early - begin
+        for t in range(3):
+            before = row + t - begin
             at_tail = tail + before[:, None] * CHANNELS + channel[None, :]
             old = tl.load(at_tail, mask=(live & (before < 3))[:, None], other=0.0)
-            mixed += old * tl.load(conv + channel * 4 + early)[None, :]
+            mixed += old * tl.load(conv + channel * 4 + t)[None, :]
     return _silu(mixed)
 
 
 @triton.jit(do_not_specialize=["start", "together"])
-def convolve_rows_kernel(
-    qkv, qkv_stride, conv, tails, slots, offsets, start, together, keys, u,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Program (ROWS rows, head of q, k or v, sequence): of `together` rows a sequence from its row `start` on, the
-    convolutions' results: keys [2, KEYS, R, D], q and k, normed, where R = sequences * together; u [VALUES, R, D], v.
-    Rows that fill the last chunk are zeros."""
-    head, i = tl.program_id(1), tl.program_id(2)
-    begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
-    before = tl.program_id(0) * ROWS
-    if begin + start + before // C * C < end:
-        CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
-        place = before + tl.arange(0, ROWS)
-        row = begin + start + place
-        live = row < end
-        tail = tails + tl.load(slots + i).to(tl.int64) * 3 * CHANNELS
-        x = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, start + before == 0, head * D, D, ROWS, CHANNELS)
-        dim = tl.arange(0, D)
-        rows = tl.num_programs(2).to(tl.int64) * together
-        at = (i.to(tl.int64) * together + place)[:, None] * D + dim[None, :]
-        kind = keys.dtype.element_ty
-        if head < 2 * KEYS:
-            x *= tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
-            if head < KEYS:
-                x *= D**-0.5
-            tl.store(keys + head * rows * D + at, x.to(kind))
-        else:
-            tl.store(u + (head - 2 * KEYS) * rows * D + at, x.to(kind))
-
-
-@triton.jit(do_not_specialize=["start", "together"])
 def prepare_chunks_kernel(
-    beta, beta_stride, alpha, alpha_stride, dt_bias, decay, offsets, start, together, keys, w, u, p, c,
+    qkv, qkv_stride, beta, beta_stride, alpha, alpha_stride, conv, dt_bias, decay, tails, slots, offsets, start,
+    together, keys, w, u, p, c,
     KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, value head, sequence): of the rows of `convolve_rows_kernel` what chunks need not wait for.
-    w, u [VALUES, R, D], u in the place of v; p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g."""
+    """Program (chunk, value head, sequence): of `together` rows a sequence from its row `start` on, what chunks need
+    not wait for. With R = sequences * together: keys [2, KEYS, R, D], q and k, normed; w, u [VALUES, R, D];
+    p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g."""
     head, i = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
     first = begin + start + tl.program_id(0) * C
@@ -225,11 +195,16 @@ def prepare_chunks_kernel(
         live = row < end
         at = i.to(tl.int64) * together + tl.program_id(0) * C + place
         key = _key_head(head, KEYS, VALUES, TILED)
+        CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
         PRECISION: tl.constexpr = "tf32" if HALF else "tf32x3"
+        tail = tails + tl.load(slots + i).to(tl.int64) * 3 * CHANNELS
+        fresh = first == begin
         dim = tl.arange(0, D)
         kind = keys.dtype.element_ty
-        at_keys = keys + (key * rows + at)[:, None] * D + dim[None, :]
-        k = tl.load(at_keys + KEYS * rows * D)
+        if TILED:
+            leads = head < KEYS
+        else:
+            leads = head % (VALUES // KEYS) == 0
         a = tl.load(alpha + row.to(tl.int64) * alpha_stride + head, mask=live, other=0.0).to(tl.float32)
         b = tl.load(beta + row.to(tl.int64) * beta_stride + head, mask=live, other=0.0).to(tl.float32)
         share = tl.where(live, 1.0 / (1.0 + tl.exp(-b)), 0.0)
@@ -238,13 +213,22 @@ def prepare_chunks_kernel(
         tl.store(c + head * rows + at, sums)
         seen = place[:, None] >= place[None, :]
         between = tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
-        scores = _dot(tl.load(at_keys), tl.trans(k), HALF) * between
-        tl.store(p + (head * rows + at)[:, None] * C + place[None, :], scores.to(kind))
+        k = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, (KEYS + key) * D, D, C, CHANNELS)
+        k *= tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
+        at_keys = keys + (key * rows + at)[:, None] * D + dim[None, :]
+        if leads:
+            tl.store(at_keys + KEYS * rows * D, k.to(kind))
         system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
+        q = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, key * D, D, C, CHANNELS)
+        q *= (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * (D**-0.5))[:, None]
+        if leads:
+            tl.store(at_keys, q.to(kind))
+        scores = _dot(q, tl.trans(k), HALF) * between
+        tl.store(p + (head * rows + at)[:, None] * C + place[None, :], scores.to(kind))
         inverse = _invert(tl.where(place[:, None] > place[None, :], system, 0.0), C, PRECISION)
         at_rows = (head * rows + at)[:, None] * D + dim[None, :]
         tl.store(w + at_rows, _dot(inverse, k * (share * tl.exp(sums))[:, None], HALF).to(kind))
-        v = tl.load(u + at_rows)
+        v = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, (2 * KEYS + head) * D, D, C, CHANNELS)
         tl.store(u + at_rows, _dot(inverse, v * share[:, None], HALF).to(kind))
 
 
