@@ -14,7 +14,9 @@ from pshard.runtime.kernels.gpu.delta import triton_delta
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 
 HEADS = (16, 32, 64, 128)  # elements of a head that kernels are written for
-STEP_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 8, 4
+STEP_WARPS, CONV_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 4, 4, 4
+CONV_ROWS = 32
+HALF_WAY, FULL_WAY = 1, 1  # see `prepare_chunks_kernel`
 PROGRAMS = 96  # columns of values are cut until so many programs carry states along
 ROOMY, WIDE = 200 << 10, 150 << 10  # bytes of shared memory for three and for two chunks of bfloat16 on their way
 GATE_ROWS, TAIL_CHANNELS = 16, 512
@@ -92,12 +94,18 @@ def _run_chunks(
     between = _divide(scratch, weights, sequences * together, qkv.dtype)
     columns = _columns(sequences * weights.value_heads, weights.head)
     how = {**heads, "C": DELTA_CHUNK, "HALF": half}
-    conv = (weights.conv, weights.dt_bias, weights.decay, tails)
+    channels = {name: heads[name] for name in ("KEYS", "VALUES", "D")}
     for start in range(0, longest, together):
         chunks = triton.cdiv(min(together, longest - start), DELTA_CHUNK)
+        blocks = (chunks * DELTA_CHUNK // CONV_ROWS, 2 * weights.key_heads + weights.value_heads, sequences)
+        triton_delta.convolve_rows_kernel[blocks](
+            qkv, qkv_stride, weights.conv, tails, *index, start, together, between.keys, between.u, **channels,
+            C=DELTA_CHUNK, ROWS=CONV_ROWS, num_warps=CONV_WARPS,
+        )  # fmt: skip
         triton_delta.prepare_chunks_kernel[(chunks, weights.value_heads, sequences)](
-            qkv, qkv_stride, *scalars, *conv, *index, start, together, *between, **how, num_warps=PREPARE_WARPS
-        )
+            *scalars, weights.dt_bias, weights.decay, offsets, start, together, *between, **how,
+            WAY=HALF_WAY if half else FULL_WAY, num_warps=PREPARE_WARPS,
+        )  # fmt: skip
         triton_delta.advance_states_kernel[(weights.head // columns, weights.value_heads, sequences)](
             *between, states, *index, start, together, out, out_stride, **how, COLUMNS=columns,
             STAGES=_stages(qkv.device, half), num_warps=ADVANCE_WARPS,

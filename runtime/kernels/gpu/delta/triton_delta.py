@@ -152,39 +152,107 @@ def _invert(a, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _convolve(
-    qkv, stride, conv, tail, row, live, begin, fresh, column,
-    D: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr,
+def _invert_by_halves(a, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [C, C], all by products: from blocks' inverses to those of twice the size,
+    X - X R X with what R of a lies in the larger blocks and not in the smaller."""
+    i = tl.arange(0, C)
+    row, column = i[:, None], i[None, :]
+    x = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, a, 0.0)
+    size = 2
+    for _ in tl.static_range(0, 5):
+        if size < C:
+            rest = tl.where((row // (2 * size) == column // (2 * size)) & (row // size != column // size), a, 0.0)
+            if PRECISION == "bf16":
+                half = tl.dot(x.to(tl.bfloat16), rest.to(tl.bfloat16))
+                x -= tl.dot(half.to(tl.bfloat16), x.to(tl.bfloat16))
+            else:
+                x -= tl.dot(tl.dot(x, rest, input_precision=PRECISION), x, input_precision=PRECISION)
+        size *= 2
+    return x
+
+
+@triton.jit
+def _invert_by_blocks(small, a, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [C, C], whose diagonal blocks are `small` [C / 16, 16, 16]: these first, by
+    halves, all at once; the rest as `_invert` does."""
+    B: tl.constexpr = C // 16
+    r = tl.arange(0, 16)
+    row, column = r[None, :, None], r[None, None, :]
+    x = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, small, 0.0)
+    size = 2
+    for _ in tl.static_range(0, 3):
+        rest = tl.where((row // (2 * size) == column // (2 * size)) & (row // size != column // size), small, 0.0)
+        x -= tl.dot(tl.dot(x, rest, input_precision=PRECISION), x, input_precision=PRECISION)
+        size *= 2
+    block = tl.arange(0, B)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    inner = tl.reshape(tl.where(same, tl.broadcast_to(x[:, :, None, :], (B, 16, B, 16)), 0.0), (C, C))
+    i = tl.arange(0, C)
+    rest = tl.where(i[:, None] // 16 == i[None, :] // 16, 0.0, a)
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    m = tl.dot(inner, rest, input_precision=PRECISION)
+    square = tl.dot(m, m, input_precision=PRECISION)
+    return tl.dot(tl.dot(one - m, one + square, input_precision=PRECISION), inner, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["start", "together"])
+def convolve_rows_kernel(
+    qkv, qkv_stride, conv, tails, slots, offsets, start, together, keys, u,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """silu of the convolution of D channels from `column` on, [C, D], 0 in rows that are not `live`. `fresh`: some of
-    the inputs came before the sequence's first row here, `begin`, and stand in its tail."""
-    channel = column + tl.arange(0, D)
-    mixed = tl.zeros((C, D), tl.float32)
-    for t in range(4):
-        source = row + (t - 3)
-        here = live & (source >= begin)
-        at = qkv + source.to(tl.int64)[:, None] * stride + channel[None, :]
-        x = tl.load(at, mask=here[:, None], other=0.0).to(tl.float32)
-        mixed += x * tl.load(conv + channel * 4 + t)[None, :]
-    if fresh:
-        for t in range(3):
-            before = row + t - begin
-            at_tail = tail + before[:, None] * CHANNELS + channel[None, :]
-            old = tl.load(at_tail, mask=(live & (before < 3))[:, None], other=0.0)
-            mixed += old * tl.load(conv + channel * 4 + t)[None, :]
-    return _silu(mixed)
+    """Program (ROWS rows, head of q, k or v, sequence): silu of the convolution of `together` rows a sequence from its
+    row `start` on, up to the end of the last chunk of C, with 0 in rows that the sequence lacks. q and k, normed, into
+    keys, v into u: see `prepare_chunks_kernel`."""
+    head, i = tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
+    shift = tl.program_id(0) * ROWS
+    if begin + start + shift // C * C < end:
+        rows = tl.num_programs(2).to(tl.int64) * together
+        first = begin + start + shift
+        place, dim = tl.arange(0, ROWS), tl.arange(0, D)
+        row = first + place
+        live = row < end
+        CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
+        channel = head * D + dim
+        taps = tl.reshape(tl.load(conv + head * D * 4 + tl.arange(0, 4 * D)), (D, 2, 2))
+        even, odd = tl.split(taps)
+        tap0, tap2 = tl.split(even)
+        tap1, tap3 = tl.split(odd)
+        at = qkv + row.to(tl.int64)[:, None] * qkv_stride + channel[None, :]
+        x3 = tl.load(at, mask=live[:, None], other=0.0)
+        x2 = tl.load(at - qkv_stride, mask=(live & (row - 1 >= begin))[:, None], other=0.0)
+        x1 = tl.load(at - 2 * qkv_stride, mask=(live & (row - 2 >= begin))[:, None], other=0.0)
+        x0 = tl.load(at - 3 * qkv_stride, mask=(live & (row - 3 >= begin))[:, None], other=0.0)
+        mixed = x0.to(tl.float32) * tap0[None, :]
+        mixed += x1.to(tl.float32) * tap1[None, :]
+        mixed += x2.to(tl.float32) * tap2[None, :]
+        mixed += x3.to(tl.float32) * tap3[None, :]
+        if first == begin:
+            tail = tails + tl.load(slots + i).to(tl.int64) * 3 * CHANNELS
+            for t in range(3):
+                before = row + t - begin
+                at_tail = tail + before[:, None] * CHANNELS + channel[None, :]
+                old = tl.load(at_tail, mask=(live & (before < 3))[:, None], other=0.0)
+                mixed += old * tl.load(conv + channel * 4 + t)[None, :]
+        mixed = _silu(mixed)
+        at_row = (i.to(tl.int64) * together + shift + place)[:, None] * D + dim[None, :]
+        if head < 2 * KEYS:
+            scale = tl.where(head < KEYS, D**-0.5, 1.0)
+            mixed *= (tl.rsqrt(tl.sum(mixed * mixed, axis=1) + 1e-6) * scale)[:, None]
+            tl.store(keys + head * rows * D + at_row, mixed.to(keys.dtype.element_ty))
+        else:
+            tl.store(u + (head - 2 * KEYS) * rows * D + at_row, mixed.to(u.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["start", "together"])
 def prepare_chunks_kernel(
-    qkv, qkv_stride, beta, beta_stride, alpha, alpha_stride, conv, dt_bias, decay, tails, slots, offsets, start,
-    together, keys, w, u, p, c,
+    beta, beta_stride, alpha, alpha_stride, dt_bias, decay, offsets, start, together, keys, w, u, p, c,
     KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, C: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr, WAY: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, value head, sequence): of `together` rows a sequence from its row `start` on, what chunks need
-    not wait for. With R = sequences * together: keys [2, KEYS, R, D], q and k, normed; w, u [VALUES, R, D];
-    p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g."""
+    not wait for. With R = sequences * together: keys [2, KEYS, R, D], q and k, normed; w, u [VALUES, R, D], where u
+    comes as v; p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g. WAY: how the system is inverted."""
     head, i = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
     first = begin + start + tl.program_id(0) * C
@@ -195,16 +263,12 @@ def prepare_chunks_kernel(
         live = row < end
         at = i.to(tl.int64) * together + tl.program_id(0) * C + place
         key = _key_head(head, KEYS, VALUES, TILED)
-        CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
         PRECISION: tl.constexpr = "tf32" if HALF else "tf32x3"
-        tail = tails + tl.load(slots + i).to(tl.int64) * 3 * CHANNELS
-        fresh = first == begin
         dim = tl.arange(0, D)
         kind = keys.dtype.element_ty
-        if TILED:
-            leads = head < KEYS
-        else:
-            leads = head % (VALUES // KEYS) == 0
+        at_keys = keys + (key * rows + at)[:, None] * D + dim[None, :]
+        at_rows = (head * rows + at)[:, None] * D + dim[None, :]
+        k = tl.load(at_keys + KEYS * rows * D)
         a = tl.load(alpha + row.to(tl.int64) * alpha_stride + head, mask=live, other=0.0).to(tl.float32)
         b = tl.load(beta + row.to(tl.int64) * beta_stride + head, mask=live, other=0.0).to(tl.float32)
         share = tl.where(live, 1.0 / (1.0 + tl.exp(-b)), 0.0)
@@ -213,23 +277,29 @@ def prepare_chunks_kernel(
         tl.store(c + head * rows + at, sums)
         seen = place[:, None] >= place[None, :]
         between = tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
-        k = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, (KEYS + key) * D, D, C, CHANNELS)
-        k *= tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
-        at_keys = keys + (key * rows + at)[:, None] * D + dim[None, :]
-        if leads:
-            tl.store(at_keys + KEYS * rows * D, k.to(kind))
-        system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
-        q = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, key * D, D, C, CHANNELS)
-        q *= (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * (D**-0.5))[:, None]
-        if leads:
-            tl.store(at_keys, q.to(kind))
-        scores = _dot(q, tl.trans(k), HALF) * between
+        scores = _dot(tl.load(at_keys), tl.trans(k), HALF) * between
         tl.store(p + (head * rows + at)[:, None] * C + place[None, :], scores.to(kind))
-        inverse = _invert(tl.where(place[:, None] > place[None, :], system, 0.0), C, PRECISION)
-        at_rows = (head * rows + at)[:, None] * D + dim[None, :]
-        tl.store(w + at_rows, _dot(inverse, k * (share * tl.exp(sums))[:, None], HALF).to(kind))
-        v = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, (2 * KEYS + head) * D, D, C, CHANNELS)
-        tl.store(u + at_rows, _dot(inverse, v * share[:, None], HALF).to(kind))
+        system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
+        system = tl.where(place[:, None] > place[None, :], system, 0.0)
+        if WAY == 0:
+            inverse = _invert(system, C, PRECISION)
+        elif WAY == 1:
+            inverse = _invert_by_halves(system, C, PRECISION)
+        elif WAY == 2:
+            inverse = _invert_by_halves(system, C, "bf16")
+        elif WAY == 3:
+            B: tl.constexpr = C // 16
+            kb = tl.reshape(k, (B, 16, D))
+            sb, bb = tl.reshape(sums, (B, 16)), tl.reshape(share, (B, 16))
+            r = tl.arange(0, 16)
+            under = (r[:, None] > r[None, :])[None, :, :]
+            small = _dot(kb, tl.permute(kb, (0, 2, 1)), HALF) * bb[:, :, None]
+            small = tl.where(under, small * tl.exp(tl.where(under, sb[:, :, None] - sb[:, None, :], 0.0)), 0.0)
+            inverse = _invert_by_blocks(small, system, C, PRECISION)
+        else:
+            inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0) - system
+        tl.store(w + at_rows, _dot(inverse * (share * tl.exp(sums))[None, :], k, HALF).to(kind))
+        tl.store(u + at_rows, _dot(inverse * share[None, :], tl.load(u + at_rows), HALF).to(kind))
 
 
 @triton.jit(do_not_specialize=["start", "together"])
