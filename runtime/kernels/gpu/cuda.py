@@ -268,7 +268,8 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
         self._activations.ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
-            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, sinks=sinks)
+            counters = self._few_rows.scratch[1]
+            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, counters, sinks)
         else:
             attend_prompts(qkv, heads, kv, rows, scale, out, sinks)
 
