@@ -38,16 +38,16 @@ def multiply_chunks(
 ):  # fmt: skip
     """Tiles f32 [tokens, ROWS], see `tokens_of`: record number `record_at` of the matrix times chunks first..last.
 
-    ROWS == 32: `matrix`, `record_at` and `exists` are of each thread.
+    ROWS == 32: `matrix`, `record_at` and `exists` are of each thread; what does not exist has the rows of record 0.
     """
-    start = record_at.to(tl.int64) * record
+    start = (tl.where(exists, record_at, 0) if MASKED else record_at).to(tl.int64) * record
     if ROWS == 16:
         HALVES: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q6_K"
         return dot_record(matrix + start * 4, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
                           TOKENS, DEPTH, QTYPE, LOW, HIGH, HALVES)  # fmt: skip
     else:
         mine = matrix.to(tl.pointer_type(tl.int32), bitcast=True) + start
-        return dot_records(mine, exists, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
+        return dot_records(mine, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
                            TOKENS, WARPS, DEPTH // WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
 
 
