@@ -7,6 +7,7 @@ from pshard.runtime.kernels.api import LayerKV, RowIndex
 from pshard.runtime.kernels.gpu import triton_attention
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.default_tiles import TUNING
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.units.attention import decode_pieces
 
 COMBINED = 8192  # numbers of splits that the last program of a KV head combines at once: it keeps them in registers
@@ -41,7 +42,7 @@ def attend_rows(
     combines = splits <= MOST_TURNS * at_once and tokens * groups <= counters.numel()
     given = (out, out.stride(0), sinks, *(ready or NOT_QUANTISED))
     how = {"HEADS": n_heads, "D": d, "DP": padded, "SPLITS": triton.next_power_of_2(splits),
-           "SINKS": sinks is not None, "QUANTISE": ready is not None}  # fmt: skip
+           "SINKS": sinks is not None, "QUANTISE": ready is not None, **launch_early()}  # fmt: skip
     triton_attention.decode_kernel[(splits, groups, tokens)](
         qkv, qkv.stride(0), *cells, *index, partial, scale, splits, counters, *given, **how, GROUPS=groups,
         SHARE=max(16, heads_together), BLOCK=tile.depth, CELLS=kv.k.shape[1], WINDOW=rows.window, STAGES=tile.stages,

@@ -19,6 +19,7 @@ from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
@@ -77,7 +78,7 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         ready = None if accumulate else self._activations.hand_over(out)
         triton_rows.rms_norm_kernel[(tokens,)](
             hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED), BLOCK=block,
-            ADD=accumulate, QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
+            ADD=accumulate, QUANTISE=ready is not None, **launch_early(), num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
     def sum_rms_norm(
@@ -245,13 +246,14 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             HALF=half, HP=triton.next_power_of_2(half),
             TP=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, HB=block, CELLS=kv.k.shape[1],
             ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-            num_warps=max(1, block // 2),
+            **launch_early(), num_warps=max(1, block // 2),
         )  # fmt: skip
         for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
             if cache.dtype == torch.int8:
                 triton_cells.store_cells_kernel[(qkv.shape[0],)](
                     qkv, qkv.stride(0), column, cache, *cache.stride()[:2], *index, WIDTH=groups * d,
-                    BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], num_warps=4,
+                    BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], **launch_early(),
+                    num_warps=4,
                 )  # fmt: skip
 
     def attention(

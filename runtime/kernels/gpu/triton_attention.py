@@ -6,6 +6,7 @@ Softmax works in powers of two: `scale` times log2(e) is multiplied into the sco
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
 from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 from pshard.runtime.kernels.gpu.triton_cells import find_blocks, load_cells, locate_cells, product_type, scales_of
@@ -18,6 +19,7 @@ def decode_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr, QUANTISE: tl.constexpr,
+    LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
 
@@ -30,6 +32,7 @@ def decode_kernel(
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
+    wait_for_earlier(LEVEL)
     length = tl.load(position + m) + 1
     seen = 0  # the first cell that the row sees
     origin = 0
@@ -136,7 +139,7 @@ def _combine(
 def decode_combine_kernel(
     partial, out, out_stride, splits, sinks, words, scale, sums,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    QUANTISE: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
     """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
 
@@ -144,6 +147,7 @@ def decode_combine_kernel(
 
     A split without cells has maximum -1e30 and zero weight, so it adds nothing. With SINKS the head's takes part.
     """
+    wait_for_earlier(LEVEL)
     head = tl.program_id(0) + tl.arange(0, 1)
     _combine(partial, out, out_stride, splits, splits, sinks, words, scale, sums, head, head < HEADS, tl.program_id(1),
              HEADS, D, DP, SPLITS, 1, SPLITS, SINKS, QUANTISE)  # fmt: skip

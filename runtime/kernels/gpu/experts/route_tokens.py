@@ -8,6 +8,7 @@ import triton
 from pshard.model_config import Experts
 from pshard.quant import align
 from pshard.runtime.kernels.api import Packed, Routes
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts import triton_route
 from pshard.runtime.kernels.unpack import PLAIN
 
@@ -64,6 +65,7 @@ def _route_part(
     grid = (blocks, pieces, rows)
     if few:
         sizes = (router.cols, each, tokens, pieces)
+        how |= launch_early()
         triton_route.route_kernel[grid](*product, counters, *sizes, *choice, **how, BE=block, BK=depth, num_warps=1)
         return
     sizes = (router.cols, each, tokens, rule.count)

@@ -7,6 +7,7 @@ in their order. Of one token the last program to arrive chooses too, so that rou
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
 
 _TOGETHER: tl.constexpr = tl.constexpr(4)
@@ -111,9 +112,10 @@ def route_kernel(
     x, x_stride, router, partial, counters, cols, per_piece, tokens, pieces, bias, choice_bias, begin, ids, ids_stride,
     weights, weights_stride, groups, per, used, scale,
     SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
-    KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Program (BE experts, piece, token): partial sums; the last one of a token chooses. For few tokens."""
+    wait_for_earlier(LEVEL)
     m = tl.program_id(2)
     experts = groups * per
     expert = tl.program_id(0) * BE + tl.arange(0, BE)

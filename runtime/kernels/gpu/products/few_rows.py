@@ -10,6 +10,7 @@ from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised, bucket_of
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, default_tile, gated_kernel
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.products import triton_float, triton_matvec
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
@@ -125,7 +126,7 @@ class FewRows:
             MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, AHEAD=tile.stages - 1,
             PARTS=1 if gate else len(weights), GATED=bool(gate), GELU=gate == "gelu", BIAS=addends[0] is not None,
             ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(cut[0]), QUANTISE=ready is not None,
-            num_warps=tile.warps, maxnreg=tile.registers, **push,
+            num_warps=tile.warps, maxnreg=tile.registers, **launch_early(), **push,
         )  # fmt: skip
 
 
