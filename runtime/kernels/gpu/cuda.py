@@ -15,8 +15,8 @@ import triton
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
-from pshard.runtime.kernels.gpu import triton_cells, triton_rows
-from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+from pshard.runtime.kernels.gpu import next_norm, triton_cells, triton_rows
+from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
 from pshard.runtime.kernels.gpu.early import launch_early
@@ -25,6 +25,7 @@ from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
 from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
+from pshard.runtime.kernels.gpu.next_norm import Unscaled
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.unpack import PLAIN
@@ -49,9 +50,12 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     fills = True
     fuses_sums = True
     recordable = False
+    leaves_norms = True
 
     def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device)
+        self._wanted: tuple[torch.Tensor, float] | None = None  # what `leave_norm` was told
+        self._left: tuple[Quantised, Unscaled] | None = None  # what a product has left for the norm that comes next
         self.use_tiles(tiles)
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
@@ -65,13 +69,41 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
 
     def forget(self) -> None:
         """See `Kernels.forget`."""
-        self._activations.ready = None
+        self._activations.ready = self._wanted = self._left = None
+
+    def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
+        """See `NormKernels.leave_norm`."""
+        self._wanted = (weight, eps) if next_norm.ON else None
+
+    def _room_for_norm(
+        self, out: torch.Tensor, fits: bool, beside_spare: bool = False
+    ) -> tuple[Quantised, Unscaled] | None:
+        """Where the product that is next added to `out` leaves it for the norm that was told of, if one was."""
+        wanted, self._wanted = self._wanted, None
+        self._left = self._activations.leave_norm(out, *wanted, beside_spare) if wanted and fits else None
+        return self._left
+
+    def _takes_left(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> bool:
+        """Whether a product has left what this norm would make: then `out` is that, and has numbers only once `route`
+        has made them."""
+        left, self._left = self._left, None
+        if left is None:
+            return False
+        of = left[1]
+        if of.hidden.data_ptr() != hidden.data_ptr() or of.hidden.shape != hidden.shape or of.eps != eps:
+            return False
+        if of.weight.data_ptr() != weight.data_ptr():
+            return False
+        self._activations.take_norm(out, left)
+        return True
 
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
     ) -> None:
         """See `Kernels.rms_norm`."""
         tokens, cols = hidden.shape
+        if not accumulate and self._takes_left(hidden, weight, eps, out):
+            return
         block = triton.next_power_of_2(cols)
         if accumulate:
             self._activations.ready = None
@@ -131,7 +163,9 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             self._activations.ready = None
             self._few_rows.multiply_plain(x, weight, out, bias, accumulate)
         else:
-            self._few_rows.multiply(self._activations.quantise(x), (weight,), out, (bias,), accumulate)
+            quantised, fits = self._activations.quantise(x), self._few_rows.leaves_norm(weight, tokens)
+            following = self._room_for_norm(out, accumulate and fits)
+            self._few_rows.multiply(quantised, (weight,), out, (bias,), accumulate, following=following)
 
     def linear_group(
         self,
@@ -190,7 +224,8 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         begin: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
-        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin)
+        _, unscaled = self._activations.find(x)
+        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin, unscaled)
 
     def experts(
         self,
@@ -214,7 +249,8 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
             if gated is not None:
                 how = accumulate, self._few_rows.scratch
-                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how)
+                following = self._room_for_norm(out, accumulate and kinds.down.rows % 32 == 0, beside_spare=True)
+                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following)
                 return
         if x.dtype is not self.act_dtype:
             self.place(x, scratch["normed"])

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.exchange.triton_row_sum import push_part
+from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_dp4a import dot_record
 from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
@@ -55,13 +56,13 @@ def multiply_chunks(
 @triton.jit(do_not_specialize=["tokens", "pieces", "end", "next_end"])
 def matvec_kernel(
     weight, second, third, end, next_end, words, scale, sums, out, bias, second_bias, third_bias, partial, counters,
-    new_words, new_scale, new_sums, tokens, rows, chunks, out_stride, pieces, per_piece,
+    new_words, new_scale, new_sums, squares, norm, eps, tokens, rows, chunks, out_stride, pieces, per_piece,
     record, high, scales, mins, d, dmin, peers, epochs,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PIECES: tl.constexpr,
-    QUANTISE: tl.constexpr, LEVEL: tl.constexpr,
+    QUANTISE: tl.constexpr, LEVEL: tl.constexpr, UNSCALED: tl.constexpr, NEXT: tl.constexpr,
     WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Program (TOKENS tokens, ROWS rows, piece of the columns) -> out[m, ROWS rows] (+)= weight . x + bias.
@@ -73,6 +74,8 @@ def matvec_kernel(
     arrive adds them up, in an order of its own that no timing changes. Counters return to zero.
     MASKED: where a piece is not whole steps of DEPTH chunks, or the rows are not whole tiles. AHEAD (32 rows): weights
     are brought into L2 so many steps before they are due.
+    UNSCALED > 0, a power of two >= chunks: the activations are `Unscaled`. NEXT (32 rows): so are the results left, for
+    the norm of weights `norm`.
     RANKS > 0: the results, a part of a sum over ranks, are also brought to the `peers` (`push_part`); epochs int32
     [tokens, SLICES]. Neighbouring programs share their weights.
     """
@@ -128,12 +131,20 @@ def matvec_kernel(
                 value = tl.sum(tl.load(parts, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
             else:
                 value = results[block]
+            if UNSCALED > 0:
+                value *= factor_of(squares, m, m < tokens, chunks, eps, UNSCALED)[:, None]
             if GATED:
                 value = gate_mul(value, others[block], GELU)
             value = _finish(value, m, row, mask, out, out_stride, bias, second_bias, third_bias, end, next_end, PARTS,
                             BIAS, ACCUMULATE)  # fmt: skip
             if RANKS > 0:
                 push_part(value.to(tl.float32), m, row, mask, epoch[block], peers, WORDS, RANKS, RANK, WIRE)
+            if NEXT:
+                there = m < tokens
+                tl.store(squares + m * (rows // 32) + tile, tl.sum(value * value, axis=1), mask=there)
+                value *= tl.load(norm + row)[None, :]
+                store_quantised(value, tile + tl.zeros_like(m), there, m, new_words, new_scale, new_sums, rows // 32,
+                                m.shape[0])  # fmt: skip
             if QUANTISE and ROWS == 32:
                 chunk = tile + tl.zeros_like(m)
                 there = (m < tokens) & (tile < rows // 32)
