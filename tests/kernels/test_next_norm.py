@@ -17,7 +17,7 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_norms_in_
 
 from pshard.model_config import Experts  # noqa: E402
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes  # noqa: E402
-from pshard.runtime.kernels.gpu import cuda, next_norm  # noqa: E402
+from pshard.runtime.kernels.gpu import cuda, next_norm, norms  # noqa: E402
 
 if READY and DEVICE == "cpu":
     mend_interpreter()
@@ -35,14 +35,14 @@ def test_norms_in_the_interpreter() -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every norm that is a launch of its own."""
-    found, kernel = list[int](), cuda.triton_rows.rms_norm_kernel
+    found, kernel = list[int](), norms.triton_rows.rms_norm_kernel
 
     class Watched:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             found.append(grid[0])
             return kernel[grid]
 
-    monkeypatch.setattr(cuda.triton_rows, "rms_norm_kernel", Watched())
+    monkeypatch.setattr(norms.triton_rows, "rms_norm_kernel", Watched())
     return found
 
 
@@ -68,7 +68,7 @@ def run_layer(kernels: cuda.CudaKernels, tokens: int, qtype: str, rule: Experts)
         random_weight(qtype, D, 128, seed=3)[0],
         random_tensor(D, seed=4),
     )
-    norms = [random_tensor(D, seed=5).float().abs() + 0.5, random_tensor(D, seed=6).float().abs() + 0.5]
+    first, second = (random_tensor(D, seed=seed).float().abs() + 0.5 for seed in (5, 6))
     router = random_tensor(rule.count, D, seed=7).float().mul_(0.1)
     weight, x = Packed(router.flatten().view(torch.uint8), "F32", rule.count, D), torch.full((tokens, D), float("nan"))
     x, ids = x.to(DEVICE), torch.full((tokens, rule.used), -7, dtype=torch.int32, device=DEVICE)
@@ -77,14 +77,14 @@ def run_layer(kernels: cuda.CudaKernels, tokens: int, qtype: str, rule: Experts)
     group = tuple(random_weight(qtype, rows, D, seed=rows)[0] for rows in (64, 32, 32))
     products = torch.full((tokens, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     kernels.forget()
-    kernels.leave_norm(norms[0], EPS)
+    kernels.leave_norm(first, EPS)
     kernels.linear(mixed, out, hidden, NO_TILE, bias.float(), accumulate=True)
     middle = hidden.clone()
-    kernels.rms_norm(hidden, norms[0], EPS, x)
+    kernels.rms_norm(hidden, first, EPS, x)
     kernels.route(x, weight, rule, routes)
-    kernels.leave_norm(norms[1], EPS)
+    kernels.leave_norm(second, EPS)
     kernels.experts(x, routes, make_experts(rule, qtype), rule, hidden, {"normed": normed}, True)
-    kernels.rms_norm(hidden, norms[1], EPS, normed)
+    kernels.rms_norm(hidden, second, EPS, normed)
     kernels.linear_group(normed, group, products, NO_TILE, (None, None, None))
     return [middle, x, routes.weights, hidden, products, ids]
 

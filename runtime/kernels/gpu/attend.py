@@ -44,7 +44,7 @@ def attend_rows(
     how = {"HEADS": n_heads, "D": d, "DP": padded, "SPLITS": triton.next_power_of_2(splits),
            "SINKS": sinks is not None, "QUANTISE": ready is not None, **launch_early()}  # fmt: skip
     triton_attention.decode_kernel[(splits, groups, tokens)](
-        qkv, qkv.stride(0), *cells, *index, partial, scale, splits, counters, *given, **how, GROUPS=groups,
+        qkv, qkv.stride(0), *cells, *index, partial, scale, splits, *given, counters=counters, **how, GROUPS=groups,
         SHARE=max(16, heads_together), BLOCK=tile.depth, CELLS=kv.k.shape[1], WINDOW=rows.window, STAGES=tile.stages,
         TOGETHER=heads_together if combines else 0, AT_ONCE=at_once, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

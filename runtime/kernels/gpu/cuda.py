@@ -15,8 +15,8 @@ import triton
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
-from pshard.runtime.kernels.gpu import next_norm, triton_cells, triton_rows
-from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
+from pshard.runtime.kernels.gpu import triton_cells, triton_rows
+from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
 from pshard.runtime.kernels.gpu.early import launch_early
@@ -25,7 +25,7 @@ from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
 from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
-from pshard.runtime.kernels.gpu.next_norm import Unscaled
+from pshard.runtime.kernels.gpu.norms import NormsOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.unpack import PLAIN
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
+class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for
@@ -54,8 +54,7 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
 
     def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device)
-        self._wanted: tuple[torch.Tensor, float] | None = None  # what `leave_norm` was told
-        self._left: tuple[Quantised, Unscaled] | None = None  # what a product has left for the norm that comes next
+        self._wanted = self._left = None
         self.use_tiles(tiles)
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
@@ -66,52 +65,6 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     def scratch_nbytes(self) -> int:
         """Bytes this object holds on the device."""
         return self._activations.nbytes + self._few_rows.nbytes
-
-    def forget(self) -> None:
-        """See `Kernels.forget`."""
-        self._activations.ready = self._wanted = self._left = None
-
-    def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
-        """See `NormKernels.leave_norm`."""
-        self._wanted = (weight, eps) if next_norm.ON else None
-
-    def _room_for_norm(
-        self, out: torch.Tensor, fits: bool, beside_spare: bool = False
-    ) -> tuple[Quantised, Unscaled] | None:
-        """Where the product that is next added to `out` leaves it for the norm that was told of, if one was."""
-        wanted, self._wanted = self._wanted, None
-        self._left = self._activations.leave_norm(out, *wanted, beside_spare) if wanted and fits else None
-        return self._left
-
-    def _takes_left(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> bool:
-        """Whether a product has left what this norm would make: then `out` is that, and has numbers only once `route`
-        has made them."""
-        left, self._left = self._left, None
-        if left is None:
-            return False
-        of = left[1]
-        if of.hidden.data_ptr() != hidden.data_ptr() or of.hidden.shape != hidden.shape or of.eps != eps:
-            return False
-        if of.weight.data_ptr() != weight.data_ptr():
-            return False
-        self._activations.take_norm(out, left)
-        return True
-
-    def rms_norm(
-        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
-    ) -> None:
-        """See `Kernels.rms_norm`."""
-        tokens, cols = hidden.shape
-        if not accumulate and self._takes_left(hidden, weight, eps, out):
-            return
-        block = triton.next_power_of_2(cols)
-        if accumulate:
-            self._activations.ready = None
-        ready = None if accumulate else self._activations.hand_over(out)
-        triton_rows.rms_norm_kernel[(tokens,)](
-            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED), BLOCK=block,
-            ADD=accumulate, QUANTISE=ready is not None, **launch_early(), num_warps=min(16, max(1, block // 512)),
-        )  # fmt: skip
 
     def sum_rms_norm(
         self,
@@ -250,7 +203,7 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             if gated is not None:
                 how = accumulate, self._few_rows.scratch
                 following = self._room_for_norm(out, accumulate and kinds.down.rows % 32 == 0, beside_spare=True)
-                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following)
+                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=following)
                 return
         if x.dtype is not self.act_dtype:
             self.place(x, scratch["normed"])
@@ -307,7 +260,7 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         self._activations.ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
             counters = self._few_rows.scratch[1]
-            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, counters, sinks)
+            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, counters=counters, sinks=sinks)
         else:
             attend_prompts(qkv, heads, kv, rows, scale, out, sinks)
 

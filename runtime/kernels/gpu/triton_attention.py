@@ -15,7 +15,7 @@ from pshard.runtime.kernels.gpu.triton_cells import find_blocks, load_cells, loc
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
     q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits,
-    counters, out, out_stride, sinks, words, new_scale, sums,
+    out, out_stride, sinks, words, new_scale, sums, counters,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr, QUANTISE: tl.constexpr,

@@ -129,15 +129,15 @@ class FewRows:
         end, chunks = -(-first.rows // ROW_BLOCK), first.cols // 32
         matrices = (first.data, second.data, third.data, end, end + second.rows // ROW_BLOCK)
         addends = (biases + biases[-1:] * 2)[:3]
-        sizes = (tokens, out.shape[1], chunks, out.stride(0), *cut)
-        each_tokens = min(bucket_of(tokens), tile.tokens)
-        grid = (triton.cdiv(tokens, each_tokens), triton.cdiv(out.shape[1], tile.rows), cut[0])
         left = following[0] if following else ready
         unscaled = following[1] if following else x[1]
         norm = (unscaled.squares, unscaled.weight, unscaled.eps) if unscaled else NO_NORM
         normed = triton.next_power_of_2(chunks) if x[1] else 0
+        sizes = (*norm, tokens, out.shape[1], chunks, out.stride(0), *cut)
+        each_tokens = min(bucket_of(tokens), tile.tokens)
+        grid = (triton.cdiv(tokens, each_tokens), triton.cdiv(out.shape[1], tile.rows), cut[0])
         triton_matvec.matvec_kernel[grid](
-            *matrices, *x[0], out, *addends, *self.scratch, *(left or NOT_QUANTISED), *norm, *sizes,
+            *matrices, *x[0], out, *addends, *self.scratch, *(left or NOT_QUANTISED), *sizes,
             *places(first.qtype, first.cols),
             TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
