@@ -7,7 +7,6 @@ import triton
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.quant import align
-from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.next_norm import FEW, Unscaled
 from pshard.runtime.kernels.gpu.products import triton_quantise
 
@@ -92,7 +91,7 @@ class Activations:
         tokens, chunks = x.shape[0], _chunks_of(x.shape[1])
         room = self._room(tokens, x.shape[1])
         triton_quantise.quantise_kernel[(triton.cdiv(chunks, 32), tokens)](
-            x, x.stride(0), *room, chunks, BC=32, **launch_early(), num_warps=4
+            x, x.stride(0), *room, chunks, BC=32, num_warps=4
         )
         return room, None
 

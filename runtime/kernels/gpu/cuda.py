@@ -19,7 +19,6 @@ from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
-from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
@@ -235,14 +234,13 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             HALF=half, HP=triton.next_power_of_2(half),
             TP=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, HB=block, CELLS=kv.k.shape[1],
             ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-            **launch_early(), num_warps=max(1, block // 2),
+            num_warps=max(1, block // 2),
         )  # fmt: skip
         for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
             if cache.dtype == torch.int8:
                 triton_cells.store_cells_kernel[(qkv.shape[0],)](
                     qkv, qkv.stride(0), column, cache, *cache.stride()[:2], *index, WIDTH=groups * d,
-                    BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], **launch_early(),
-                    num_warps=4,
+                    BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], num_warps=4,
                 )  # fmt: skip
 
     def attention(
@@ -259,8 +257,7 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
         self._activations.ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
-            counters = self._few_rows.scratch[1]
-            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, counters=counters, sinks=sinks)
+            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, sinks=sinks)
         else:
             attend_prompts(qkv, heads, kv, rows, scale, out, sinks)
 

@@ -5,7 +5,6 @@ import triton
 
 from pshard.runtime.kernels.gpu import next_norm, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
-from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.next_norm import Unscaled
 
 
@@ -59,5 +58,5 @@ class NormsOnGpu:
         ready = None if accumulate else self._activations.hand_over(out)
         triton_rows.rms_norm_kernel[(tokens,)](
             hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED), BLOCK=block,
-            ADD=accumulate, QUANTISE=ready is not None, **launch_early(), num_warps=min(16, max(1, block // 512)),
+            ADD=accumulate, QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip

@@ -9,7 +9,6 @@ from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised
 from pshard.runtime.kernels.gpu.default_tiles import default_tile
-from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts import triton_pairs
 from pshard.runtime.kernels.gpu.experts.grouped import Kinds
 from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
@@ -68,5 +67,4 @@ def _cut(kernel: str, matrix: Packed) -> dict[str, Any]:
         "WARPS": tile.warps, "QTYPE": matrix.qtype, "LOW": encoding.low, "HIGH": encoding.high,
         "FACTOR": FACTORS.get(matrix.qtype, 1), "MASKED": chunks % tile.depth != 0 or matrix.rows % 32 != 0,
         "AHEAD": tile.stages - 1, "num_warps": tile.warps, "maxnreg": tile.registers,
-        **launch_early(),
     }  # fmt: skip

@@ -8,7 +8,6 @@ import triton
 from pshard.model_config import Experts
 from pshard.quant import align
 from pshard.runtime.kernels.api import Packed, Routes
-from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts import triton_route
 from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.unpack import PLAIN
@@ -74,7 +73,7 @@ def _route_part(
         sizes = (router.cols, each, tokens, pieces)
         norm = (unscaled.squares, unscaled.weight, unscaled.eps, x, x.stride(0)) if unscaled else (*NO_NORM, None, 0)
         source = unscaled.hidden if unscaled else x
-        how |= {**launch_early(), "UNSCALED": triton.next_power_of_2(router.cols // 32) if unscaled else 0}
+        how["UNSCALED"] = triton.next_power_of_2(router.cols // 32) if unscaled else 0
         triton_route.route_kernel[grid](
             source, source.stride(0), *product[2:], counters, *norm, *sizes, *choice, **how, BE=block, BK=depth,
             num_warps=1,

@@ -8,7 +8,6 @@ start.
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.experts.triton_gate import activate
 from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_matvec import arrive, multiply_chunks
@@ -39,7 +38,7 @@ def gate_up_pairs_kernel(
     squares, eps, rows, chunks, places,
     DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, CLAMPED: tl.constexpr,
-    LEVEL: tl.constexpr, UNSCALED: tl.constexpr,
+    UNSCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (32 rows, pair): act(gate . x + bias, up . x + bias), quantised: row `pair` of the new activations.
 
@@ -47,7 +46,6 @@ def gate_up_pairs_kernel(
     tile = tl.program_id(0)
     pair = tl.program_id(1)
     token = pair // used
-    wait_for_earlier(LEVEL)
     expert = tl.load(ids + token * ids_stride + pair % used)
     address = tl.load(addresses + expert, mask=expert >= 0, other=0)
     if address == 0:
@@ -78,7 +76,7 @@ def down_pairs_kernel(
     out, out_stride, new_words, new_scale, new_sums, squares, norm, rows, chunks, places,
     DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, ACCUMULATE: tl.constexpr, PLACES: tl.constexpr,
-    LEVEL: tl.constexpr, NEXT: tl.constexpr,
+    NEXT: tl.constexpr,
 ):  # fmt: skip
     """Program (32 rows, pair): weight * (down . activations + bias) into partial[pairs, rows].
 
@@ -88,7 +86,6 @@ def down_pairs_kernel(
     tile = tl.program_id(0)
     pair = tl.program_id(1)
     token = pair // used
-    wait_for_earlier(LEVEL)
     expert = tl.load(ids + token * ids_stride + pair % used)
     address = tl.load(addresses + expert, mask=expert >= 0, other=0)
     row = tile * 32 + tl.arange(0, 32)

@@ -7,7 +7,6 @@ in their order. Of one token the last program to arrive chooses too, so that rou
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
 
@@ -114,13 +113,11 @@ def route_kernel(
     bias, choice_bias, begin, ids, ids_stride,
     weights, weights_stride, groups, per, used, scale,
     SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
-    KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, LEVEL: tl.constexpr,
-    UNSCALED: tl.constexpr,
+    KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, UNSCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (BE experts, piece, token): partial sums; the last one of a token chooses. For few tokens.
 
     UNSCALED > 0, a power of two >= cols / 32: x is `Unscaled.hidden`, and its norm is left in `normed` as well."""
-    wait_for_earlier(LEVEL)
     m = tl.program_id(2)
     experts = groups * per
     expert = tl.program_id(0) * BE + tl.arange(0, BE)

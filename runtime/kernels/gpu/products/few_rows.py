@@ -10,7 +10,6 @@ from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised, bucket_of
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, default_tile, gated_kernel
-from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.gpu.products import triton_float, triton_matvec
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
@@ -145,7 +144,7 @@ class FewRows:
             PARTS=1 if gate else len(weights), GATED=bool(gate), GELU=gate == "gelu", BIAS=addends[0] is not None,
             ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(cut[0]), QUANTISE=ready is not None,
             UNSCALED=normed, NEXT=following is not None,
-            num_warps=tile.warps, maxnreg=tile.registers, **launch_early(), **push,
+            num_warps=tile.warps, maxnreg=tile.registers, **push,
         )  # fmt: skip
 
 

@@ -7,13 +7,12 @@ faster for very few tokens where decoding takes long. Sums have a fixed order, s
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.exchange.triton_row_sum import push_part
 from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_dp4a import dot_record
 from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
-from pshard.runtime.kernels.gpu.products.triton_records import dot_records, fetch_records
+from pshard.runtime.kernels.gpu.products.triton_records import dot_records
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def matvec_kernel(
     LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PIECES: tl.constexpr,
-    QUANTISE: tl.constexpr, LEVEL: tl.constexpr, UNSCALED: tl.constexpr, NEXT: tl.constexpr,
+    QUANTISE: tl.constexpr, UNSCALED: tl.constexpr, NEXT: tl.constexpr,
     WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Program (TOKENS tokens, ROWS rows, piece of the columns) -> out[m, ROWS rows] (+)= weight . x + bias.
@@ -95,10 +94,6 @@ def matvec_kernel(
     local = group - _part(0, end, next_end, group, end, next_end, PARTS)
     exists = group * 16 < rows
     BLOCKS: tl.constexpr = TOKENS if ROWS == 16 else (TOKENS + 7) // 8
-    if LEVEL > 2 and ROWS == 32:
-        matrix = source.to(tl.pointer_type(tl.int32), bitcast=True) + tl.where(exists, local, 0).to(tl.int64) * record
-        fetch_records(matrix, thread, first, last, high, scales, mins, d, dmin, WARPS, DEPTH // WARPS, QTYPE, LOW, HIGH)
-    wait_for_earlier(LEVEL)
     epoch: tl.tuple = ()
     if RANKS > 0:
         for block in tl.static_range(BLOCKS):  # here, as at the end it would be waited for

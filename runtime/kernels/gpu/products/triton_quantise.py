@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.early import wait_for_earlier
-
 
 @triton.jit
 def padded(chunks):
@@ -37,9 +35,8 @@ def store_quantised(value, chunk, there, m, words, scale, sums, chunks, N: tl.co
 
 
 @triton.jit
-def quantise_kernel(x, x_stride, words, scale, sums, chunks, BC: tl.constexpr, LEVEL: tl.constexpr):
+def quantise_kernel(x, x_stride, words, scale, sums, chunks, BC: tl.constexpr):
     """x [M, 32 * chunks] as `store_quantised` leaves it; program (BC chunks, row)."""
-    wait_for_earlier(LEVEL)
     m = tl.program_id(1)
     chunk = tl.program_id(0) * BC + tl.arange(0, BC)
     there = chunk < chunks

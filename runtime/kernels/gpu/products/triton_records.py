@@ -180,17 +180,6 @@ def _fetch_chunks(
 
 
 @triton.jit
-def fetch_records(
-    record, thread, first, last, high, scales, mins, d, dmin, WARPS: tl.constexpr, UNIT: tl.constexpr,
-    QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-):  # fmt: skip
-    """Have what `dot_records` will read of the records brought into L2."""
-    for start in range(first, last, WARPS * UNIT):
-        chunk = (start + thread // 32 * UNIT).to(tl.int64)
-        _fetch_chunks(record, chunk, thread, chunk + UNIT <= last, high, scales, mins, d, dmin, UNIT, QTYPE, LOW, HIGH)
-
-
-@triton.jit
 def dot_records(
     record, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
     TOKENS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
