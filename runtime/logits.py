@@ -46,7 +46,8 @@ class Logits:
         this rank's columns. chooser: takes whole rows where they are, instead of `kept`."""
         self._best_only = best_only
         # of rows that are whole nowhere before they are put together on the host, `Executor.run` chooses
-        self._chooser = chooser if self.gathered or self._means.group.size == 1 else None
+        whole = self.gathered or self._means.group.size == 1
+        self._chooser = chooser if whole and not best_only else None
 
     def tables(self, side: Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Row numbers and where their logits go, as many at once as the scratch holds; the last ones stay on the
@@ -89,7 +90,7 @@ class Logits:
     @property
     def is_brought(self) -> bool:
         """Whether rows come to the host as they are."""
-        return self._chooser is None
+        return self._chooser is None and not self._best_only
 
     def bring(self) -> None:
         """Start to copy all wanted rows from the device to the host."""
@@ -106,11 +107,14 @@ class Logits:
         """Keep the logits that are on the device. brought: event after which the host has them; None: not started."""
         if self._pending is None:
             return
+        best = find_best(self._pending) if self._best_only else None  # begun before the host does anything else
         if self.make_next is not None:
             self.make_next()
             self.make_next = None
         self._means.meanwhile.begin()
-        if self._chooser is not None:
+        if best is not None:
+            self.kept.append(best.cpu())
+        elif self._chooser is not None:
             self._chooser.take(self._pending)
         else:
             here = self._on_host(self._pending)

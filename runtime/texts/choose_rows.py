@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pshard.runtime.best_logits import find_best
 from pshard.runtime.texts.text import Piece, Row
 
 PART = 256  # columns of which first the largest is found
@@ -31,9 +30,6 @@ class RowChooser:
         """The next rows, float32 [n, vocabulary] on either side; they are overwritten."""
         n, columns = table.shape
         wishes = self._wishes[len(self.rows) : len(self.rows) + n]
-        if self.is_quick:
-            self.take_best(_find_first(table))
-            return
         best = max(piece.best for piece, _ in wishes)
         each = 4 * columns + 56 * min(best * PART, columns)  # exp of a row; then values and keys of candidates
         step = max(1, ROOM_BYTES // each)
@@ -47,15 +43,6 @@ class RowChooser:
         self.rows += [
             Row(ids[i : i + 1], values[i, :1], float("nan"), None, NOTHING, nan[i]) for i in range(len(values))
         ]
-
-
-def _find_first(table: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each row and its column, float32 [rows, 2] on the host; of equal ones the first, and a NaN
-    before all."""
-    if table.device.type == "cpu":
-        return find_best(table)[:, :2]
-    values, columns = torch.max(table, dim=1)
-    return torch.stack([values, columns.to(torch.float32)], dim=1).cpu()
 
 
 def _choose(table: torch.Tensor, wishes: Sequence[tuple[Piece, tuple[int, ...]]]) -> list[Row]:

@@ -147,8 +147,7 @@ class Walk:
         cells = self.batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
         output = launch.gives_logits
         wanted = logits.made if output or index is not None else 0  # the others' work is the same
-        brings = logits.is_brought and output
-        key = (tier.tokens, launch.name, self._filled, wanted, cells, self.batch.acc_rows.longest, brings)
+        key = (tier.tokens, launch.name, self._filled, wanted, cells, self.batch.acc_rows.longest)
         repeats = self._repeats(key)
         leaving = launch.leaves if repeats else ()
         written = output and repeats and logits.has_some()  # maybe by a graph, without telling
@@ -166,7 +165,7 @@ class Walk:
                 self._device.bring(*self._rows(name))
 
         self._device.repeat(key, repeats, work)
-        if written and brings:
+        if written and logits.is_brought:
             logits.bring()
         self.batch.unsent = None
         self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in entering)

@@ -62,10 +62,9 @@ class AheadWalk(Walk):
         output = any(launch.gives_logits for launch in stretch.launches)
         wanted = logits.made if output or index is not None else 0  # the others' work is the same
         rows = self.batch.acc_rows
-        brings = output and logits.is_brought
-        key = (tier.tokens, stretch.name, self._filled, wanted, rows.cells, rows.longest, brings)
+        key = (tier.tokens, stretch.name, self._filled, wanted, rows.cells, rows.longest)
         written = output and logits.has_some()
-        delivering = written and brings
+        delivering = written and logits.is_brought
 
         def work() -> None:
             tier.side.kernels.forget()

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from engines import open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
 from thread_ranks import ThreadGroup, random_tiers, run_ranks
 
 from pshard.errors import StepFailed
-from pshard.runtime.best_logits import FIELDS, choose_best, find_best
+from pshard.runtime.best_logits import FIELDS, _find_on_device, choose_best, find_best
+from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.sampling import Sampler, Sampling
 
 CONTEXT = 96
@@ -31,6 +33,34 @@ def test_the_best_of_the_parts_is_the_first_largest_of_the_whole(widths: list[in
     assert best.dtype == torch.float32 and best.shape == (rows, 2)
     for row, (value, column) in zip(logits.tolist(), best.tolist()):
         assert value == max(row) and column == row.index(max(row))
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(1, 4), columns=st.integers(1, 40), nan=st.booleans(), seed=st.integers(0))
+def test_a_device_finds_the_candidates_that_the_host_finds(rows: int, columns: int, nan: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    part = torch.tensor([[float(rng.randrange(4)) for _ in range(columns)] for _ in range(rows)])
+    if nan:
+        part[rng.randrange(rows), rng.randrange(columns)] = float("nan")
+    assert torch.equal(_find_on_device(part).nan_to_num(-1.0), find_best(part).nan_to_num(-1.0))
+
+
+def test_of_greedy_steps_no_logits_come_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", arch="qwen3", qtype="Q4_0", vocab=333)
+    came, receive = list[int](), CpuDevice.receive
+
+    def note(device: CpuDevice, here: torch.Tensor, there: torch.Tensor) -> None:
+        came.append(here.numel())
+        receive(device, here, there)
+
+    monkeypatch.setattr(CpuDevice, "receive", note)
+    with open_engine(path, context=CONTEXT) as engine:
+        best = engine.forward([3, 1, 4, 1, 5], best_only=True)
+        assert not came
+        engine.reset()
+        logits = engine.forward([3, 1, 4, 1, 5])
+        assert came == [333]
+    assert best.tolist() == [float(logits.max()), float(logits.argmax())]
 
 
 @pytest.mark.parametrize("at", [0, 2, 5])
