@@ -12,21 +12,26 @@ from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
 
 _TOGETHER: tl.constexpr = tl.constexpr(4)
 _LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))
+_NONE: tl.constexpr = tl.constexpr(-(1 << 31))  # in the order below every number
+
+
+@triton.jit
+def _order_of(value):
+    """int32 that orders as the float32 does, NaN above all."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _number_of(order):
+    """The float32 of an order."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key_of(value, index):
     """int64 that orders as the float32 does, NaN above all, and of equal ones the lower index first (it is larger)."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    order = tl.where(value != value, 0x7FFFFFFF, order)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def _index_of(key):
-    """The index in a key."""
-    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+    return (_order_of(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit
@@ -86,16 +91,21 @@ def _choose(
         choice = scores
     if GROUPS_USED > 0:
         choice = _allow_groups(choice, group, member, groups, per, GROUPS_USED, GP, PP)
-    keys = tl.where(there, _key_of(choice, index), _LOWEST)
+    order = tl.where(there, _order_of(choice), _NONE)
     place = tl.arange(0, KP)
     chosen = tl.zeros((KP,), tl.int32)
     weight = tl.full((KP,), float("-inf"), tl.float32)
     for i in range(used):
-        best = tl.max(tl.max(keys, 1), 0)
-        taken = keys == best
-        chosen = tl.where(place == i, _index_of(best), chosen)
-        weight = tl.where(place == i, tl.sum(tl.sum(tl.where(taken, scores, 0.0), 1), 0), weight)
-        keys = tl.where(taken, _LOWEST, keys)
+        best = tl.max(tl.max(order, 1), 0)  # of 32 bits: one instruction reduces a warp's
+        first = tl.min(tl.min(tl.where(order == best, index, 0x7FFFFFFF), 1), 0)
+        taken = (order == best) & (index == first)
+        if choice_bias is None and GROUPS_USED == 0:  # then the choice is by the scores themselves
+            score = _number_of(best)
+        else:
+            score = tl.sum(tl.sum(tl.where(taken, scores, 0.0), 1), 0)
+        chosen = tl.where(place == i, first, chosen)
+        weight = tl.where(place == i, score, weight)
+        order = tl.where(taken, _NONE, order)
     if SCORES == "chosen":
         weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
