@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("--vram", required=True, help="budgets in MiB, as 6000,12000")
     parser.add_argument("--longest", type=float, default=6.0, help="seconds a test may be predicted to take (6)")
+    parser.add_argument("--profile", type=Path, help="machine profile (this machine's, in the cache)")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     try:
@@ -89,7 +90,7 @@ def main() -> int:
 
 def measure_budgets(args: Any) -> None:
     """Compare under every budget and for every test; the file is written after each."""
-    file, profile = open_model(args.model), load_profile()
+    file, profile = open_model(args.model), load_profile(args.profile)
     check_machine(profile)
     if why := native.why_missing():
         raise UserError(f"the host's memory is read with the C++ kernels: {why}")
