@@ -142,7 +142,10 @@ class Residents:
         weights = means.slots.attach(tokens, step, weights)
         if not step.part:
             state = self._state_of(step, carved)
-            return BoundUnit(lambda work, residual: block.run(work, weights, state, residual), is_partial, begun)
+            norm, leaves = block.first_norm(weights), block.ends_in_product(weights) and not is_partial
+            return BoundUnit(
+                lambda work, residual: block.run(work, weights, state, residual), is_partial, begun, norm, leaves
+            )
         stage = self._host.rows if step.on == "cpu" else carved.row_stage
         width = joined_width(unit, step.share, self._spec.config)
         if step.part == "rest":

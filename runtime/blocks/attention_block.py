@@ -5,6 +5,7 @@ import torch
 from pshard.model_config import ModelConfig
 from pshard.runtime.blocks.block import Block, Residual, Side, Work, leave_normed, normalise
 from pshard.runtime.kernels.api import LayerKV, RowIndex
+from pshard.runtime.kernels.unpack import PLAIN
 from pshard.runtime.memory.kv_cache import view_layer
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import (
@@ -38,6 +39,14 @@ class AttentionBlock(Block):
 
     def state_parts(self, state: LayerKV) -> tuple[torch.Tensor, ...]:
         return state.k.flatten(0, 1), state.v.flatten(0, 1)
+
+    def first_norm(self, weights: UnitWeights) -> torch.Tensor | None:
+        m = weights.matrices
+        packed = all(m[role].qtype not in PLAIN for role in (*QKV, GATE) if role in m)
+        return weights.vectors[NORM] if packed else None
+
+    def ends_in_product(self, weights: UnitWeights) -> bool:
+        return AFTER not in weights.vectors
 
     def run(self, work: Work, weights: UnitWeights, state: LayerKV, residual: Residual) -> None:
         side, m, v = work.side, weights.matrices, weights.vectors

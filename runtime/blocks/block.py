@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from pshard.model_config import ModelConfig
-from pshard.runtime.kernels.api import Kernels, Packed, RopeTable, RowIndex, SumKernels
+from pshard.runtime.kernels.api import Kernels, NormKernels, Packed, RopeTable, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.units.attention import ROPES
@@ -37,13 +37,15 @@ class Residual:
 
     entering: what it adds to hidden before it reads it. part: float32 [M, D], where its result goes when it is a
     rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes it. begun:
-    the unit before has left its own part there, to which it is added.
+    the unit before has left its own part there, to which it is added. following: weights of the norm by which the unit
+    that follows begins, where the product that adds to hidden may leave it.
     """
 
     entering: PendingSum | None = None
     part: torch.Tensor | None = None
     leaving: PendingSum | None = None
     begun: bool = False
+    following: torch.Tensor | None = None
 
     def target(self, side: "Side", n: int) -> tuple[torch.Tensor, bool]:
         """Where the result of n tokens goes, float32 [n, D], and whether it is added to what is there."""
@@ -112,6 +114,15 @@ class Block:
         which may read them in host memory."""
         return weights
 
+    def first_norm(self, weights: Any) -> torch.Tensor | None:
+        """Weights of the norm of hidden by which `run` begins, where only packed matrices, or routes, take its result;
+        else None."""
+        return None
+
+    def ends_in_product(self, weights: Any) -> bool:
+        """Whether `run` ends in a product that is added to hidden, and takes `Residual.following`."""
+        return False
+
     def run(self, work: Work, weights: Any, state: Any, residual: Residual) -> None:
         """The whole unit."""
         raise NotImplementedError
@@ -144,6 +155,12 @@ def normalise(
     return normed
 
 
+def announce_norm(side: Side, residual: Residual) -> None:
+    """Have the product that comes next leave the norm that follows it, where that can be."""
+    if residual.following is not None:
+        cast(NormKernels, side.kernels).leave_norm(residual.following, side.config.norm_eps)
+
+
 def leave_normed(
     side: Side,
     x: torch.Tensor,
@@ -156,7 +173,7 @@ def leave_normed(
     if after is None:
         leave(side, x, weight, bias, residual)
         return
-    assert residual is ALONE
+    assert residual.part is None
     n = x.shape[0]
     side.kernels.linear(x, weight, side.space.rows("branch", n), side.space.tile, bias)
     add_normed(side, n, after)
@@ -172,6 +189,7 @@ def add_normed(side: Side, n: int, after: torch.Tensor | None) -> None:
 def leave(side: Side, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: Residual) -> None:
     """A unit's last product, added to `hidden` or left as this rank's part."""
     (out, accumulate), leaving = residual.target(side, x.shape[0]), residual.leaving
+    announce_norm(side, residual)
     if leaving is None or accumulate:
         side.kernels.linear(x, weight, out, side.space.tile, bias, accumulate)
     else:

@@ -4,7 +4,7 @@ import torch
 
 from pshard.model_config import ModelConfig
 from pshard.quant import packed_nbytes
-from pshard.runtime.blocks.block import Block, Residual, Side, Work
+from pshard.runtime.blocks.block import Block, Residual, Side, Work, announce_norm
 from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.kernels.api import ExpertWeights, Packed
 from pshard.runtime.memory.weights import UnitWeights
@@ -34,7 +34,11 @@ class ExpertsBlock(Block):
             biases = gate, up, None if down is None else down.view(rule.count, -1)
         return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=device), biases)
 
+    def ends_in_product(self, weights: ExpertWeights) -> bool:
+        return True
+
     def run(self, work: Work, weights: ExpertWeights, state: None, residual: Residual) -> None:
+        announce_norm(work.side, residual)
         _add_experts(work, weights, *residual.target(work.side, work.rows.tokens))
 
     def run_share(self, work: Work, weights: ExpertWeights, residual: Residual, out: torch.Tensor | None) -> None:

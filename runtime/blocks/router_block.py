@@ -1,5 +1,7 @@
 """A router: norm, scores of all experts, choice. What it finds stays beside the residual stream."""
 
+import torch
+
 from pshard.runtime.blocks.block import Block, Residual, Work, normalise
 from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.memory.weights import UnitWeights
@@ -9,6 +11,9 @@ from pshard.units.moe.router import BIAS, CHOICE_BIAS, NORM, WEIGHT
 
 class RouterBlock(Block):
     """Scores are of float32 hidden states on every side, so that as few choices as can be hang on rounding."""
+
+    def first_norm(self, weights: UnitWeights) -> torch.Tensor | None:
+        return weights.vectors[NORM]
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, vectors = work.side, work.rows.tokens, weights.vectors

@@ -179,6 +179,7 @@ class Kernels(Protocol):
     repeatable: bool  # nothing allocated that lasts, launch sizes by shapes and RowIndex.cells: fit for a graph
     fills: bool  # rows that only fill a micro-batch may be among theirs, see RowIndex
     fuses_sums: bool  # whether these are `SumKernels`
+    leaves_norms: bool  # whether these are `NormKernels`
     recordable: bool  # their calls of the C++ library may be written down, and made again as one
 
     def forget(self) -> None:
@@ -423,6 +424,15 @@ class TiledKernels(Kernels, Protocol):
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
         """From now on, these tiles for their kernels, types and tokens, and the defaults for all others."""
+        ...
+
+
+class NormKernels(Kernels, Protocol):
+    """Kernels whose products can leave a norm of what they have been added to."""
+
+    def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
+        """The next `linear` or `experts` is added to rows of which `rms_norm` with these comes next; what that gives is
+        taken by `linear_group` of packed matrices, or by `route`, alone. It may make the norm as it ends."""
         ...
 
 

@@ -25,6 +25,7 @@ class PlainKernels(PlainLatent, PlainDelta):
     repeatable = False
     fills = True
     fuses_sums = False
+    leaves_norms = False
     recordable = False
 
     def forget(self) -> None:

@@ -2,6 +2,8 @@
 
 from itertools import zip_longest
 
+import torch
+
 from pshard.buffers import SUM_NORMS
 from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
 from pshard.runtime.residents import Residents
@@ -33,14 +35,21 @@ class UnitRuns:
             self.bind(step)
         self._means.meanwhile.begin()
 
-    def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
-        """The unit's kernels. entering, leaving: see Residual."""
+    def run(
+        self,
+        step: Compute,
+        entering: PendingSum | None = None,
+        leaving: PendingSum | None = None,
+        following: torch.Tensor | None = None,
+    ) -> None:
+        """The unit's kernels. entering, leaving, following: see Residual."""
         unit = self.bind(step)
         work = self._work[step.on]
         if unit.is_partial:
             unit.run(work, Residual(entering, work.side.space.rows("branch", work.rows.tokens), leaving, unit.begun))
         else:
-            unit.run(work, ALONE if entering is None else Residual(entering))
+            alone = entering is None and following is None
+            unit.run(work, ALONE if alone else Residual(entering, following=following))
         picks = self._means.host.picks
         wanted = picks is not None and picks.wants(self._tier.tokens)
         if picks is not None and wanted and self._means.spec.unit(step.unit).kind.routing == "makes":
@@ -57,12 +66,19 @@ class UnitRuns:
                 leaving = self._sum_for(second) if isinstance(following, AllReduce) else None
                 if leaving is not None and not self._means.group.pushes(leaving.part):
                     leaving = None
-                self.run(step, entering, leaving)
+                self.run(step, entering, leaving, self._norm_after(step, following))
                 entering = None
             else:
                 entering = self._sum_for(following)
                 if entering is None:
                     self.add_sum("acc", step.unit)
+
+    def _norm_after(self, step: Compute, following: Compute | AllReduce | None) -> torch.Tensor | None:
+        """Weights of the norm that the step's last product may leave for the unit that follows."""
+        side = self._work[step.on].side
+        if not side.kernels.leaves_norms or not isinstance(following, Compute) or following.on != step.on:
+            return None
+        return self.bind(following).norm if self.bind(step).leaves else None
 
     def _sum_for(self, following: Compute | AllReduce | None) -> PendingSum | None:
         """What `following` is to add as it normalises; None when the sum must be made by itself."""

@@ -21,7 +21,7 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_ker
 
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
-from pshard.runtime.kernels.gpu import cuda  # noqa: E402
+from pshard.runtime.kernels.gpu import attend, cuda  # noqa: E402
 from pshard.runtime.kernels.gpu.products import few_rows  # noqa: E402
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells  # noqa: E402
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
@@ -430,6 +430,30 @@ def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.Cuda
     out, partial = poisoned(2, 256), poisoned(2, 4, ATTENTION_PIECES, 66, dtype=torch.float32)
     kernels.attention(qkv, heads, kv, sized, 0.125, out, partial)
     assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 128), (6, 2, 32)])
+@pytest.mark.parametrize("cells", [64, 1024])
+def test_the_last_program_to_arrive_combines_as_a_launch_of_its_own_does(
+    kernels: cuda.CudaKernels, heads: tuple[int, int, int], cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (n, groups, d), rows = heads, replace(rows_of([(0, 1, 5), (1, 1, 62)]), cells=cells)
+    qkv, weight = random_tensor(2, (n + 2 * groups) * d, seed=36), random_weight("Q8_0", 32, n * d, seed=39)[0]
+    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, groups, d, seed=seed) for seed in (37, 38)))
+    sinks = random_tensor(n, seed=40).float()
+    results = []
+    for turns in (0, 0, 2, 2):  # twice each: what a launch leaves in the counters would be seen by the next
+        monkeypatch.setattr(attend, "MOST_TURNS", turns)
+        out, partial = poisoned(2, n * d), poisoned(2, n, ATTENTION_PIECES, d + 2, dtype=torch.float32)
+        product = poisoned(2, 32, dtype=torch.float32)
+        kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial, sinks)
+        kernels.linear(out, weight, product, NO_TILE)
+        results.append((out, product))
+    for out, product in results:
+        assert error(out, numpy64(results[0][0])) < 1e-3
+        assert error(product, numpy64(results[0][1])) < 1e-3
+    assert torch.equal(results[2][0], results[3][0]) and torch.equal(results[2][1], results[3][1])
 
 
 @needs_kernels

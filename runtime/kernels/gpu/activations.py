@@ -7,6 +7,8 @@ import triton
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.quant import align
+from pshard.runtime.kernels.gpu.early import launch_early
+from pshard.runtime.kernels.gpu.next_norm import FEW, Unscaled
 from pshard.runtime.kernels.gpu.products import triton_quantise
 
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the memory
@@ -37,13 +39,15 @@ class Activations:
     def __init__(self, device: torch.device | str, max_tokens: int) -> None:
         tokens = 1 << (max(16, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
         self._memory = torch.empty(2 * tokens * MAX_COLS // 32 * CHUNK_NBYTES, dtype=torch.uint8, device=device)
+        self._squares = torch.empty(FEW * MAX_COLS // 32, dtype=torch.float32, device=device)
         self._turn = 0  # which half of the memory is quantised into next
         self.ready: tuple[torch.Tensor, Quantised] | None = None
+        self._unscaled: tuple[object, Unscaled] | None = None  # of which `ready`
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self._memory.numel()
+        return self._memory.numel() + 4 * self._squares.numel()
 
     def hand_over(self, out: torch.Tensor) -> Quantised | None:
         """Where the kernel that writes `out` shall quantise it too, for the calls that follow; None where it cannot."""
@@ -54,19 +58,43 @@ class Activations:
         self.ready = out, self._room(tokens, cols)
         return self.ready[1]
 
-    def quantise(self, x: torch.Tensor) -> Quantised:
-        """x quantised: as it was handed over, or now."""
+    def leave_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, beside_spare: bool
+    ) -> tuple[Quantised, Unscaled] | None:
+        """Where the kernel that adds to `hidden` leaves it quantised for the norm that follows; None where it cannot.
+        beside_spare: it reads what `spare` gave room to, and nothing of the other half."""
+        tokens, cols = hidden.shape
+        if tokens > FEW or cols % 32 or cols > MAX_COLS:
+            return None
+        room = self._half(self._turn, bucket_of(tokens), cols) if beside_spare else self._room(tokens, cols)
+        return None if room is None else (room, Unscaled(hidden, weight, self._squares, eps))
+
+    def take_norm(self, out: torch.Tensor, left: tuple[Quantised, Unscaled]) -> None:
+        """From now on `out` is what `leave_norm` gave room to."""
+        self.ready = out, left[0]
+        self._unscaled = self.ready, left[1]
+
+    def find(self, x: torch.Tensor) -> tuple[Quantised | None, Unscaled | None]:
+        """x as it was handed over quantised, and what it is still to be multiplied by, if so."""
         if self.ready is not None:
             out, ready = self.ready
             if out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride():
-                return ready
+                own = self._unscaled is not None and self._unscaled[0] is self.ready
+                return ready, self._unscaled[1] if own and self._unscaled else None
+        return None, None
+
+    def quantise(self, x: torch.Tensor) -> tuple[Quantised, Unscaled | None]:
+        """As `find`; x is quantised now if it was not handed over so."""
+        ready, unscaled = self.find(x)
+        if ready is not None:
+            return ready, unscaled
         self.ready = None
         tokens, chunks = x.shape[0], _chunks_of(x.shape[1])
         room = self._room(tokens, x.shape[1])
         triton_quantise.quantise_kernel[(triton.cdiv(chunks, 32), tokens)](
-            x, x.stride(0), *room, chunks, BC=32, num_warps=4
+            x, x.stride(0), *room, chunks, BC=32, **launch_early(), num_warps=4
         )
-        return room
+        return room, None
 
     def spare(self, rows: int, cols: int) -> Quantised | None:
         """Room for [rows, cols] beside what was quantised last, until the next call; None where there is too little."""

@@ -19,11 +19,13 @@ from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
 from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
+from pshard.runtime.kernels.gpu.norms import NormsOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.unpack import PLAIN
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
+class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for
@@ -48,9 +50,11 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     fills = True
     fuses_sums = True
     recordable = False
+    leaves_norms = True
 
     def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device)
+        self._wanted = self._left = None
         self.use_tiles(tiles)
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
@@ -61,24 +65,6 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     def scratch_nbytes(self) -> int:
         """Bytes this object holds on the device."""
         return self._activations.nbytes + self._few_rows.nbytes
-
-    def forget(self) -> None:
-        """See `Kernels.forget`."""
-        self._activations.ready = None
-
-    def rms_norm(
-        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
-    ) -> None:
-        """See `Kernels.rms_norm`."""
-        tokens, cols = hidden.shape
-        block = triton.next_power_of_2(cols)
-        if accumulate:
-            self._activations.ready = None
-        ready = None if accumulate else self._activations.hand_over(out)
-        triton_rows.rms_norm_kernel[(tokens,)](
-            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED), BLOCK=block,
-            ADD=accumulate, QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
-        )  # fmt: skip
 
     def sum_rms_norm(
         self,
@@ -130,7 +116,9 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             self._activations.ready = None
             self._few_rows.multiply_plain(x, weight, out, bias, accumulate)
         else:
-            self._few_rows.multiply(self._activations.quantise(x), (weight,), out, (bias,), accumulate)
+            quantised, fits = self._activations.quantise(x), self._few_rows.leaves_norm(weight, tokens)
+            following = self._room_for_norm(out, accumulate and fits)
+            self._few_rows.multiply(quantised, (weight,), out, (bias,), accumulate, following=following)
 
     def linear_group(
         self,
@@ -189,7 +177,8 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         begin: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
-        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin)
+        _, unscaled = self._activations.find(x)
+        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin, unscaled)
 
     def experts(
         self,
@@ -213,7 +202,8 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
             if gated is not None:
                 how = accumulate, self._few_rows.scratch
-                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how)
+                following = self._room_for_norm(out, accumulate and kinds.down.rows % 32 == 0, beside_spare=True)
+                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=following)
                 return
         if x.dtype is not self.act_dtype:
             self.place(x, scratch["normed"])
@@ -245,13 +235,14 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             HALF=half, HP=triton.next_power_of_2(half),
             TP=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, HB=block, CELLS=kv.k.shape[1],
             ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-            num_warps=max(1, block // 2),
+            **launch_early(), num_warps=max(1, block // 2),
         )  # fmt: skip
         for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
             if cache.dtype == torch.int8:
                 triton_cells.store_cells_kernel[(qkv.shape[0],)](
                     qkv, qkv.stride(0), column, cache, *cache.stride()[:2], *index, WIDTH=groups * d,
-                    BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], num_warps=4,
+                    BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], **launch_early(),
+                    num_warps=4,
                 )  # fmt: skip
 
     def attention(
@@ -268,7 +259,8 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
         self._activations.ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
-            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, sinks=sinks)
+            counters = self._few_rows.scratch[1]
+            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, counters=counters, sinks=sinks)
         else:
             attend_prompts(qkv, heads, kv, rows, scale, out, sinks)
 

@@ -6,6 +6,8 @@ Softmax works in powers of two: `scale` times log2(e) is multiplied into the sco
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
+from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
 from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 from pshard.runtime.kernels.gpu.triton_cells import find_blocks, load_cells, locate_cells, product_type, scales_of
 
@@ -13,8 +15,11 @@ from pshard.runtime.kernels.gpu.triton_cells import find_blocks, load_cells, loc
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
     q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits,
+    out, out_stride, sinks, words, new_scale, sums, counters,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr, QUANTISE: tl.constexpr,
+    LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
 
@@ -22,9 +27,12 @@ def decode_kernel(
     partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
     cells are a tile, CELLS a block of the cache. With a WINDOW the row sees its last so many cells; the
     shares begin with the block where these do.
+    TOGETHER, a power of two >= heads per group: the last program of a KV head to arrive also combines its heads, as
+    `decode_combine_kernel` does; counters return to zero. 0: that kernel comes next.
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
+    wait_for_earlier(LEVEL)
     length = tl.load(position + m) + 1
     seen = 0  # the first cell that the row sees
     origin = 0
@@ -75,13 +83,63 @@ def decode_kernel(
     tl.store(row[:, None] + dim[None, :], acc, mask=inside)
     tl.store(row + D, peak, mask=head < per_group)
     tl.store(row + D + 1, weight, mask=head < per_group)
+    if TOGETHER > 0:
+        counter = counters + m * GROUPS + group
+        if arrive(counter) == splits - 1:
+            mine = tl.arange(0, TOGETHER)
+            live = tl.cdiv(length - origin, share)
+            _combine(partial, out, out_stride, splits, live, sinks, words, new_scale, sums, group * per_group + mine,
+                     mine < per_group, m, HEADS, D, DP, SPLITS, TOGETHER, AT_ONCE, SINKS, QUANTISE)  # fmt: skip
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _combine(
+    partial, out, out_stride, splits, live, sinks, words, scale, sums, head, exists, m,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr,
+    AT_ONCE: tl.constexpr, SINKS: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """out[m, head] of TOGETHER heads, those that there are, from the first `live` splits, AT_ONCE at a time."""
+    dim = tl.arange(0, DP)
+    split = tl.arange(0, SPLITS)[None, :]
+    row = partial + (m * HEADS + head).to(tl.int64)[:, None] * splits * (D + 2)
+    # written by other programs of this launch too: not what this one's L1 may hold
+    peak = tl.load(row + split * (D + 2) + D, mask=exists[:, None] & (split < live), other=-1e30, cache_modifier=".cg")
+    top = tl.max(peak, axis=1)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=exists, other=0.0) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    total = tl.zeros((TOGETHER,), tl.float32)
+    result = tl.zeros((TOGETHER, DP), tl.float32)
+    for start in range(0, live, AT_ONCE):
+        part = start + tl.arange(0, AT_ONCE)[None, :]
+        there = exists[:, None] & (part < live)
+        at = row + part * (D + 2)
+        numbers = tl.load(at[:, :, None] + dim[None, None, :], mask=there[:, :, None] & (dim < D)[None, None, :],
+                          other=0.0, cache_modifier=".cg")  # fmt: skip
+        weight = tl.load(at + D + 1, mask=there, other=0.0, cache_modifier=".cg")
+        factor = tl.exp2(tl.load(at + D, mask=there, other=-1e30, cache_modifier=".cg") - top[:, None])
+        total += tl.sum(weight * factor, axis=1)
+        result += tl.sum(numbers * factor[:, :, None], axis=1)
+    if SINKS:
+        total += tl.exp2(sink - top)
+    rounded = (result / tl.where(exists, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    at = out + m.to(tl.int64) * out_stride + head[:, None] * D + dim[None, :]
+    tl.store(at, rounded, mask=exists[:, None] & (dim < D)[None, :])
+    if QUANTISE:
+        per_head: tl.constexpr = D // 32
+        chunk = head[:, None] * per_head + tl.arange(0, per_head)[None, :]
+        there = exists[:, None] & (chunk >= 0)
+        tile = tl.reshape(rounded.to(tl.float32), (TOGETHER * per_head, 32))
+        store_quantised(tile, tl.reshape(chunk, (TOGETHER * per_head,)), tl.reshape(there, (TOGETHER * per_head,)), m,
+                        words, scale, sums, HEADS * per_head, TOGETHER * per_head)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_combine_kernel(
     partial, out, out_stride, splits, sinks, words, scale, sums,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    QUANTISE: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
     """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
 
@@ -89,31 +147,10 @@ def decode_combine_kernel(
 
     A split without cells has maximum -1e30 and zero weight, so it adds nothing. With SINKS the head's takes part.
     """
-    head, m = tl.program_id(0), tl.program_id(1)
-    dim = tl.arange(0, DP)
-    split = tl.arange(0, SPLITS)
-    row = partial + (m * HEADS + head).to(tl.int64) * splits * (D + 2) + split * (D + 2)
-    there = split < splits
-    peak = tl.load(row + D, mask=there, other=-1e30)
-    weight = tl.load(row + D + 1, mask=there, other=0.0)
-    top = tl.max(peak, axis=0)
-    if SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    factor = tl.exp2(peak - top)
-    total = tl.sum(weight * factor, axis=0)
-    if SINKS:
-        total += tl.exp2(sink - top)
-    parts = tl.load(row[:, None] + dim[None, :], mask=there[:, None] & (dim < D)[None, :], other=0.0)
-    result = tl.sum(parts * factor[:, None], axis=0) / total
-    at = out + m.to(tl.int64) * out_stride + head * D + dim
-    rounded = result.to(out.dtype.element_ty)
-    tl.store(at, rounded, mask=dim < D)
-    if QUANTISE:
-        per_head: tl.constexpr = D // 32
-        chunk = head * per_head + tl.arange(0, per_head)
-        tile = tl.reshape(rounded.to(tl.float32), (per_head, 32))
-        store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, HEADS * per_head, per_head)
+    wait_for_earlier(LEVEL)
+    head = tl.program_id(0) + tl.arange(0, 1)
+    _combine(partial, out, out_stride, splits, splits, sinks, words, scale, sums, head, head < HEADS, tl.program_id(1),
+             HEADS, D, DP, SPLITS, 1, SPLITS, SINKS, QUANTISE)  # fmt: skip
 
 
 @triton.jit

@@ -3,16 +3,19 @@
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
+
 
 @triton.jit
 def store_cells_kernel(
     qkv, stride, column, cache, cache_block, cache_cell, begin, position, blocks,
-    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CELLS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CELLS: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Program m: WIDTH numbers of row m of qkv, from `column` on, as its q8_0 cell; none where `begin` is below 0.
 
     Strides of the cache are in bytes, CELLS its block. BLOCKS >= WIDTH / 32, a power of two. Rounds to nearest even.
     """
+    wait_for_earlier(LEVEL)
     m = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     at = block[:, None] * 32 + tl.arange(0, 32)[None, :]

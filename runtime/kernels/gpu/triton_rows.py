@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 
@@ -10,13 +11,14 @@ from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 @triton.jit
 def rms_norm_kernel(
     hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Program m: out[m] = hidden[m] * rsqrt(mean(hidden[m]^2) + eps) * weight, in float32. BLOCK >= cols.
 
     ADD: it is added to what is there.
     QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
     """
+    wait_for_earlier(LEVEL)
     m = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < cols
@@ -98,7 +100,7 @@ def rope_store_kernel(
     qkv, stride, q_norm, k_norm, eps, cos, sin, begin, position, blocks, k, v, k_block, k_cell, v_block, v_cell,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
     TP: tl.constexpr, HB: tl.constexpr, CELLS: tl.constexpr, ADJACENT: tl.constexpr, Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
+    K_NORM: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Program (HB heads of q, k and v, row). A thread owns both numbers of a pair, so q turns in place safely.
 
@@ -107,6 +109,7 @@ def rope_store_kernel(
     Keys for q8_0 cells (k is int8) turn in place too, and values for them stay: `store_cells_kernel` does the rest.
     Of rows whose `begin` is below 0 nothing is stored.
     """
+    wait_for_earlier(LEVEL)
     m = tl.program_id(1)
     head = tl.program_id(0) * HB + tl.arange(0, HB)[:, None]
     there = head < HEADS + 2 * GROUPS

@@ -7,10 +7,12 @@ import triton
 
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
-from pshard.runtime.kernels.gpu.activations import Quantised
+from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised
 from pshard.runtime.kernels.gpu.default_tiles import default_tile
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts import triton_pairs
 from pshard.runtime.kernels.gpu.experts.grouped import Kinds
+from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
 
@@ -24,7 +26,7 @@ def fits_pairs(tokens: int, kinds: Kinds) -> bool:
 
 
 def add_pairs(
-    x: Quantised,
+    x: tuple[Quantised, Unscaled | None],
     gated: Quantised,
     routes: Routes,
     weights: ExpertWeights,
@@ -32,21 +34,27 @@ def add_pairs(
     rule: Experts,
     out: torch.Tensor,
     how: tuple[bool, tuple[torch.Tensor, torch.Tensor]],
+    following: tuple[Quantised, Unscaled] | None = None,
 ) -> None:
     """See `Kernels.experts`. Two launches. x: of the tokens; gated: room for [pairs, F]; how: whether to add to `out`,
-    and scratch of floats and of counters that are zero."""
+    and scratch of floats and of counters that are zero; following: see `FewRows.multiply`."""
     (tokens, used), (accumulate, scratch) = routes.ids.shape, how
     chosen = {"ids": routes.ids, "ids_stride": routes.ids.stride(0), "used": used}
     gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
     gate_at, up_at, down_at = weights.addresses
     gate, down = kinds.gate, kinds.down
+    old, (left, new) = x[1], following or (NOT_QUANTISED, None)
+    squares, norm, _ = (new.squares, new.weight, new.eps) if new else NO_NORM
     triton_pairs.gate_up_pairs_kernel[(gate.rows // 32, tokens * used)](
-        *x, **chosen, addresses=gate_at, up_addresses=up_at, bias=gate_bias, up_bias=up_bias, new_words=gated.words,
+        *x[0], **chosen, squares=old.squares if old else None, eps=old.eps if old else 0.0,
+        UNSCALED=triton.next_power_of_2(gate.cols // 32) if old else 0, addresses=gate_at, up_addresses=up_at,
+        bias=gate_bias, up_bias=up_bias, new_words=gated.words,
         new_scale=gated.scale, new_sums=gated.sums, CLAMPED=rule.activation == "clamped",
         **_cut("pairs gate", gate),
     )  # fmt: skip
     triton_pairs.down_pairs_kernel[(triton.cdiv(down.rows, 32), tokens * used)](
-        *gated, **chosen, weights=routes.weights, weights_stride=routes.weights.stride(0), tokens=tokens,
+        *gated, **chosen, new_words=left[0], new_scale=left[1], new_sums=left[2], squares=squares, norm=norm,
+        NEXT=following is not None, weights=routes.weights, weights_stride=routes.weights.stride(0), tokens=tokens,
         addresses=down_at, bias=down_bias, partial=scratch[0], counters=scratch[1], out=out, out_stride=out.stride(0),
         ACCUMULATE=accumulate, PLACES=triton.next_power_of_2(used), **_cut("pairs down", down),
     )  # fmt: skip
@@ -60,4 +68,5 @@ def _cut(kernel: str, matrix: Packed) -> dict[str, Any]:
         "WARPS": tile.warps, "QTYPE": matrix.qtype, "LOW": encoding.low, "HIGH": encoding.high,
         "FACTOR": FACTORS.get(matrix.qtype, 1), "MASKED": chunks % tile.depth != 0 or matrix.rows % 32 != 0,
         "AHEAD": tile.stages - 1, "num_warps": tile.warps, "maxnreg": tile.registers,
+        **launch_early(),
     }  # fmt: skip

@@ -8,7 +8,9 @@ import triton
 from pshard.model_config import Experts
 from pshard.quant import align
 from pshard.runtime.kernels.api import Packed, Routes
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.experts import triton_route
+from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.unpack import PLAIN
 
 FEW = 4  # tokens, up to which each is a launch's own programs and routing is one launch
@@ -24,10 +26,15 @@ def route_tokens(
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     scratch: tuple[torch.Tensor, torch.Tensor],
     begin: torch.Tensor | None,
+    unscaled: Unscaled | None = None,
 ) -> None:
-    """See `Kernels.route`. biases: the router's and that of the choice. scratch: floats, and counters that are zero."""
+    """See `Kernels.route`. biases: the router's and that of the choice. scratch: floats, and counters that are zero.
+    unscaled: x is to be made of that, of up to FEW rows."""
     if router.qtype not in PLAIN:
         raise ValueError(f"a router of type {router.qtype}: the kernels take F32, F16 and BF16")
+    if unscaled is not None:
+        _route_part(x, router, rule, routes, (*biases, begin), scratch, unscaled)
+        return
     most = scratch[0].numel() // router.rows
     for first in range(0, x.shape[0], most):
         part = slice(first, first + most)
@@ -42,6 +49,7 @@ def _route_part(
     routes: Routes,
     given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     scratch: tuple[torch.Tensor, torch.Tensor],
+    unscaled: Unscaled | None = None,
 ) -> None:
     """given: both biases, and `begin`."""
     tokens, (partial, counters) = x.shape[0], scratch
@@ -64,7 +72,13 @@ def _route_part(
     grid = (blocks, pieces, rows)
     if few:
         sizes = (router.cols, each, tokens, pieces)
-        triton_route.route_kernel[grid](*product, counters, *sizes, *choice, **how, BE=block, BK=depth, num_warps=1)
+        norm = (unscaled.squares, unscaled.weight, unscaled.eps, x, x.stride(0)) if unscaled else (*NO_NORM, None, 0)
+        source = unscaled.hidden if unscaled else x
+        how |= {**launch_early(), "UNSCALED": triton.next_power_of_2(router.cols // 32) if unscaled else 0}
+        triton_route.route_kernel[grid](
+            source, source.stride(0), *product[2:], counters, *norm, *sizes, *choice, **how, BE=block, BK=depth,
+            num_warps=1,
+        )  # fmt: skip
         return
     sizes = (router.cols, each, tokens, rule.count)
     triton_route.logits_kernel[grid](*product, *sizes, TOKENS=together, BE=block, BK=depth, num_warps=4, num_stages=3)

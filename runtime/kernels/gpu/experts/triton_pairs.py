@@ -8,7 +8,9 @@ start.
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.experts.triton_gate import activate
+from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_matvec import arrive, multiply_chunks
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
 
@@ -34,14 +36,18 @@ def _multiply_row(
 @triton.jit(do_not_specialize=["used"])
 def gate_up_pairs_kernel(
     words, scale, sums, ids, ids_stride, used, addresses, up_addresses, bias, up_bias, new_words, new_scale, new_sums,
-    rows, chunks, places,
+    squares, eps, rows, chunks, places,
     DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, CLAMPED: tl.constexpr,
+    LEVEL: tl.constexpr, UNSCALED: tl.constexpr,
 ):  # fmt: skip
-    """Program (32 rows, pair): act(gate . x + bias, up . x + bias), quantised: row `pair` of the new activations."""
+    """Program (32 rows, pair): act(gate . x + bias, up . x + bias), quantised: row `pair` of the new activations.
+
+    UNSCALED > 0, a power of two >= chunks: the activations are `Unscaled`."""
     tile = tl.program_id(0)
     pair = tl.program_id(1)
     token = pair // used
+    wait_for_earlier(LEVEL)
     expert = tl.load(ids + token * ids_stride + pair % used)
     address = tl.load(addresses + expert, mask=expert >= 0, other=0)
     if address == 0:
@@ -51,6 +57,11 @@ def gate_up_pairs_kernel(
                          FACTOR, MASKED, AHEAD)  # fmt: skip
     up = _multiply_row(up_address, words, scale, sums, token, tile, rows, chunks, places, DEPTH, WARPS, QTYPE, LOW,
                        HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
+    if UNSCALED > 0:
+        m = token + tl.arange(0, 1)
+        factor = factor_of(squares, m, m >= 0, chunks, eps, UNSCALED)[:, None]
+        gate *= factor
+        up *= factor
     if bias is not None:
         row = tile * 32 + tl.arange(0, 32)
         gate += tl.load(bias + expert * rows + row)[None, :]
@@ -64,18 +75,20 @@ def gate_up_pairs_kernel(
 @triton.jit(do_not_specialize=["used", "tokens"])
 def down_pairs_kernel(
     words, scale, sums, ids, ids_stride, weights, weights_stride, tokens, used, addresses, bias, partial, counters,
-    out, out_stride, rows, chunks, places,
+    out, out_stride, new_words, new_scale, new_sums, squares, norm, rows, chunks, places,
     DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, ACCUMULATE: tl.constexpr, PLACES: tl.constexpr,
+    LEVEL: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
     """Program (32 rows, pair): weight * (down . activations + bias) into partial[pairs, rows].
 
     The last one of a token's rows adds these up, always in one order, into out. PLACES: a power of two >= used.
-    Counters return to zero.
+    Counters return to zero. NEXT: the sums are also left as `Unscaled`, for the norm of weights `norm`.
     """
     tile = tl.program_id(0)
     pair = tl.program_id(1)
     token = pair // used
+    wait_for_earlier(LEVEL)
     expert = tl.load(ids + token * ids_stride + pair % used)
     address = tl.load(addresses + expert, mask=expert >= 0, other=0)
     row = tile * 32 + tl.arange(0, 32)
@@ -99,4 +112,9 @@ def down_pairs_kernel(
         if ACCUMULATE:
             total += tl.load(target, mask=row < rows, other=0.0)
         tl.store(target, total, mask=row < rows)
+        if NEXT:
+            tl.store(squares + token * (rows // 32) + tile, tl.sum(total * total, axis=0))
+            chunk = tile + tl.arange(0, 1)
+            scaled = (total * tl.load(norm + row))[None, :]
+            store_quantised(scaled, chunk, chunk >= 0, token, new_words, new_scale, new_sums, rows // 32, 1)
         tl.store(counter, 0)

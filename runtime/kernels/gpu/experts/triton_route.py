@@ -7,6 +7,8 @@ in their order. Of one token the last program to arrive chooses too, so that rou
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
+from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
 
 _TOGETHER: tl.constexpr = tl.constexpr(4)
@@ -108,23 +110,36 @@ def _choose(
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "used", "groups"])
 def route_kernel(
-    x, x_stride, router, partial, counters, cols, per_piece, tokens, pieces, bias, choice_bias, begin, ids, ids_stride,
+    x, x_stride, router, partial, counters, squares, norm, eps, normed, normed_stride, cols, per_piece, tokens, pieces,
+    bias, choice_bias, begin, ids, ids_stride,
     weights, weights_stride, groups, per, used, scale,
     SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
-    KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, LEVEL: tl.constexpr,
+    UNSCALED: tl.constexpr,
 ):  # fmt: skip
-    """Program (BE experts, piece, token): partial sums; the last one of a token chooses. For few tokens."""
+    """Program (BE experts, piece, token): partial sums; the last one of a token chooses. For few tokens.
+
+    UNSCALED > 0, a power of two >= cols / 32: x is `Unscaled.hidden`, and its norm is left in `normed` as well."""
+    wait_for_earlier(LEVEL)
     m = tl.program_id(2)
     experts = groups * per
     expert = tl.program_id(0) * BE + tl.arange(0, BE)
     first = tl.program_id(1) * per_piece
     last = tl.minimum(first + per_piece, cols)
     acc = tl.zeros((BE, BK), tl.float32)
+    factor = tl.full((1,), 1.0, tl.float32)
+    if UNSCALED > 0:
+        row = m + tl.arange(0, 1)
+        factor = factor_of(squares, row, row >= 0, cols // 32, eps, UNSCALED)
     for start in range(first, last, BK):
         k = start + tl.arange(0, BK)
         w = tl.load(router + expert.to(tl.int64)[:, None] * cols + k[None, :],
                     mask=(expert < experts)[:, None] & (k < last)[None, :], other=0.0)  # fmt: skip
         v = tl.load(x + m.to(tl.int64) * x_stride + k, mask=k < last, other=0.0)
+        if UNSCALED > 0:
+            v = v * factor * tl.load(norm + k, mask=k < last, other=0.0)
+            if tl.program_id(0) == 0:
+                tl.store(normed + m.to(tl.int64) * normed_stride + k, v, mask=k < last)
         acc += w.to(tl.float32) * v[None, :]
     at = partial + (tl.program_id(1) * tokens + m).to(tl.int64) * experts + expert
     tl.store(at, tl.sum(acc, axis=1), mask=expert < experts)

@@ -8,6 +8,7 @@ from pshard.quant import packed_nbytes
 from pshard.runtime.kernels.api import Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells
 from pshard.runtime.kernels.gpu.activations import Activations
+from pshard.runtime.kernels.gpu.early import launch_early
 from pshard.runtime.kernels.gpu.latent import triton_latent
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.units.latent.latent_attention import HEADS_TOGETHER, latent_pieces
@@ -62,7 +63,7 @@ class LatentOnGpu:
             width = rank + 2 * half
             triton_cells.store_cells_kernel[(tokens,)](
                 kv, kv.stride(0), 0, cells, *cells.stride()[:2], *index, WIDTH=width,
-                BLOCKS=triton.next_power_of_2(width // 32), CELLS=each, num_warps=4,
+                BLOCKS=triton.next_power_of_2(width // 32), CELLS=each, **launch_early(), num_warps=4,
             )  # fmt: skip
 
     def attend_latent(

@@ -10,6 +10,8 @@ from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised, bucket_of
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, default_tile, gated_kernel
+from pshard.runtime.kernels.gpu.early import launch_early
+from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.gpu.products import triton_float, triton_matvec
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
@@ -47,29 +49,41 @@ class FewRows:
 
     def multiply(
         self,
-        x: Quantised,
+        x: tuple[Quantised, Unscaled | None],
         weights: tuple[Packed, ...],
         out: torch.Tensor,
         biases: tuple[torch.Tensor | None, ...],
         accumulate: bool,
         push: dict[str, Any] = NO_PUSH,
+        following: tuple[Quantised, Unscaled] | None = None,
     ) -> None:
         """out[M, sum of rows] (+)= x @ W.T + bias of up to three packed weights of one type, side by side.
 
-        push: arguments of a kernel that brings its results to the peers, see `PeerExchange.push`.
+        push: arguments of a kernel that brings its results to the peers, see `PeerExchange.push`. following: where the
+        results are left for the norm that follows, see `leaves_norm`.
         """
         tokens, rows = out.shape
         tile = self._tile("matvec", weights[0].qtype, tokens)
         cut = cut_columns(tile, rows, weights[0].cols // 32, tokens)
-        self._launch(x, weights, out, biases, tile, cut, accumulate=accumulate, push=push)
+        self._launch(x, weights, out, biases, tile, cut, accumulate=accumulate, push=push, following=following)
 
     def gate_up(
-        self, x: Quantised, gate: Packed, up: Packed, out: torch.Tensor, ready: Quantised | None, activation: str
+        self,
+        x: tuple[Quantised, Unscaled | None],
+        gate: Packed,
+        up: Packed,
+        out: torch.Tensor,
+        ready: Quantised | None,
+        activation: str,
     ) -> None:
         """out[M, F] = act(x @ gate.T) * (x @ up.T) of packed weights of one type; quantised into `ready` too."""
         tokens = out.shape[0]
         tile = self._tile(gated_kernel(gate.qtype, tokens, gate.rows), gate.qtype, tokens)
         self._launch(x, (gate, up), out, (None,), tile, (1, gate.cols // 32), gate=activation, ready=ready)
+
+    def leaves_norm(self, weight: Packed, tokens: int) -> bool:
+        """Whether such a product can leave its results for a norm."""
+        return weight.rows % 32 == 0 and self._tile("matvec", weight.qtype, tokens).rows == 32
 
     def multiply_plain(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
@@ -98,7 +112,7 @@ class FewRows:
 
     def _launch(
         self,
-        x: Quantised,
+        x: tuple[Quantised, Unscaled | None],
         weights: tuple[Packed, ...],
         out: torch.Tensor,
         biases: tuple[torch.Tensor | None, ...],
@@ -108,24 +122,30 @@ class FewRows:
         accumulate: bool = False,
         ready: Quantised | None = None,
         push: dict[str, Any] = NO_PUSH,
+        following: tuple[Quantised, Unscaled] | None = None,
     ) -> None:
         first, tokens, encoding = weights[0], out.shape[0], ENCODINGS[weights[0].qtype]
         second, third = (weights + weights[-1:] * 2)[1:3]
         end, chunks = -(-first.rows // ROW_BLOCK), first.cols // 32
         matrices = (first.data, second.data, third.data, end, end + second.rows // ROW_BLOCK)
         addends = (biases + biases[-1:] * 2)[:3]
-        sizes = (tokens, out.shape[1], chunks, out.stride(0), *cut)
+        left = following[0] if following else ready
+        unscaled = following[1] if following else x[1]
+        norm = (unscaled.squares, unscaled.weight, unscaled.eps) if unscaled else NO_NORM
+        normed = triton.next_power_of_2(chunks) if x[1] else 0
+        sizes = (*norm, tokens, out.shape[1], chunks, out.stride(0), *cut)
         each_tokens = min(bucket_of(tokens), tile.tokens)
         grid = (triton.cdiv(tokens, each_tokens), triton.cdiv(out.shape[1], tile.rows), cut[0])
         triton_matvec.matvec_kernel[grid](
-            *matrices, *x, out, *addends, *self.scratch, *(ready or NOT_QUANTISED), *sizes,
+            *matrices, *x[0], out, *addends, *self.scratch, *(left or NOT_QUANTISED), *sizes,
             *places(first.qtype, first.cols),
             TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
             MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, AHEAD=tile.stages - 1,
             PARTS=1 if gate else len(weights), GATED=bool(gate), GELU=gate == "gelu", BIAS=addends[0] is not None,
             ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(cut[0]), QUANTISE=ready is not None,
-            num_warps=tile.warps, maxnreg=tile.registers, **push,
+            UNSCALED=normed, NEXT=following is not None,
+            num_warps=tile.warps, maxnreg=tile.registers, **launch_early(), **push,
         )  # fmt: skip
 
 

@@ -22,21 +22,20 @@ _TOP4: tl.constexpr = tl.constexpr(0xF0F0F0F0 - (1 << 32))
 
 
 @triton.jit
-def load_codes(record, n, q, four, high, mask, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-               MASKED: tl.constexpr):  # fmt: skip
+def load_codes(record, n, q, four, high, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
     """What `decode` or `decode_scaled` needs of chunk n as it lies in memory: 4, 8 or 12 words, of four rows each."""
     if LOW == 8:
         at = record + n * 128 + q * 16 + four
-        words = load4(at, mask, MASKED, False) + load4(at + 64, mask, MASKED, False)
+        words = load4(at, False) + load4(at + 64, False)
     elif LOW == 4:
-        words = load4(record + n * 64 + q * 16 + four, mask, MASKED, False)
+        words = load4(record + n * 64 + q * 16 + four, False)
     else:
-        words = load4(record + n * 32 + q // 2 * 16 + four, mask, MASKED, False)
+        words = load4(record + n * 32 + q // 2 * 16 + four, False)
     if HIGH == 1:
-        words = words + load4(record + high // 4 + n * 16 + four, mask, MASKED, False)
+        words = words + load4(record + high // 4 + n * 16 + four, False)
     elif HIGH == 2:
         at = record + high // 4 + n * 32 + four
-        words = words + load4(at, mask, MASKED, False) + load4(at + 16, mask, MASKED, False)
+        words = words + load4(at, False) + load4(at + 16, False)
     return words
 
 
@@ -100,13 +99,9 @@ FACTORS = {"Q4_0": 16, "Q5_0": 8, "Q6_K": 4}
 
 
 @triton.jit
-def load_halves(pointer, mask, MASKED: tl.constexpr):
-    """Four consecutive float16 at a multiple of 8 bytes, as float32; zeros where not `mask`."""
-    where = pointer.to(tl.pointer_type(tl.int64), bitcast=True)
-    if MASKED:
-        both = tl.load(where, mask=mask, other=0)
-    else:
-        both = tl.load(where)
+def load_halves(pointer):
+    """Four consecutive float16 at a multiple of 8 bytes, as float32."""
+    both = tl.load(pointer.to(tl.pointer_type(tl.int64), bitcast=True))
     first, second = both.to(tl.int32), (both >> 32).to(tl.int32)
     return (
         first.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
@@ -117,35 +112,24 @@ def load_halves(pointer, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_word(pointer, mask, MASKED: tl.constexpr):
-    """An int32, zero where not `mask`."""
-    if MASKED:
-        return tl.load(pointer, mask=mask, other=0)
-    else:
-        return tl.load(pointer)
-
-
-@triton.jit
-def load_exponents(pointer, mask, MASKED: tl.constexpr):
-    """Four consecutive E8M0 bytes -> float32 halves of the powers they stand for; zeros where not `mask`."""
-    word = load_word(pointer, mask, MASKED)
+def load_exponents(pointer):
+    """Four consecutive E8M0 bytes -> float32 halves of the powers they stand for."""
+    word = tl.load(pointer)
     powers = ()
     for k in tl.static_range(4):
         e = byte_of(word, k)
         bits = tl.where(e < 2, 0x00200000 << tl.minimum(e, 1), (e - 1) << 23)
-        if MASKED:
-            bits = tl.where(mask, bits, 0)
         powers = powers + (bits.to(tl.float32, bitcast=True),)  # noqa: RUF005
     return powers
 
 
 @triton.jit
-def scale_words_q3(record, scales, s, four, q, mask, MASKED: tl.constexpr):
+def scale_words_q3(record, scales, s, four, q):
     """Eight words of four int8: the scales less 32 in superblock s, one word for the thread's half of every chunk."""
     at = record + (scales + four) // 4 + s * 48 + q // 2 * 4
     raw = ()
     for i in tl.static_range(6):
-        raw = raw + (load_word(at + 8 * i, mask, MASKED),)  # noqa: RUF005
+        raw = raw + (tl.load(at + 8 * i),)  # noqa: RUF005
     words = ()
     for k in tl.static_range(8):
         low = raw[k % 4] >> (4 * (k // 4))

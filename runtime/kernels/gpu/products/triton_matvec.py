@@ -7,11 +7,13 @@ faster for very few tokens where decoding takes long. Sums have a fixed order, s
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
 from pshard.runtime.kernels.gpu.exchange.triton_row_sum import push_part
+from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_dp4a import dot_record
 from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
-from pshard.runtime.kernels.gpu.products.triton_records import dot_records
+from pshard.runtime.kernels.gpu.products.triton_records import dot_records, fetch_records
 
 
 @triton.jit
@@ -38,29 +40,29 @@ def multiply_chunks(
 ):  # fmt: skip
     """Tiles f32 [tokens, ROWS], see `tokens_of`: record number `record_at` of the matrix times chunks first..last.
 
-    ROWS == 32: `matrix`, `record_at` and `exists` are of each thread.
+    ROWS == 32: `matrix`, `record_at` and `exists` are of each thread; what does not exist has the rows of record 0.
     """
-    start = record_at.to(tl.int64) * record
+    start = (tl.where(exists, record_at, 0) if MASKED else record_at).to(tl.int64) * record
     if ROWS == 16:
         HALVES: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q6_K"
         return dot_record(matrix + start * 4, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
                           TOKENS, DEPTH, QTYPE, LOW, HIGH, HALVES)  # fmt: skip
     else:
         mine = matrix.to(tl.pointer_type(tl.int32), bitcast=True) + start
-        return dot_records(mine, exists, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
+        return dot_records(mine, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
                            TOKENS, WARPS, DEPTH // WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "end", "next_end"])
 def matvec_kernel(
     weight, second, third, end, next_end, words, scale, sums, out, bias, second_bias, third_bias, partial, counters,
-    new_words, new_scale, new_sums, tokens, rows, chunks, out_stride, pieces, per_piece,
+    new_words, new_scale, new_sums, squares, norm, eps, tokens, rows, chunks, out_stride, pieces, per_piece,
     record, high, scales, mins, d, dmin, peers, epochs,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PIECES: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    QUANTISE: tl.constexpr, LEVEL: tl.constexpr, UNSCALED: tl.constexpr, NEXT: tl.constexpr,
     WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Program (TOKENS tokens, ROWS rows, piece of the columns) -> out[m, ROWS rows] (+)= weight . x + bias.
@@ -72,6 +74,8 @@ def matvec_kernel(
     arrive adds them up, in an order of its own that no timing changes. Counters return to zero.
     MASKED: where a piece is not whole steps of DEPTH chunks, or the rows are not whole tiles. AHEAD (32 rows): weights
     are brought into L2 so many steps before they are due.
+    UNSCALED > 0, a power of two >= chunks: the activations are `Unscaled`. NEXT (32 rows): so are the results left, for
+    the norm of weights `norm`.
     RANKS > 0: the results, a part of a sum over ranks, are also brought to the `peers` (`push_part`); epochs int32
     [tokens, SLICES]. Neighbouring programs share their weights.
     """
@@ -91,6 +95,10 @@ def matvec_kernel(
     local = group - _part(0, end, next_end, group, end, next_end, PARTS)
     exists = group * 16 < rows
     BLOCKS: tl.constexpr = TOKENS if ROWS == 16 else (TOKENS + 7) // 8
+    if LEVEL > 2 and ROWS == 32:
+        matrix = source.to(tl.pointer_type(tl.int32), bitcast=True) + tl.where(exists, local, 0).to(tl.int64) * record
+        fetch_records(matrix, thread, first, last, high, scales, mins, d, dmin, WARPS, DEPTH // WARPS, QTYPE, LOW, HIGH)
+    wait_for_earlier(LEVEL)
     epoch: tl.tuple = ()
     if RANKS > 0:
         for block in tl.static_range(BLOCKS):  # here, as at the end it would be waited for
@@ -123,12 +131,20 @@ def matvec_kernel(
                 value = tl.sum(tl.load(parts, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
             else:
                 value = results[block]
+            if UNSCALED > 0:
+                value *= factor_of(squares, m, m < tokens, chunks, eps, UNSCALED)[:, None]
             if GATED:
                 value = gate_mul(value, others[block], GELU)
             value = _finish(value, m, row, mask, out, out_stride, bias, second_bias, third_bias, end, next_end, PARTS,
                             BIAS, ACCUMULATE)  # fmt: skip
             if RANKS > 0:
                 push_part(value.to(tl.float32), m, row, mask, epoch[block], peers, WORDS, RANKS, RANK, WIRE)
+            if NEXT:
+                there = m < tokens
+                tl.store(squares + m * (rows // 32) + tile, tl.sum(value * value, axis=1), mask=there)
+                value *= tl.load(norm + row)[None, :]
+                store_quantised(value, tile + tl.zeros_like(m), there, m, new_words, new_scale, new_sums, rows // 32,
+                                m.shape[0])  # fmt: skip
             if QUANTISE and ROWS == 32:
                 chunk = tile + tl.zeros_like(m)
                 there = (m < tokens) & (tile < rows // 32)

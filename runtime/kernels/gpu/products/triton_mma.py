@@ -37,13 +37,9 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return (word << (24 - 8 * at)) >> 24
 
     @triton.jit
-    def load4(pointer, mask, MASKED: tl.constexpr, KEEP: tl.constexpr):
-        """Four consecutive int32 at a multiple of 16 bytes; zeros where not `mask`. KEEP: worth a place in L1."""
-        there = mask
-        return (
-            tl.load(pointer, mask=there, other=0), tl.load(pointer + 1, mask=there, other=0),
-            tl.load(pointer + 2, mask=there, other=0), tl.load(pointer + 3, mask=there, other=0),
-        )  # fmt: skip
+    def load4(pointer, KEEP: tl.constexpr):
+        """Four consecutive int32 at a multiple of 16 bytes. KEEP: worth a place in L1."""
+        return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
 
     @triton.jit
     def fetch_line(pointer, mask):
@@ -143,24 +139,14 @@ else:
         return _permute(word, 0x8880 + 0x1111 * at)
 
     @triton.jit
-    def load4(pointer, mask, MASKED: tl.constexpr, KEEP: tl.constexpr):
-        """Four consecutive int32 at a multiple of 16 bytes; zeros where not `mask`. KEEP: worth a place in L1."""
+    def load4(pointer, KEEP: tl.constexpr):
+        """Four consecutive int32 at a multiple of 16 bytes. KEEP: worth a place in L1."""
         how: tl.constexpr = "ld.global.nc.v4.b32" if KEEP else "ld.global.nc.L1::no_allocate.v4.b32"
         kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-        if MASKED:
-            asm: tl.constexpr = (
-                "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @p "
-                + how
-                + " {$0, $1, $2, $3}, [$4]; }"
-            )
-            return tl.inline_asm_elementwise(
-                asm, "=&r,=&r,=&r,=&r,l,r", [pointer.to(tl.int64), mask.to(tl.int32)], dtype=kinds, is_pure=True, pack=1
-            )
-        else:
-            plain: tl.constexpr = how + " {$0, $1, $2, $3}, [$4];"
-            return tl.inline_asm_elementwise(
-                plain, "=r,=r,=r,=r,l", [pointer.to(tl.int64)], dtype=kinds, is_pure=True, pack=1
-            )
+        plain: tl.constexpr = how + " {$0, $1, $2, $3}, [$4];"
+        return tl.inline_asm_elementwise(
+            plain, "=r,=r,=r,=r,l", [pointer.to(tl.int64)], dtype=kinds, is_pure=True, pack=1
+        )
 
     @triton.jit
     def fetch_line(pointer, mask):

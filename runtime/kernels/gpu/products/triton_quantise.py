@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.early import wait_for_earlier
+
 
 @triton.jit
 def padded(chunks):
@@ -35,8 +37,9 @@ def store_quantised(value, chunk, there, m, words, scale, sums, chunks, N: tl.co
 
 
 @triton.jit
-def quantise_kernel(x, x_stride, words, scale, sums, chunks, BC: tl.constexpr):
+def quantise_kernel(x, x_stride, words, scale, sums, chunks, BC: tl.constexpr, LEVEL: tl.constexpr):
     """x [M, 32 * chunks] as `store_quantised` leaves it; program (BC chunks, row)."""
+    wait_for_earlier(LEVEL)
     m = tl.program_id(1)
     chunk = tl.program_id(0) * BC + tl.arange(0, BC)
     there = chunk < chunks

@@ -15,7 +15,6 @@ from pshard.runtime.kernels.gpu.products.triton_fragments import (
     load_codes,
     load_exponents,
     load_halves,
-    load_word,
     scale_words_q3,
 )
 from pshard.runtime.kernels.gpu.products.triton_mma import (
@@ -36,50 +35,58 @@ LINE: tl.constexpr = tl.constexpr(64)  # bytes that one access to DRAM brings
 
 
 @triton.jit
-def _row_scales(record, n, four, scales, d, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr):
+def within(n, last, MASKED: tl.constexpr):
+    """Chunk n, or the last one before `last`: what is loaded of a chunk that is not there is multiplied by zero.
+
+    Loads that hang on masks take registers for their zeros, and cannot be put in one order with others."""
+    return tl.minimum(n, last - 1) if MASKED else n
+
+
+@triton.jit
+def _row_scales(record, n, four, scales, d, QTYPE: tl.constexpr):
     """Scales of the four rows in chunk n, float32; for Q4_K and Q5_K without the superblock's."""
     if QTYPE == "MXFP4":
-        return load_exponents(record + (d + four) // 4 + n * 4, mask, MASKED)
+        return load_exponents(record + (d + four) // 4 + n * 4)
     elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
-        word = load_word(record + (scales + four) // 4 + n * 4, mask, MASKED)
+        word = tl.load(record + (scales + four) // 4 + n * 4)
         return (byte_of(word, 0).to(tl.float32), byte_of(word, 1).to(tl.float32),
                 byte_of(word, 2).to(tl.float32), byte_of(word, 3).to(tl.float32))  # fmt: skip
     elif QTYPE == "IQ4_XS":
-        word = load_word(record + (scales + four) // 4 + n * 4, mask, MASKED)
+        word = tl.load(record + (scales + four) // 4 + n * 4)
         return ((byte_of(word, 0) - 32).to(tl.float32), (byte_of(word, 1) - 32).to(tl.float32),
                 (byte_of(word, 2) - 32).to(tl.float32), (byte_of(word, 3) - 32).to(tl.float32))  # fmt: skip
     else:
         halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
-        return load_halves(halves + d // 2 + n * 16 + four, mask, MASKED)
+        return load_halves(halves + d // 2 + n * 16 + four)
 
 
 @triton.jit
-def _addends(record, n, four, scales, mins, dmin, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr):
+def _addends(record, n, four, scales, mins, dmin, QTYPE: tl.constexpr):
     """What chunk n adds to a weight of the four rows, float32; for K-quants without the superblock's factor.
 
     Q2_K: eight, those of the second 16 columns behind those of the first.
     """
     if QTYPE == "Q2_K":
         word = record + (scales + four) // 4 + n * 8
-        first = (load_word(word, mask, MASKED) >> 4) & 0x0F0F0F0F
-        second = (load_word(word + 4, mask, MASKED) >> 4) & 0x0F0F0F0F
+        first = (tl.load(word) >> 4) & 0x0F0F0F0F
+        second = (tl.load(word + 4) >> 4) & 0x0F0F0F0F
         return (byte_of(first, 0).to(tl.float32), byte_of(first, 1).to(tl.float32),
                 byte_of(first, 2).to(tl.float32), byte_of(first, 3).to(tl.float32),
                 byte_of(second, 0).to(tl.float32), byte_of(second, 1).to(tl.float32),
                 byte_of(second, 2).to(tl.float32), byte_of(second, 3).to(tl.float32))  # fmt: skip
     elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
-        word = load_word(record + (mins + four) // 4 + n * 4, mask, MASKED)
+        word = tl.load(record + (mins + four) // 4 + n * 4)
         return (byte_of(word, 0).to(tl.float32), byte_of(word, 1).to(tl.float32),
                 byte_of(word, 2).to(tl.float32), byte_of(word, 3).to(tl.float32))  # fmt: skip
     else:
         halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
-        return load_halves(halves + dmin // 2 + n * 16 + four, mask, MASKED)
+        return load_halves(halves + dmin // 2 + n * 16 + four)
 
 
 @triton.jit
-def _float4(pointer, chunk, last, mask, MASKED: tl.constexpr):
-    """Scales of activations of four chunks from `chunk` on; zeros from `last` on: nothing need be there."""
-    words = load4(pointer.to(tl.pointer_type(tl.int32), bitcast=True), mask, MASKED, True)
+def _float4(pointer, chunk, last, MASKED: tl.constexpr):
+    """Scales of activations of four chunks from `chunk` on; zeros from `last` on."""
+    words = load4(pointer.to(tl.pointer_type(tl.int32), bitcast=True), True)
     values = ()
     for k in tl.static_range(4):
         value = words[k].to(tl.float32, bitcast=True)
@@ -90,7 +97,7 @@ def _float4(pointer, chunk, last, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _scaled_operands(pointer, xs, q, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr):
+def _scaled_operands(pointer, xs, q, QTYPE: tl.constexpr, WIDE: tl.constexpr):
     """(words 2q and 2q + 1 of four chunks, where their four sums start, what the starts add to each side, negative).
 
     `pointer`: the first of 8 words of activations, see `store_quantised`; `xs`: scales of the four chunks, of each
@@ -101,13 +108,13 @@ def _scaled_operands(pointer, xs, q, mask, QTYPE: tl.constexpr, MASKED: tl.const
     for k in tl.static_range(4):
         if WIDE:
             if k % 2 == 0:
-                one = load4(pointer + k // 2 * 16, mask, MASKED, True)
-                other = load4(pointer + k // 2 * 16 + 4, mask, MASKED, True)
+                one = load4(pointer + k // 2 * 16, True)
+                other = load4(pointer + k // 2 * 16 + 4, True)
             pair = (tl.where(q < 2, one[k % 2 * 2], one[k % 2 * 2 + 1]),
                     tl.where(q < 2, other[k % 2 * 2], other[k % 2 * 2 + 1]))  # fmt: skip
         else:
             at = pointer + k // 2 * 16 + k % 2 * 2 + q // 2
-            pair = (load_word(at, mask, MASKED), load_word(at + 4, mask, MASKED))
+            pair = (tl.load(at), tl.load(at + 4))
         if QTYPE == "Q3_K":
             start = start_less(EXCESS_Q3, pair[0], pair[1])
         else:
@@ -127,11 +134,9 @@ def _scaled_operands(pointer, xs, q, mask, QTYPE: tl.constexpr, MASKED: tl.const
 @triton.jit
 def _sum_pair(pointer, mask, MASKED: tl.constexpr):
     """Two consecutive float32 at a multiple of 8 bytes; zeros where not `mask`."""
-    where = pointer.to(tl.pointer_type(tl.int64), bitcast=True)
+    both = tl.load(pointer.to(tl.pointer_type(tl.int64), bitcast=True))
     if MASKED:
-        both = tl.load(where, mask=mask, other=0)
-    else:
-        both = tl.load(where)
+        both = tl.where(mask, both, 0)
     return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -175,8 +180,19 @@ def _fetch_chunks(
 
 
 @triton.jit
+def fetch_records(
+    record, thread, first, last, high, scales, mins, d, dmin, WARPS: tl.constexpr, UNIT: tl.constexpr,
+    QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Have what `dot_records` will read of the records brought into L2."""
+    for start in range(first, last, WARPS * UNIT):
+        chunk = (start + thread // 32 * UNIT).to(tl.int64)
+        _fetch_chunks(record, chunk, thread, chunk + UNIT <= last, high, scales, mins, d, dmin, UNIT, QTYPE, LOW, HIGH)
+
+
+@triton.jit
 def dot_records(
-    record, exists, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
+    record, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
     TOKENS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +200,7 @@ def dot_records(
 
     A warp takes UNIT (8) chunks in turn, four at a time; warps share the columns. AHEAD: those that it will take so
     many turns later are brought into L2 meanwhile, which costs no registers. TOKENS == 1: the tile is [4, 32] and
-    has the token's sums four times. `record`, `exists`: of each thread. `width`: chunks that a row of activations has
+    has the token's sums four times. `record`: of each thread. `width`: chunks that a row of activations has
     room for.
     """
     SUPER: tl.constexpr = (
@@ -211,27 +227,27 @@ def dot_records(
         totals = totals + (tl.zeros((32 * WARPS,), tl.float32),)  # noqa: RUF005
     for start in range(first, last, WARPS * UNIT):
         chunk = (start + warp * UNIT).to(tl.int64)
-        inside = exists & (chunk < last)
-        present = chunk < last
+        here = chunk  # of a turn with nothing left the chunks of the last one that has some, times zero
+        if MASKED:
+            here = tl.minimum(chunk, (last - 1) // 8 * 8)
         if AHEAD > 0:
             later = chunk + AHEAD * WARPS * UNIT
-            _fetch_chunks(record, later, thread, exists & (later + UNIT <= last), high, scales, mins, d, dmin, UNIT,
+            _fetch_chunks(record, later, thread, later + UNIT <= last, high, scales, mins, d, dmin, UNIT,
                           QTYPE, LOW, HIGH)  # fmt: skip
         if SUPER:
-            whole = load_halves(halves + d // 2 + chunk // 8 * 16 + four, inside, MASKED)
+            whole = load_halves(halves + d // 2 + here // 8 * 16 + four)
         if QTYPE == "Q3_K":
-            inner = scale_words_q3(record, scales, chunk // 8, four, q, inside, MASKED)
+            inner = scale_words_q3(record, scales, here // 8, four, q)
         for quarter in tl.static_range(UNIT // 4):
             raws = ()
             for k in tl.static_range(4):  # all loads first
-                n = chunk + (4 * quarter + k)
-                raw = load_codes(record, n, q, four, high, exists & (n < last), QTYPE, LOW, HIGH, MASKED)
+                n = within(here + (4 * quarter + k), last, MASKED)
+                raw = load_codes(record, n, q, four, high, QTYPE, LOW, HIGH)
                 raws = raws + (raw,)  # noqa: RUF005
             codes = ()
             row_scales = ()
             for k in tl.static_range(4):
-                n = chunk + (4 * quarter + k)
-                there = exists & (n < last)
+                n = within(here + (4 * quarter + k), last, MASKED)
                 row_scale = ()
                 row_codes = ()
                 if FOLDED:
@@ -239,18 +255,18 @@ def dot_records(
                         word = inner[4 * quarter + k]
                     else:
                         at = record + (scales + four) // 4 + n * 8 + q // 2 * 4
-                        word = load_word(at, there, MASKED) & 0x0F0F0F0F
+                        word = tl.load(at) & 0x0F0F0F0F
                     for row in tl.static_range(4):
                         row_codes = row_codes + (decode_scaled(raws[k], row, q, word, QTYPE),)  # noqa: RUF005
                 else:
                     if HALVES:
-                        low_word = load_word(record + (scales + four) // 4 + n * 8, there, MASKED)
-                        up_word = load_word(record + (scales + four) // 4 + n * 8 + 4, there, MASKED)
+                        low_word = tl.load(record + (scales + four) // 4 + n * 8)
+                        up_word = tl.load(record + (scales + four) // 4 + n * 8 + 4)
                         for row in tl.static_range(4):
                             both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
                             row_scale = row_scale + (both,)  # noqa: RUF005
                     else:
-                        row_scale = _row_scales(record, n, four, scales, d, there, QTYPE, MASKED)
+                        row_scale = _row_scales(record, n, four, scales, d, QTYPE)
                     for row in tl.static_range(4):
                         row_codes = row_codes + (decode(raws[k], row, q, QTYPE),)  # noqa: RUF005
                 codes = codes + (row_codes,)  # noqa: RUF005
@@ -259,13 +275,13 @@ def dot_records(
             for block in tl.static_range(BLOCKS):
                 xs = ()
                 for side in tl.static_range(SIDES):
-                    at = scale + (8 * block + (2 * q + side) % COLUMNS) * width + chunk + 4 * quarter
-                    xs = xs + (_float4(at, chunk + 4 * quarter, last, present, MASKED),)  # noqa: RUF005
-                at = column + 64 * block * width + (chunk // 2 + 2 * quarter) * 16
+                    at = scale + (8 * block + (2 * q + side) % COLUMNS) * width + here + 4 * quarter
+                    xs = xs + (_float4(at, chunk + 4 * quarter, last, MASKED),)  # noqa: RUF005
+                at = column + 64 * block * width + (here // 2 + 2 * quarter) * 16
                 if FOLDED:
-                    x, starts, offsets = _scaled_operands(at, xs, q, present, QTYPE, MASKED, WIDE)
+                    x, starts, offsets = _scaled_operands(at, xs, q, QTYPE, WIDE)
                 else:
-                    x = load4(at, present, MASKED, True) + load4(at + 16, present, MASKED, True)
+                    x = load4(at, True) + load4(at + 16, True)
                 for pair in tl.static_range(2):
                     part = ()
                     for i in tl.static_range(2 * SIDES):
@@ -307,18 +323,18 @@ def dot_records(
                         grown_totals = grown_totals + (total,)  # noqa: RUF005
             totals = grown_totals
         if ADDED:  # the addends times the sums of the activations: a product over 8 chunks
-            n = chunk + q
-            here = n < last
-            beyond = n + 4 < last
-            first_added = _addends(record, n, four, scales, mins, dmin, exists & here, QTYPE, MASKED)
-            second_added = _addends(record, n + 4, four, scales, mins, dmin, exists & beyond, QTYPE, MASKED)
+            n = here + q
+            there = chunk + q < last
+            beyond = chunk + q + 4 < last
+            first_added = _addends(record, within(n, last, MASKED), four, scales, mins, dmin, QTYPE)
+            second_added = _addends(record, within(n + 4, last, MASKED), four, scales, mins, dmin, QTYPE)
             if SUPER:
-                less = load_halves(halves + dmin // 2 + chunk // 8 * 16 + four, inside, MASKED)
+                less = load_halves(halves + dmin // 2 + here // 8 * 16 + four)
             zero = tl.zeros((32 * WARPS,), tl.float32)
             more = ()
             for block in tl.static_range(BLOCKS):
                 at = row_sums + 16 * block * width + n * 2
-                low, up = _sum_pair(at, here, MASKED)
+                low, up = _sum_pair(at, there, MASKED)
                 next_low, next_up = _sum_pair(at + 8, beyond, MASKED)
                 for pair in tl.static_range(2):
                     f0, f1 = first_added[2 * pair], first_added[2 * pair + 1]

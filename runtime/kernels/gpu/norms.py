@@ -1,0 +1,63 @@
+"""Launches of norms, or none where the product ahead has left what they would make: what `CudaKernels` has of it."""
+
+import torch
+import triton
+
+from pshard.runtime.kernels.gpu import next_norm, triton_rows
+from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
+from pshard.runtime.kernels.gpu.early import launch_early
+from pshard.runtime.kernels.gpu.next_norm import Unscaled
+
+
+class NormsOnGpu:
+    """See `Kernels` and `NormKernels`."""
+
+    _activations: Activations
+    _wanted: tuple[torch.Tensor, float] | None  # what `leave_norm` was told
+    _left: tuple[Quantised, Unscaled] | None  # what a product has left for the norm that comes next
+
+    def forget(self) -> None:
+        """See `Kernels.forget`."""
+        self._activations.ready = self._wanted = self._left = None
+
+    def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
+        """See `NormKernels.leave_norm`."""
+        self._wanted = (weight, eps) if next_norm.ON else None
+
+    def _room_for_norm(
+        self, out: torch.Tensor, fits: bool, beside_spare: bool = False
+    ) -> tuple[Quantised, Unscaled] | None:
+        """Where the product that is next added to `out` leaves it for the norm that was told of, if one was."""
+        wanted, self._wanted = self._wanted, None
+        self._left = self._activations.leave_norm(out, *wanted, beside_spare) if wanted and fits else None
+        return self._left
+
+    def _takes_left(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> bool:
+        """Whether a product has left what this norm would make: then `out` is that, and has numbers only once `route`
+        has made them."""
+        left, self._left = self._left, None
+        if left is None:
+            return False
+        of = left[1]
+        if of.hidden.data_ptr() != hidden.data_ptr() or of.hidden.shape != hidden.shape or of.eps != eps:
+            return False
+        if of.weight.data_ptr() != weight.data_ptr():
+            return False
+        self._activations.take_norm(out, left)
+        return True
+
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        """See `Kernels.rms_norm`."""
+        tokens, cols = hidden.shape
+        if not accumulate and self._takes_left(hidden, weight, eps, out):
+            return
+        block = triton.next_power_of_2(cols)
+        if accumulate:
+            self._activations.ready = self._left = None
+        ready = None if accumulate else self._activations.hand_over(out)
+        triton_rows.rms_norm_kernel[(tokens,)](
+            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED), BLOCK=block,
+            ADD=accumulate, QUANTISE=ready is not None, **launch_early(), num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
