@@ -130,11 +130,11 @@ def _invert(a, C: tl.constexpr, HALF: tl.constexpr):
     i = tl.arange(0, C)
     row, column = i[:, None], i[None, :]
     x = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, a, 0.0)
+    kept = a.to(tl.bfloat16) if HALF else a  # half of the registers
     size = 2
-    for _ in tl.static_range(0, 5):
-        if size < C:
-            rest = tl.where((row // (2 * size) == column // (2 * size)) & (row // size != column // size), a, 0.0)
-            x -= _dot(_dot(x, rest, HALF), x, HALF)
+    while size < C:  # not unrolled, as that takes more registers
+        rest = tl.where((row // size) ^ 1 == column // size, kept, 0.0)
+        x -= _dot(_dot(x, rest, HALF), x, HALF)
         size *= 2
     return x
 
@@ -202,31 +202,31 @@ def prepare_chunks_kernel(
     first = begin + start + tl.program_id(0) * C
     if first < end:
         rows = tl.num_programs(2).to(tl.int64) * together
-        place = tl.arange(0, C)
+        place, dim = tl.arange(0, C), tl.arange(0, D)
         row = first + place
         live = row < end
-        at = i.to(tl.int64) * together + tl.program_id(0) * C + place
+        at = i.to(tl.int64) * together + tl.program_id(0) * C
         key = _key_head(head, KEYS, VALUES, TILED)
-        dim = tl.arange(0, D)
         kind = keys.dtype.element_ty
-        at_keys = keys + (key * rows + at)[:, None] * D + dim[None, :]
-        at_rows = (head * rows + at)[:, None] * D + dim[None, :]
-        k = tl.load(at_keys + KEYS * rows * D)
+        tile = place[:, None] * D + dim[None, :]
+        at_q, mine = keys + (key * rows + at) * D, head * rows + at
+        k = tl.load(at_q + KEYS * rows * D + tile)
         a = tl.load(alpha + row.to(tl.int64) * alpha_stride + head, mask=live, other=0.0).to(tl.float32)
         b = tl.load(beta + row.to(tl.int64) * beta_stride + head, mask=live, other=0.0).to(tl.float32)
         share = tl.where(live, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         g = tl.load(decay + head) * _softplus(a + tl.load(dt_bias + head))
         sums = tl.cumsum(tl.where(live, g, 0.0), axis=0)
-        tl.store(c + head * rows + at, sums)
+        tl.store(c + mine + place, sums)
         seen = place[:, None] >= place[None, :]
         between = tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
-        scores = _dot(tl.load(at_keys), tl.trans(k), HALF) * between
-        tl.store(p + (head * rows + at)[:, None] * C + place[None, :], scores.to(kind))
+        scores = _dot(tl.load(at_q + tile), tl.trans(k), HALF) * between
+        tl.store(p + mine * C + place[:, None] * C + place[None, :], scores.to(kind))
         system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
         system = tl.where(place[:, None] > place[None, :], system, 0.0)
         inverse = _invert(system, C, HALF)
-        tl.store(w + at_rows, _dot(inverse * (share * tl.exp(sums))[None, :], k, HALF).to(kind))
-        tl.store(u + at_rows, _dot(inverse * share[None, :], tl.load(u + at_rows), HALF).to(kind))
+        tl.store(w + mine * D + tile, _dot(inverse * (share * tl.exp(sums))[None, :], k, HALF).to(kind))
+        v = tl.load(u + mine * D + tile)
+        tl.store(u + mine * D + tile, _dot(inverse * share[None, :], v, HALF).to(kind))
 
 
 @triton.jit(do_not_specialize=["start", "together"])
