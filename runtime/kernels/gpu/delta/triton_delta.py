@@ -1,8 +1,9 @@
 """The gated delta net in Triton: token by token in one launch, or in chunks. See plain_delta.py for the formulas.
 
-States stay float32. Chunks go through three kernels: what does not need the state, of all chunks at once; the states,
-chunk after chunk, with columns of values apart; norms and gates of all rows. HALF: products of bfloat16, with sums in
-float32, where the rows come as bfloat16; else each product is three of TF32, as good as float32.
+States stay float32. Chunks go through four kernels: convolutions of all rows, with norms of q and k; what else does not
+need the state, of all chunks at once; the states, chunk after chunk, with columns of values apart; norms and gates of
+all rows. A fifth stores the tails. HALF: products of bfloat16, with sums in float32, where the rows come as bfloat16;
+else each product is three of TF32, as good as float32.
 """
 
 import triton
