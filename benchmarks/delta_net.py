@@ -212,15 +212,19 @@ def time_chunks(bench: Any, net: DeltaNet, weights: DeltaWeights, tokens: int) -
 
 
 def sweep(bench: Any, net: DeltaNet, weights: DeltaWeights) -> None:
-    """Other warps, columns and rows, one at a time, for 16 sequences and for 4096 tokens; the fastest stay. Then what
-    each kernel of a prompt takes."""
+    """Other warps, rows, registers and columns, one at a time, for 16 sequences and for 4096 tokens; the fastest stay.
+    Then what each kernel of a prompt takes."""
     from pshard.runtime.kernels.gpu.delta import delta_kernels
 
     tries: tuple[tuple[str, tuple[int, ...], Callable[[], dict[str, Any]]], ...] = (
         ("STEP_WARPS", (4, 8, 16), partial(time_steps, bench, net, weights, 16)),
-        ("PREPARE_WARPS", (8, 4, 16), partial(time_chunks, bench, net, weights, 4096)),
+        ("CONV_ROWS", (32, 16, 64), partial(time_chunks, bench, net, weights, 4096)),
+        ("CONV_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
+        ("PREPARE_REGISTERS", (168, 255, 128), partial(time_chunks, bench, net, weights, 4096)),
+        ("PREPARE_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
         ("ADVANCE_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
         ("PROGRAMS", (96, 200, 48), partial(time_chunks, bench, net, weights, 4096)),
+        ("GATE_ROWS", (16, 8, 32), partial(time_chunks, bench, net, weights, 4096)),
         ("DELTA_ROWS", (2048, 1024, 512), partial(time_chunks, bench, net, weights, 4096)),
     )
     for name, values, run in tries:

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_delta_kernels_in_the_interpreter")
 
-from pshard.batch_sizes import DELTA_STEPS  # noqa: E402
+from pshard.batch_sizes import DELTA_CHUNK, DELTA_STEPS  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
 from pshard.runtime.kernels.gpu.delta import delta_kernels  # noqa: E402
 from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
@@ -77,7 +77,7 @@ def test_few_tokens_are_computed_one_by_one(kernels: cuda.CudaKernels, lengths: 
 
 @needs_kernels
 @pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("lengths", [(64,), (17,), (130, 0, 1, 70)])
+@pytest.mark.parametrize("lengths", [(64,), (17,), (130, 0, 1, 70), (65, 2, 63), (33, 128)])
 def test_many_tokens_are_computed_in_chunks(kernels: cuda.CudaKernels, lengths: tuple[int, ...], tiled: bool) -> None:
     compare(kernels, make_case(lengths, tiled=tiled, padding=3, device=DEVICE), CLOSE)
 
@@ -86,6 +86,22 @@ def test_many_tokens_are_computed_in_chunks(kernels: cuda.CudaKernels, lengths: 
 def test_chunks_of_more_rows_than_the_scratch_holds(kernels: cuda.CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_kernels, "DELTA_ROWS", 128)
     compare(kernels, make_case((200, 90), device=DEVICE), CLOSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_a_sequence_lacks_are_zeros(kernels: cuda.CudaKernels, dtype: torch.dtype) -> None:
+    """Up to the end of its last chunk: products go over whole chunks, and NaN times 0 is NaN."""
+    case = make_case((17, 100), dtype=dtype, device=DEVICE)
+    scratch = make_scratch(case)
+    run_case(kernels, case, scratch=scratch)
+    keys, w, u, p, _ = delta_kernels._divide(scratch, case.weights, 2 * 128, dtype)
+    head = case.weights.head
+    for part, width in ((keys, head), (w, head), (u, head), (p, DELTA_CHUNK)):
+        rows = part.view(-1, 2, 128, width)  # heads, sequences, 128 rows of each
+        for sequence, tokens, end in ((0, 17, 64), (1, 100, 128)):
+            assert rows[:, sequence, :tokens].isfinite().all()
+            assert not rows[:, sequence, tokens:end].any()
 
 
 @needs_kernels
@@ -118,13 +134,14 @@ def test_small_keys_are_normed_with_their_epsilon(kernels: cuda.CudaKernels, len
 
 
 @needs_kernels
-def test_alike_keys_and_slow_decay_stay_exact(kernels: cuda.CudaKernels) -> None:
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 3 * CLOSE), (torch.bfloat16, 0.025)], ids=str)
+def test_alike_keys_and_slow_decay_stay_exact(kernels: cuda.CudaKernels, dtype: torch.dtype, close: float) -> None:
     """The system of a chunk is hardest to solve where all of its keys are one."""
-    case = make_case((128,), device=DEVICE)
+    case = make_case((128,), dtype=dtype, head=32 if dtype == torch.bfloat16 else 16, device=DEVICE)
     case.qkv[:] = case.qkv[:1] + 0.01 * case.qkv
     case.weights.decay.fill_(-1e-4)
     case.beta.fill_(4.0)
-    compare(kernels, case, 3 * CLOSE)
+    compare(kernels, case, close)
 
 
 @needs_kernels

@@ -15,8 +15,8 @@ from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 
 HEADS = (16, 32, 64, 128)  # elements of a head that kernels are written for
 STEP_WARPS, CONV_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 4, 4, 4
-CONV_ROWS = 32
-HALF_WAY, FULL_WAY = 1, 1  # see `prepare_chunks_kernel`
+CONV_ROWS, FULL_WARPS = 32, 8  # FULL_WARPS: PREPARE_WARPS of float32
+PREPARE_REGISTERS = 168  # of bfloat16, at 4 warps: so that three programs share a processor
 PROGRAMS = 96  # columns of values are cut until so many programs carry states along
 ROOMY, WIDE = 200 << 10, 150 << 10  # bytes of shared memory for three and for two chunks of bfloat16 on their way
 GATE_ROWS, TAIL_CHANNELS = 16, 512
@@ -104,7 +104,8 @@ def _run_chunks(
         )  # fmt: skip
         triton_delta.prepare_chunks_kernel[(chunks, weights.value_heads, sequences)](
             *scalars, weights.dt_bias, weights.decay, offsets, start, together, *between, **how,
-            WAY=HALF_WAY if half else FULL_WAY, num_warps=PREPARE_WARPS,
+            num_warps=PREPARE_WARPS if half else FULL_WARPS,
+            maxnreg=PREPARE_REGISTERS if half else None,
         )  # fmt: skip
         triton_delta.advance_states_kernel[(weights.head // columns, weights.value_heads, sequences)](
             *between, states, *index, start, together, out, out_stride, **how, COLUMNS=columns,

@@ -1,8 +1,9 @@
 """The gated delta net in Triton: token by token in one launch, or in chunks. See plain_delta.py for the formulas.
 
-States stay float32. Chunks go through three kernels: what does not need the state, of all chunks at once; the states,
-chunk after chunk, with columns of values apart; norms and gates of all rows. HALF: products of bfloat16, with sums in
-float32, where the rows come as bfloat16; else each product is three of TF32, as good as float32.
+States stay float32. Chunks go through four kernels: convolutions of all rows, with norms of q and k; what else does not
+need the state, of all chunks at once; the states, chunk after chunk, with columns of values apart; norms and gates of
+all rows. A fifth stores the tails. HALF: products of bfloat16, with sums in float32, where the rows come as bfloat16;
+else each product is three of TF32, as good as float32.
 """
 
 import triton
@@ -124,75 +125,19 @@ def _dot(a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def _invert(a, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [C, C], C at most 64.
-
-    Blocks of 16 on the diagonal by substitution, row by row, all at once: D. With what is left of a, R: (I + D R)^-1 D,
-    where M = D R has M^4 = 0, so that the first is (I - M)(I + M^2).
-    """
-    B: tl.constexpr = C // 16
-    block = tl.arange(0, B)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    x = -tl.sum(tl.where(same, tl.reshape(a, (B, 16, B, 16)), 0.0), axis=2)  # [B, 16, 16]
-    r = tl.arange(0, 16)
-    for n in range(1, 16):
-        mine = (r == n)[None, :, None]
-        line = tl.sum(tl.where(mine, x, 0.0), axis=1)
-        line += tl.sum(line[:, :, None] * x, axis=1)
-        x = tl.where(mine, line[:, None, :], x)
-    x += tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :]
-    spread = tl.where(same, tl.broadcast_to(x[:, :, None, :], (B, 16, B, 16)), 0.0)
-    inner = tl.reshape(spread, (C, C))
-    i = tl.arange(0, C)
-    rest = tl.where(i[:, None] // 16 == i[None, :] // 16, 0.0, a)
-    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    m = tl.dot(inner, rest, input_precision=PRECISION)
-    square = tl.dot(m, m, input_precision=PRECISION)
-    return tl.dot(tl.dot(one - m, one + square, input_precision=PRECISION), inner, input_precision=PRECISION)
-
-
-@triton.jit
-def _invert_by_halves(a, C: tl.constexpr, PRECISION: tl.constexpr):
+def _invert(a, C: tl.constexpr, HALF: tl.constexpr):
     """(I + a)^-1 of a strictly lower a [C, C], all by products: from blocks' inverses to those of twice the size,
     X - X R X with what R of a lies in the larger blocks and not in the smaller."""
     i = tl.arange(0, C)
     row, column = i[:, None], i[None, :]
     x = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, a, 0.0)
+    kept = a.to(tl.bfloat16) if HALF else a  # half of the registers
     size = 2
-    for _ in tl.static_range(0, 5):
-        if size < C:
-            rest = tl.where((row // (2 * size) == column // (2 * size)) & (row // size != column // size), a, 0.0)
-            if PRECISION == "bf16":
-                half = tl.dot(x.to(tl.bfloat16), rest.to(tl.bfloat16))
-                x -= tl.dot(half.to(tl.bfloat16), x.to(tl.bfloat16))
-            else:
-                x -= tl.dot(tl.dot(x, rest, input_precision=PRECISION), x, input_precision=PRECISION)
+    while size < C:  # not unrolled, as that takes more registers
+        rest = tl.where((row // size) ^ 1 == column // size, kept, 0.0)
+        x -= _dot(_dot(x, rest, HALF), x, HALF)
         size *= 2
     return x
-
-
-@triton.jit
-def _invert_by_blocks(small, a, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [C, C], whose diagonal blocks are `small` [C / 16, 16, 16]: these first, by
-    halves, all at once; the rest as `_invert` does."""
-    B: tl.constexpr = C // 16
-    r = tl.arange(0, 16)
-    row, column = r[None, :, None], r[None, None, :]
-    x = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, small, 0.0)
-    size = 2
-    for _ in tl.static_range(0, 3):
-        rest = tl.where((row // (2 * size) == column // (2 * size)) & (row // size != column // size), small, 0.0)
-        x -= tl.dot(tl.dot(x, rest, input_precision=PRECISION), x, input_precision=PRECISION)
-        size *= 2
-    block = tl.arange(0, B)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    inner = tl.reshape(tl.where(same, tl.broadcast_to(x[:, :, None, :], (B, 16, B, 16)), 0.0), (C, C))
-    i = tl.arange(0, C)
-    rest = tl.where(i[:, None] // 16 == i[None, :] // 16, 0.0, a)
-    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    m = tl.dot(inner, rest, input_precision=PRECISION)
-    square = tl.dot(m, m, input_precision=PRECISION)
-    return tl.dot(tl.dot(one - m, one + square, input_precision=PRECISION), inner, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["start", "together"])
@@ -248,58 +193,41 @@ def convolve_rows_kernel(
 def prepare_chunks_kernel(
     beta, beta_stride, alpha, alpha_stride, dt_bias, decay, offsets, start, together, keys, w, u, p, c,
     KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, C: tl.constexpr,
-    HALF: tl.constexpr, WAY: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, value head, sequence): of `together` rows a sequence from its row `start` on, what chunks need
     not wait for. With R = sequences * together: keys [2, KEYS, R, D], q and k, normed; w, u [VALUES, R, D], where u
-    comes as v; p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g. WAY: how the system is inverted."""
+    comes as v; p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g."""
     head, i = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
     first = begin + start + tl.program_id(0) * C
     if first < end:
         rows = tl.num_programs(2).to(tl.int64) * together
-        place = tl.arange(0, C)
+        place, dim = tl.arange(0, C), tl.arange(0, D)
         row = first + place
         live = row < end
-        at = i.to(tl.int64) * together + tl.program_id(0) * C + place
+        at = i.to(tl.int64) * together + tl.program_id(0) * C
         key = _key_head(head, KEYS, VALUES, TILED)
-        PRECISION: tl.constexpr = "tf32" if HALF else "tf32x3"
-        dim = tl.arange(0, D)
         kind = keys.dtype.element_ty
-        at_keys = keys + (key * rows + at)[:, None] * D + dim[None, :]
-        at_rows = (head * rows + at)[:, None] * D + dim[None, :]
-        k = tl.load(at_keys + KEYS * rows * D)
+        tile = place[:, None] * D + dim[None, :]
+        at_q, mine = keys + (key * rows + at) * D, head * rows + at
+        k = tl.load(at_q + KEYS * rows * D + tile)
         a = tl.load(alpha + row.to(tl.int64) * alpha_stride + head, mask=live, other=0.0).to(tl.float32)
         b = tl.load(beta + row.to(tl.int64) * beta_stride + head, mask=live, other=0.0).to(tl.float32)
         share = tl.where(live, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         g = tl.load(decay + head) * _softplus(a + tl.load(dt_bias + head))
         sums = tl.cumsum(tl.where(live, g, 0.0), axis=0)
-        tl.store(c + head * rows + at, sums)
+        tl.store(c + mine + place, sums)
         seen = place[:, None] >= place[None, :]
         between = tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
-        scores = _dot(tl.load(at_keys), tl.trans(k), HALF) * between
-        tl.store(p + (head * rows + at)[:, None] * C + place[None, :], scores.to(kind))
+        scores = _dot(tl.load(at_q + tile), tl.trans(k), HALF) * between
+        tl.store(p + mine * C + place[:, None] * C + place[None, :], scores.to(kind))
         system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
         system = tl.where(place[:, None] > place[None, :], system, 0.0)
-        if WAY == 0:
-            inverse = _invert(system, C, PRECISION)
-        elif WAY == 1:
-            inverse = _invert_by_halves(system, C, PRECISION)
-        elif WAY == 2:
-            inverse = _invert_by_halves(system, C, "bf16")
-        elif WAY == 3:
-            B: tl.constexpr = C // 16
-            kb = tl.reshape(k, (B, 16, D))
-            sb, bb = tl.reshape(sums, (B, 16)), tl.reshape(share, (B, 16))
-            r = tl.arange(0, 16)
-            under = (r[:, None] > r[None, :])[None, :, :]
-            small = _dot(kb, tl.permute(kb, (0, 2, 1)), HALF) * bb[:, :, None]
-            small = tl.where(under, small * tl.exp(tl.where(under, sb[:, :, None] - sb[:, None, :], 0.0)), 0.0)
-            inverse = _invert_by_blocks(small, system, C, PRECISION)
-        else:
-            inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0) - system
-        tl.store(w + at_rows, _dot(inverse * (share * tl.exp(sums))[None, :], k, HALF).to(kind))
-        tl.store(u + at_rows, _dot(inverse * share[None, :], tl.load(u + at_rows), HALF).to(kind))
+        inverse = _invert(system, C, HALF)
+        tl.store(w + mine * D + tile, _dot(inverse * (share * tl.exp(sums))[None, :], k, HALF).to(kind))
+        v = tl.load(u + mine * D + tile)
+        tl.store(u + mine * D + tile, _dot(inverse * share[None, :], v, HALF).to(kind))
 
 
 @triton.jit(do_not_specialize=["start", "together"])
