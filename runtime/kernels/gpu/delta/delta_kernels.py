@@ -99,13 +99,12 @@ def _run_chunks(
         chunks = triton.cdiv(min(together, longest - start), DELTA_CHUNK)
         blocks = (chunks * DELTA_CHUNK // CONV_ROWS, 2 * weights.key_heads + weights.value_heads, sequences)
         triton_delta.convolve_rows_kernel[blocks](
-            qkv, qkv_stride, weights.conv, tails, *index, start, together, between.keys, between.u, **channels,
+            qkv, qkv_stride, weights.conv, tails, *index, start, together, keys=between.keys, u=between.u, **channels,
             C=DELTA_CHUNK, ROWS=CONV_ROWS, num_warps=CONV_WARPS,
         )  # fmt: skip
         triton_delta.prepare_chunks_kernel[(chunks, weights.value_heads, sequences)](
             *scalars, weights.dt_bias, weights.decay, offsets, start, together, *between, **how,
-            num_warps=PREPARE_WARPS if half else FULL_WARPS,
-            maxnreg=PREPARE_REGISTERS if half else None,
+            num_warps=PREPARE_WARPS if half else FULL_WARPS, maxnreg=PREPARE_REGISTERS if half else None,
         )  # fmt: skip
         triton_delta.advance_states_kernel[(weights.head // columns, weights.value_heads, sequences)](
             *between, states, *index, start, together, out, out_stride, **how, COLUMNS=columns,
