@@ -24,7 +24,7 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
     """
     shares, tables = tuple(t.share for t in tasks), tasks[0].costs[0].tables
     workload = replace(tasks[0].room.workload, tensor_split=shares if len(shares) > 1 else ())
-    ranks = _predict(tasks, [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)])
+    ranks = predict_together(tasks, [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)])
     popularity = tasks[0].room.spec.popularity
     variant = Variant(workload, tasks[0].plan_needed, ranks, tables.correction, popularity=popularity)
     check_variant(tuple(t.room.spec for t in tasks), variant, tables.kind, usable_bytes(tables.profile, len(tasks)))
@@ -68,8 +68,8 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches)
 
 
-def _predict(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
-    """The ranks' plans with predictions: they run together."""
+def predict_together(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
+    """The ranks' plans with predictions by the costs of their tasks: they run together."""
     rooms, predicted = [t.room for t in tasks], []
     priced = [stage_by(r, t.costs) for t, r in zip(tasks, ranks)]
     for i in range(len(tasks[0].costs)):

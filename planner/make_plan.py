@@ -10,11 +10,11 @@ from typing import TypeVar
 from pshard.errors import NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
-from pshard.planner.join_ranks import join_ranks, joint_seconds
+from pshard.plan import NOTHING_LEARNT, Correction, Prediction, TierPlan, Variant
+from pshard.planner.join_ranks import join_ranks, joint_seconds, predict_together
 from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
-from pshard.planner.price.draft import Room, predict_tier
-from pshard.planner.price.page_locks import locked, stage_by
+from pshard.planner.price.draft import Room
+from pshard.planner.price.page_locks import locked
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
@@ -47,9 +47,11 @@ from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
 from pshard.planner.search.rounds.exact_tiers import perfect_round
+from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
 from pshard.times.predicted_times import round_seconds, sum_round
+from pshard.units.moe.followed import hold_slots
 from pshard.workload import Workload
 
 
@@ -117,13 +119,29 @@ def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, t
     return RoughPlan(tasks, placed, join_fastest(tasks, placed))
 
 
-def time_roughly(
+@dataclass(frozen=True)
+class Sketch:
+    """What the quick part of planning finds: the ranks' tasks, what was chosen for each, and the seconds of a round."""
+
+    tasks: tuple[RankTask, ...]
+    chosen: tuple[Candidate, ...]
+    seconds: float
+
+
+def sketch_plan(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float, correction: Correction
-) -> float:
-    """Seconds of a round of a model on one device, by the quick part of what `plan_variant` does, which raises the
-    same."""
-    (task,) = prepare_ranks(spec, profile, workload, correction)
-    return _improve(task, refine_candidate, place_ranks((task,), time_limit)[0]).total
+) -> Sketch:
+    """The quick part of what `plan_variant` does, which raises the same."""
+    tasks = prepare_ranks(spec, profile, workload, correction)
+
+    def sketch(task: RankTask) -> Candidate:
+        return _improve(task, refine_candidate, _place(task, time_limit / len(tasks), 1)[0])
+
+    found = _like_ranks_once(tasks, sketch)
+    if len(tasks) == 1:
+        return Sketch(tasks, tuple(found), found[0].total)
+    chosen = _pick_fastest(tasks, [tuple(found), *_list_common(tasks, found)])
+    return Sketch(tasks, chosen, joint_seconds(tasks, chosen))
 
 
 def plan_baseline(
@@ -142,11 +160,12 @@ def plan_baseline(
     budget, is for one device, or for models with experts.
     """
     check_strategy(name, spec)
-    if name in (PER_TIER, EXPERT_LRU) and len(workload.vram_mib) > 1:
+    if name == PER_TIER and len(workload.vram_mib) > 1:
         raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
     tasks = tasks or prepare_ranks(spec, profile, workload, correction)
     if name == EXPERT_LRU:
-        tasks = prepare_ranks(_add_slots(spec, tasks[0], record), profile, workload, correction)
+        slots = _like_ranks_once(tasks, partial(_fill_room, record=record))
+        tasks = prepare_ranks(hold_slots(spec, slots), profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
@@ -171,11 +190,13 @@ def plan_baseline(
     return join_ranks([replace(task, plan_needed=needed) for task in tasks], placed)
 
 
-def _add_slots(spec: ModelSpec, task: RankTask, record: RoutingRecord | None) -> ModelSpec:
-    """The model with slots in all the room that expert-lru leaves, for whatever was used last."""
+def _fill_room(task: RankTask, record: RoutingRecord | None) -> tuple[ExpertCache, ...]:
+    """Slots in all the room that expert-lru leaves on a rank, for whatever was used last; none without experts."""
     chosen = place_baseline(EXPERT_LRU, task.room, task.costs)
     left = task.room.arena - max(tier.buffers.total for tier in chosen.tiers) if chosen else 0
-    pools = list_pools(spec, record, task.room.workload.sequences)
+    pools = list_pools(task.room.spec, record, task.room.workload.sequences)
+    if not pools:
+        return ()
     all_missed = sum(pool.used * len(pool.units) for pool in pools)
     caches = fill_pools(pools, left, 0, ("lru",), all_missed)
     if not caches:
@@ -186,7 +207,7 @@ def _add_slots(spec: ModelSpec, task: RankTask, record: RoutingRecord | None) ->
             f"strategy {EXPERT_LRU!r} has slots for {slots} experts in {task.budget_mib} MiB, not for one of each of "
             f"{layers} layers; raise --vram"
         )
-    return replace(spec, caches=caches)
+    return caches
 
 
 def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[Variant, ...]:
@@ -223,28 +244,26 @@ def same_placements(one: Sequence[TierPlan], other: Sequence[TierPlan]) -> bool:
     return [(t.placements, t.buffers) for t in one] == [(t.placements, t.buffers) for t in other]
 
 
-def predict_again(variant: Variant, task: RankTask) -> Variant:
-    """A variant of one device with predictions by the costs of `task`, which prices the same tiers; what was measured
+def predict_again(variant: Variant, *tasks: RankTask) -> Variant:
+    """A variant with predictions by the costs of the ranks' tasks, which price the same tiers; what was measured
     stays."""
-    (rank,) = variant.ranks
-    costs = stage_by(rank, task.costs)
-    tiers = tuple(
-        replace(
-            tier,
-            prediction=replace(
-                predict_tier(task.room, tier, cost, bound),
-                measured_seconds=tier.prediction.measured_seconds,
-                disturbed=tier.prediction.disturbed,
-            ),
+    ranks = []
+    for old, new in zip(variant.ranks, predict_together(tasks, variant.ranks), strict=True):
+        tiers = tuple(
+            replace(tier, prediction=_keep_measured(before.prediction, tier.prediction))
+            for before, tier in zip(old.tiers, new.tiers, strict=True)
         )
-        for tier, cost, bound in zip(rank.tiers, costs, task.divided_bounds, strict=True)
-    )
+        ranks.append(replace(new, tiers=tiers))
     return replace(
         variant,
-        ranks=(replace(rank, tiers=tiers),),
-        correction=task.costs[0].tables.correction,
-        popularity=task.room.spec.popularity,
+        ranks=tuple(ranks),
+        correction=tasks[0].costs[0].tables.correction,
+        popularity=tasks[0].room.spec.popularity,
     )
+
+
+def _keep_measured(before: Prediction, after: Prediction) -> Prediction:
+    return replace(after, measured_seconds=before.measured_seconds, disturbed=before.disturbed)
 
 
 def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Candidate, ...]:

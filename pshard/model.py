@@ -33,9 +33,10 @@ class ModelSpec:
 
     `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
     unit. popularity: of experts, by which these are ordered and priced (routing/order_experts.py); None: all are chosen
-    alike. caches: slots for experts that follow use, by which they are priced too. sum_norms: units of a rank's slice
-    whose sum over the ranks is normalised before it is added to the residual stream, each with the name of the tensor
-    that does so.
+    alike. caches: slots for experts that follow use, by which they are priced too. rank_caches: of a whole model that
+    several ranks will hold, each one's own, which become the `caches` of what it holds (cuts/rank_parts.py). sum_norms:
+    units of a rank's slice whose sum over the ranks is normalised before it is added to the residual stream, each with
+    the name of the tensor that does so.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelSpec:
     popularity: Popularity | None = None
     caches: tuple[ExpertCache, ...] = ()
     sum_norms: tuple[tuple[str, str], ...] = ()
+    rank_caches: tuple[tuple[ExpertCache, ...], ...] = ()
 
     @property
     def uses(self) -> tuple[float, ...]:

@@ -55,7 +55,7 @@ def build_engine(
         on_close: called when the engine is closed.
         lender: holds the packed weights of the whole model already, and outlives this engine; for one rank.
         tiles: those of the machine profile for this device (`MachineProfile.tiles_of`).
-        records: which experts tokens use is kept for `Engine.record_routing`; for one rank.
+        records: which experts tokens use is kept for `Engine.record_routing`.
         checkpoint_bytes: of host memory, for checkpoints of states that cannot be cut back; without one a text that is
             cut is computed again from its beginning.
         plays: tokens are made to use the experts that this record says, whatever routers find: for trials, whose

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from pshard.errors import StepFailed, UserError
-from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
-from pshard.routing.follow_use import HitCounts
+from pshard.routing.follow_use import HitCounts, RankHits
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_file import KVStore
+from pshard.runtime.ranks.gather import gather_nouns, gather_record
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.sequences import Sequences
 from pshard.runtime.texts.text_pool import TextPool
@@ -110,15 +110,14 @@ class Engine:
 
     @property
     def expert_hits(self) -> HitCounts:
-        """How often experts were found in slots that follow use, since the start."""
+        """How often experts were found in this rank's slots that follow use, since the start."""
         self._executor.device.synchronize()
         self._executor.slots.observe()
         return self._executor.slots.counts
 
-    @property
-    def expected_hits(self) -> float | None:
-        """The share of `expert_hits` that the plan expects; None where it has no slots, or expects nothing of them."""
-        return expect_hits(self.rank_plan)
+    def hits_by_rank(self) -> tuple[RankHits, ...]:
+        """What every rank's slots have found since the start, in order. All ranks call it."""
+        return gather_nouns(RankHits(self.expert_hits, expect_hits(self.rank_plan)), self._executor.group)
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
@@ -130,8 +129,7 @@ class Engine:
 
     def memory_by_rank(self) -> tuple[MemoryReport, ...]:
         """What every rank holds, in order. All ranks call it."""
-        group, own = self._executor.group, to_json(self.memory())
-        return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
+        return gather_nouns(self.memory(), self._executor.group)
 
     def reset(self, sequence: int | None = None, length: int = 0) -> int:
         """Forget the tokens after the first `length` of one sequence, or of all; returns how many of the others were
@@ -179,12 +177,13 @@ class Engine:
         return tokens
 
     def record_routing(self, fingerprint: str) -> RoutingRecord:
-        """Which experts all tokens so far have used, of a model with that fingerprint (registries/routing_file.py).
-        Raises ValueError for an engine that was not built to record, or has computed nothing.
+        """Which experts all tokens so far have used, of a model with that fingerprint (registries/routing_file.py); of
+        all layers, whichever rank holds them. All ranks call it. Raises ValueError for an engine that was not built to
+        record, or has computed nothing.
         """
-        if (picks := self._executor.host.picks) is None or not picks.records:
-            raise ValueError("the engine was not built to record routing")
-        return picks.record(fingerprint)
+        picks = self._executor.host.picks
+        own = picks.record(fingerprint) if picks is not None and picks.records else None
+        return gather_record(own, self._executor.spec, self._executor.group)
 
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False, best_only: bool = False

@@ -8,9 +8,10 @@ from pshard.routing.record import RoutingRecord
 
 
 def measure_hits(record: RoutingRecord, spec: ModelSpec, tier: TierExperts) -> float | None:
-    """The share that experts in VRAM served in the micro-batches of the smallest tier; None where there were none.
+    """The share of the choices in a tier's layers that experts in VRAM served in micro-batches of the smallest tier;
+    None where there were none.
 
-    spec: the model in the run's order of experts. tier: where these are in that tier.
+    spec: the model in the run's order of experts. tier: where these are in that tier, of all or of a rank's layers.
     """
     ends = np.cumsum(record.batches)
     decoded = [np.arange(end - n, end) for n, end in zip(record.batches, ends) if n <= tier.tokens]
@@ -18,6 +19,7 @@ def measure_hits(record: RoutingRecord, spec: ModelSpec, tier: TierExperts) -> f
         return None
     ids, hits = record.ids[np.concatenate(decoded)], 0
     orders = {unit.layer: unit.order or tuple(range(record.experts)) for unit in spec.units if unit.kind.parts}
-    for i, layer in enumerate(tier.layers):
-        hits += int(np.isin(ids[:, i], orders[layer.layer][: layer.pinned]).sum())
-    return hits / ids.size
+    for layer in tier.layers:
+        chosen = ids[:, record.layers.index(layer.layer)]
+        hits += int(np.isin(chosen, orders[layer.layer][: layer.pinned]).sum())
+    return hits / (len(ids) * len(tier.layers) * record.used)

@@ -104,9 +104,8 @@ def _ask_model(
         decode = rank.tiers.index(rank.covering(v.workload.sequences))
         chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
         experts += map_experts(spec, v)
-        for path, record in runs if len(v.ranks) == 1 else ():
-            course = follow_hits(spec, v, record, f"{path.name} within {rank.budget_mib} MiB")
-            courses += [course] if course else []
+        for path, record in runs:
+            courses += follow_hits(spec, v, record, path.name)
     return chosen, experts, courses
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pshard.models import ModelFile
-    from pshard.routing.follow_use import HitCounts
+    from pshard.routing.follow_use import RankHits
     from pshard.runtime.engine import Engine, MemoryReport
 
 
@@ -74,8 +74,6 @@ def _main(argv: list[str]) -> int:
     if request.profile is None and not started_ranks():
         ensure_profile(request.model, tell_once)
     request, ranks = settle_plan(request)
-    if args.record_routing and ranks > 1:
-        raise UserError("--record-routing is for one device; leave out -sm and -ts")
     if ranks > 1 and not started_ranks():
         from pshard.runtime.ranks.start_ranks import start_ranks
 
@@ -95,7 +93,7 @@ def _main(argv: list[str]) -> int:
             print(f"note: {note}", file=sys.stderr)
         _generate(engine, ids, args, sampling, grammar, loud=group.rank == 0)
         if records:
-            _record_routing(engine, opened.file, args.record_routing)
+            _record_routing(engine, opened.file, args.record_routing, loud=group.rank == 0)
     group.close()
     return 0
 
@@ -170,7 +168,7 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
     end = time.perf_counter()
     if saving and (args.prompt_cache_all or n == 0):
         engine.save(args.prompt_cache)
-    ranks = engine.memory_by_rank()
+    ranks, hits = engine.memory_by_rank(), engine.hits_by_rank()
     if not loud:
         return
     print(text.finish() if text else "", flush=True)  # before what stderr says, where both go to one place
@@ -181,31 +179,40 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )
-    if (found := engine.expert_hits).chosen:
-        print(_describe_hits(found, engine.expected_hits), file=sys.stderr)
+    for number, slots in enumerate(hits):
+        if slots.found.chosen:
+            print(_describe_hits(slots, f" of rank {number}" if len(hits) > 1 else ""), file=sys.stderr)
     if len(ranks) > 1:
         print(_tabulate_ranks(ranks), end="", file=sys.stderr)
 
 
-def _describe_hits(found: "HitCounts", expected: float | None) -> str:
+def _describe_hits(slots: "RankHits", whose: str) -> str:
     """What slots for experts did while single tokens were decoded, beside what the plan expects."""
-    beside = f" ({expected:.1%} expected)" if expected is not None else ""
-    return f"slots: {found.share:.1%} of the choices found their expert there{beside}, {found.admitted} were brought in"
+    found, beside = slots.found, f" ({slots.expected:.1%} expected)" if slots.expected is not None else ""
+    return (
+        f"slots{whose}: {found.share:.1%} of the choices found their expert there{beside}, {found.admitted} were "
+        "brought in"
+    )
 
 
-def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:
-    """Write which experts the run's tokens have used, and tell of it."""
+def _record_routing(engine: "Engine", file: "ModelFile", path: Path, loud: bool) -> None:
+    """Write which experts the run's tokens have used, and tell of it. All ranks call it; the one that is loud does."""
     from pshard.planner.routing.measure_hits import measure_hits
     from pshard.registries.routing_file import fingerprint_routers, write_routing
     from pshard.routing.expert_map import map_experts
 
     record, spec = engine.record_routing(fingerprint_routers(file)), file.spec
+    if not loud:
+        return
     write_routing(path, record)
-    tier = map_experts(spec, engine.plan)[0].tiers[0]
-    hits = measure_hits(record, spec, tier)
-    served = f"; while decoding, experts in VRAM served {hits:.1%} of what tokens used" if hits is not None else ""
-    served += f" ({tier.served[0]:.1%} expected)" if served else ""
-    print(f"routing record: {record.tokens} tokens in {path}{served}", file=sys.stderr)
+    maps, served = map_experts(spec, engine.plan), []
+    for experts in maps:
+        tier, whose = experts.tiers[0], f" of rank {experts.rank}" if len(engine.plan.ranks) > 1 else ""
+        if (hits := measure_hits(record, spec, tier)) is not None:
+            served.append(f"experts in VRAM{whose} served {hits:.1%} of what tokens used")
+            served[-1] += f" ({tier.served[0]:.1%} expected)"
+    beside = f"; while decoding, {', '.join(served)}" if served else ""
+    print(f"routing record: {record.tokens} tokens in {path}{beside}", file=sys.stderr)
 
 
 def _tabulate_ranks(ranks: "Sequence[MemoryReport]") -> str:

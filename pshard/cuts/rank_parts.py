@@ -1,5 +1,6 @@
 """A rank's part of a model in either split mode, and which bytes of the file it is made of. No torch."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from pshard.cuts.layer_cuts import cut_layers
@@ -11,9 +12,12 @@ Ranges = dict[str, dict[str, tuple[int, int, int, int]]]
 
 
 def split_model(spec: ModelSpec, split: Split, rank: int) -> ModelSpec:
-    """What `rank` holds: whole layers with "layer", a slice of every unit with "tensor", everything with "none"."""
+    """What `rank` holds, with its slots for experts: whole layers with "layer", a slice of every unit with "tensor",
+    everything with "none"."""
     if split.mode == "none" or len(split.shares) < 2:
         return spec
+    if spec.rank_caches:  # cuts are remembered by model, and do not depend on slots
+        return replace(split_model(replace(spec, rank_caches=()), split, rank), caches=spec.rank_caches[rank])
     if split.mode == "layer":
         return cut_layers(spec, split.shares, rank)
     return cut_model(spec, split.shares, rank, split.limits)

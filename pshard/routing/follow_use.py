@@ -55,6 +55,28 @@ class HitCounts:
         return HitCounts(self.chosen - other.chosen, self.hits - other.hits, self.admitted - other.admitted)
 
 
+@dataclass(frozen=True)
+class RankHits:
+    """What one rank's slots found, and the share of its choices that the plan expects there; None where it expects
+    nothing."""
+
+    found: HitCounts
+    expected: float | None
+
+    def since(self, before: "RankHits") -> "RankHits":
+        """The same without what it had found before."""
+        return RankHits(self.found - before.found, self.expected)
+
+
+def join_hits(ranks: Sequence[RankHits]) -> RankHits:
+    """All ranks' choices together; of the expected shares the mean, by the choices of each."""
+    total = sum((rank.found for rank in ranks), HitCounts())
+    known = [(rank.expected, rank.found.chosen) for rank in ranks if rank.expected is not None and rank.found.chosen]
+    if len({share for share, _ in known}) < 2:
+        return RankHits(total, known[0][0] if known else None)
+    return RankHits(total, sum(share * n for share, n in known) / sum(n for _, n in known))
+
+
 class UseFollower:
     """The slots of a pool over micro-batches: `begin`, then `observe`, for each.
 

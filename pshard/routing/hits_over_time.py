@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
-from pshard.plan import TierPlan, Variant
-from pshard.routing.expert_map import map_experts
+from pshard.plan import RankPlan, TierPlan, Variant
+from pshard.routing.expert_map import TierExperts, map_experts
 from pshard.routing.record import RoutingRecord
 from pshard.units.moe.followed import follow_plan, numbers_of, under_plan
 
@@ -29,16 +30,32 @@ class HitCourse:
     expected_slots: float
 
 
-def follow_hits(spec: ModelSpec, variant: Variant, record: RoutingRecord, title: str) -> HitCourse | None:
-    """The course of the run that made the record, where it ran under this plan, which is for one device; slots are
-    replayed, which gives the run's own hits. None where nothing was decoded.
+def follow_hits(spec: ModelSpec, variant: Variant, record: RoutingRecord, run: str) -> tuple[HitCourse, ...]:
+    """The course of the run that made the record, where it ran under this plan, one for each rank that has routed
+    experts and decoded something; slots are replayed, which gives the run's own hits.
 
-    spec: the model in its own order. Raises ValueError where the record is of other layers.
+    spec: the model in its own order. run: its name. Raises ValueError where the record is of other layers.
     """
-    (rank,), ordered = variant.ranks, under_plan(spec, variant)
-    pools = [(follow_plan(ordered, rank, cache), _rows_of(ordered, cache.units, record)) for cache in rank.caches]
+    expected = {each.rank: each.tiers[0] for each in map_experts(spec, variant)}
+    parts, courses = cut_ranks(under_plan(spec, variant), variant.split), list[HitCourse]()
+    for part, rank in zip(parts, variant.ranks):
+        if rank.rank not in expected:
+            continue
+        tier, title = expected[rank.rank], f"{run} within {rank.budget_mib} MiB"
+        title += f" of rank {rank.rank}" if len(parts) > 1 else ""
+        own = record.of_layers([layer.layer for layer in tier.layers])
+        course = _follow_rank(part, rank, own, tier, title)
+        courses += [course] if course else []
+    return tuple(courses)
+
+
+def _follow_rank(
+    spec: ModelSpec, rank: RankPlan, record: RoutingRecord, expected: TierExperts, title: str
+) -> HitCourse | None:
+    """One rank's course. spec, record: of what it holds. expected: of the smallest tier."""
+    pools = [(follow_plan(spec, rank, cache), _rows_of(spec, cache.units, record)) for cache in rank.caches]
     most = max((cache.tokens for cache in rank.caches), default=rank.tiers[0].tokens)
-    masks = {tier.tokens: _find_staying(ordered, tier, record) for tier in rank.tiers if tier.tokens <= most}
+    masks = {tier.tokens: _find_staying(spec, tier, record) for tier in rank.tiers if tier.tokens <= most}
     lanes, ends, steps = np.arange(len(record.layers))[:, None], np.cumsum(record.batches), list[tuple[int, int, int]]()
     for n, end in zip(record.batches, ends):
         tier = rank.covering(n).tokens
@@ -53,7 +70,6 @@ def follow_hits(spec: ModelSpec, variant: Variant, record: RoutingRecord, title:
         steps.append((n, int(masks[tier][lanes, ids].sum()), found))
     if not steps:
         return None
-    expected = map_experts(spec, variant)[0].tiers[0]
     return _draw_together(title, np.array(steps), len(record.layers) * record.used, expected.served[0], expected.found)
 
 

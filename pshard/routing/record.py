@@ -1,6 +1,7 @@
 """RoutingRecord: which experts the routers of a model chose, token by token. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,11 +35,26 @@ class RoutingRecord:
         """How many experts of a layer each token takes."""
         return self.ids.shape[2]
 
+    def of_layers(self, layers: Sequence[int]) -> "RoutingRecord":
+        """The same of these layers alone, which ascend. Raises ValueError for one that was not recorded."""
+        rows = [self.layers.index(layer) for layer in layers]
+        return replace(self, layers=tuple(layers), ids=self.ids[:, rows])
+
     def count_uses(self, first: int = 0, end: int | None = None) -> np.ndarray:
         """How often each expert was chosen by tokens `first` to before `end`: int64 [layers, experts]."""
         own = self.ids[first:end].astype(np.int64)
         numbered = own + self.experts * np.arange(len(self.layers))[:, None]
         return np.bincount(numbered.ravel(), minlength=len(self.layers) * self.experts).reshape(-1, self.experts)
+
+
+def join_layers(parts: Sequence[RoutingRecord]) -> RoutingRecord:
+    """Records of one run, each of other layers, as one. Raises ValueError where they are of other micro-batches."""
+    first = parts[0]
+    if any(part.batches != first.batches for part in parts):
+        raise ValueError("the layers' records are of different micro-batches")
+    numbers = [layer for part in parts for layer in part.layers]
+    ids = np.concatenate([part.ids for part in parts], axis=1)[:, np.argsort(numbers)]
+    return RoutingRecord(first.fingerprint, tuple(sorted(numbers)), first.experts, ids, first.batches)
 
 
 def id_type(experts: int) -> np.dtype:

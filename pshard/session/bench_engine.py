@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
 from pshard.quant import align
+from pshard.routing.follow_use import join_hits
 from pshard.times.measurement import Measurement, summarise_samples, test_name
 from pshard.times.stolen_time import read_core_time, stolen_share
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
@@ -71,7 +72,7 @@ def run_test(
         )
     _fill(engine, test)
     warm_up(lambda: _repeat(engine, test), engine.agree)
-    samples, link, began, hits = [], 0, read_core_time(), engine.expert_hits
+    samples, link, began, hits = [], 0, read_core_time(), engine.hits_by_rank()
     for _ in range(repetitions):
         _continue(engine, test)
         start, before = time.perf_counter_ns(), engine.link_bytes
@@ -79,7 +80,7 @@ def run_test(
         samples.append(time.perf_counter_ns() - start)
         link += engine.link_bytes - before
         progress()
-    found = engine.expert_hits - hits
+    slots = join_hits([after.since(before) for after, before in zip(engine.hits_by_rank(), hits)])
     link, stolen = link // repetitions, stolen_share(began, read_core_time())
     peaks = tuple(rank.accelerator / (1 << 20) for rank in engine.memory_by_rank())
     tokens = (test.n_prompt + test.n_gen) * test.n_sequences
@@ -112,8 +113,8 @@ def run_test(
         reduce_dtype=w.reduce_dtype if w.split_mode == "tensor" else "",
         rank_peaks_mib=peaks,
         same_as=setting.same_as,
-        slot_hits=found.share if found.chosen else None,
-        slot_hits_expected=engine.expected_hits if found.chosen else None,
+        slot_hits=slots.found.share if slots.found.chosen else None,
+        slot_hits_expected=slots.expected if slots.found.chosen else None,
         stolen=round(stolen, 4),
     )
 

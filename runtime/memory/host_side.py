@@ -72,8 +72,9 @@ class HostSide:
 
     def take_picks(self, spec: ModelSpec, plan: RankPlan, records: bool, play: RoutingPlay | None) -> None:
         """Take the memory to which routers' choices come, of all tiers or of those that use slots; none where nobody
-        asks for them. records: they are kept. play: see Picks."""
-        if records or play or plan.caches:
+        asks for them, or the rank has no routers. records: they are kept. play: see Picks."""
+        routes = any(unit.kind.routing == "makes" for unit in spec.units)
+        if routes and (records or play or plan.caches):
             most = plan.tiers[-1].tokens if records or play else max(cache.tokens for cache in plan.caches)
             self.picks = Picks(spec, most, self.allocate, records, play)
 

@@ -205,6 +205,49 @@ def test_a_report_follows_a_runs_hits_over_time(
     refused(cli_report.main([*files, "-m", str(make_world(dense).model)]), capsys, "has no routed experts; leave out")
 
 
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+def test_ranks_record_plan_explain_run_and_measure_slots(
+    mode: str, world: World, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes: one record of all layers, slots on each rank, and its own hits told beside what is expected."""
+    path, one, seen = tmp_path / "a.routing", tmp_path / "one.routing", list[HitCourse]()
+    assert plan(world) == run(world, "--kernels", "plain", "--record-routing", one) == 0
+    text = capfd.readouterr().out.splitlines()[-1]
+    split = ("-sm", mode, "--vram", "26,16", "-ts", "2,1")
+    assert plan(world, *split) == run(world, *split, "--kernels", "plain", "--record-routing", path) == 0
+    said = capfd.readouterr()
+    assert said.out.splitlines()[-1] == text and f"routing record: {59 + 11} tokens in {path}; while" in said.err
+    assert all(f"experts in VRAM of rank {rank} served" in said.err for rank in range(2))
+    record, alone = read_routing(path), read_routing(one)
+    assert record.layers == alone.layers == (0, 1, 2, 3) and record.fingerprint == alone.fingerprint
+    assert (record.ids == alone.ids).mean() > 0.99  # parts of a sum are added in another order
+
+    for strategy in ("ilp", "expert-lru"):
+        assert plan(world, *split, "--routing", path, "--strategy", strategy, "--explain") == 0
+    said = capfd.readouterr()
+    assert "no slots" not in said.err and len(re.findall(r"slots +\d+ in VRAM for experts", said.out)) >= 2
+    ranks = load_registry(world.registry).variants[-1].ranks
+    assert all(rank.caches for rank in ranks)
+    again = tmp_path / "b.routing"
+    assert run(world, *split, "--record-routing", again) == 0
+    said = capfd.readouterr()
+    assert said.out.splitlines()[-1] == text
+    told = re.findall(r"slots of rank (\d): ([0-9.]+)% of the choices found .* \([0-9.]+% expected\)", said.err)
+    assert [rank for rank, _ in told] == ["0", "1"]
+    world.registry.write_text(json.dumps(only_last_variant(json.loads(world.registry.read_text()))))
+    monkeypatch.setattr("pshard.reports.sections.draw_hits", lambda course: seen.append(course) or draw_hits(course))
+    files = [str(world.registry), str(again), "--profile", str(world.profile), "-o", str(tmp_path / "report")]
+    assert cli_report.main([*files, "-m", str(world.model)]) == 0
+    titles = [f"b.routing within {mib} MiB of rank {rank}" for rank, mib in ((0, 26), (1, 16))]
+    assert [course.title for course in seen] == titles
+    for (_, share), course in zip(told, seen, strict=True):
+        assert 100 * np.mean(course.slots) == pytest.approx(float(share), abs=0.06)
+    capfd.readouterr()
+    assert bench(world, *split, "-n", "8", "-o", "json") == 0
+    (row,) = json.loads(capfd.readouterr().out)
+    assert 0 < row["slot_hits"] <= 1 and 0 < row["slot_hits_expected"] <= 1
+
+
 def only_last_variant(registry: dict) -> dict:
     """A registry with the newest plan alone."""
     for plans in registry["sets"]:

@@ -237,6 +237,23 @@ def engine(group: Group, out: Path, on_cpu: str = "plain") -> None:
         torch.save(converse(opened), out / f"engine-{group.rank}.pt")
 
 
+def followed(group: Group, out: Path) -> None:
+    """Logits, hits in slots and the routing record of a text that the toy model of routed experts decodes under the
+    plan in the folder."""
+    from followed_text import FILE, walk_text
+
+    from pshard.jsonio import from_json
+    from pshard.plan import Variant
+    from pshard.runtime.build_engine import build_engine
+    from pshard.runtime.devices.device import open_device
+
+    variant = from_json(Variant, json.loads((out / "plan.json").read_text()))
+    with build_engine(FILE, variant, open_device("cpu"), kernels="plain", group=group, records=True) as engine:
+        walk = walk_text(engine)
+    found, record = walk.hits, walk.record
+    torch.save((walk.logits, found, record.ids, record.layers, record.batches), out / f"followed-{group.rank}.pt")
+
+
 def leaves_early(group: Group, out: Path) -> None:
     """Rank 0, which has the store, is long gone when the others are done."""
     watch.GOODBYE_SECONDS = 1.2  # the others hear it

@@ -173,22 +173,27 @@ def run_ranks(
     pools: Callable[[ModelSpec], tuple[ExpertCache, ...]] = lambda _: (),
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
-    meeting = Meeting(len(shares))
     variant = split_variant(path, Split(mode, shares, limits), context, tiers, pools=pools)
     variant = replace(with_workload(variant, type_k=kv_types[0], type_v=kv_types[1]), popularity=popularity)
+    return run_variant(path, variant, talk, kernels=kernels, checkpoint_bytes=checkpoint_bytes)
+
+
+def run_variant(path: Source, variant: Variant, talk: Callable[[Engine], Any], **options: Any) -> list[Any]:
+    """The same on each rank of a variant."""
+    size = len(variant.ranks)
+    meeting = Meeting(size)
 
     def rank(r: int) -> Any:
-        group = ThreadGroup(r, meeting)
         try:
-            options = {"kernels": kernels, "group": group, "checkpoint_bytes": checkpoint_bytes}
-            with build_engine(open_source(path), variant, open_device("cpu"), **options) as engine:
+            group = ThreadGroup(r, meeting)
+            with build_engine(open_source(path), variant, open_device("cpu"), group=group, **options) as engine:
                 return talk(engine)
         except BaseException:
             meeting.barrier.abort()  # the others must not wait
             raise
 
-    with ThreadPoolExecutor(len(shares)) as pool:
-        runs = [pool.submit(rank, r) for r in range(len(shares))]
+    with ThreadPoolExecutor(size) as pool:
+        runs = [pool.submit(rank, r) for r in range(size)]
     errors = [e for e in (run.exception() for run in runs) if e]
     for error in errors:  # the one that broke the barrier, not those who waited there
         if not isinstance(error.__cause__ or error, threading.BrokenBarrierError):

@@ -108,7 +108,7 @@ def test_ranks_find_what_they_have_of_experts_in_an_order_of_popularity(tmp_path
 def test_each_rank_has_slots_for_what_it_holds_of_the_experts(
     tmp_path: Path, mode: str, shares: tuple[float, ...]
 ) -> None:
-    """Plans have slots on one device only; the runtime follows use on each rank by what its own routers choose."""
+    """By what its own routers choose; plans of the planner are run in test_rank_slots.py."""
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=3)
 
     def tiers(spec: ModelSpec) -> tuple[TierPlan, ...]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cache_plans import with_cache
 from experts_file import ExpertsFile, skew_routers
+from followed_text import write_text
 from plan_samples import make_tier
 from planner_cases import DESKTOP, OWN
 
@@ -34,16 +35,6 @@ WORK = Workload((OWN + 10,), context=CONTEXT, max_ubatch=16, prompt=16, generate
 MOST = 0.03  # of all choices, between what is promised and what is found
 
 
-def write_text(n: int, seed: int, again: float) -> list[int]:
-    """Words of which a few are common; so often one of the last five comes `again`."""
-    rng = np.random.default_rng(seed)
-    words = rng.choice(320, n, p=(common := np.arange(1, 321) ** -0.8) / common.sum()).tolist()
-    for at in range(1, n):
-        if rng.random() < again:
-            words[at] = words[at - rng.integers(1, min(at, 5) + 1)]
-    return words
-
-
 class Run(NamedTuple):
     """What a run recorded, and what share of its choices slots are expected to serve, and did."""
 
@@ -68,7 +59,8 @@ def decode(variant: Variant, text: list[int]) -> Run:
             if at % TEXT == 0:
                 engine.reset()
             engine.forward([token])
-        return Run(engine.record_routing("ab" * 32), engine.expected_hits, engine.expert_hits.share)
+        (slots,) = engine.hits_by_rank()
+        return Run(engine.record_routing("ab" * 32), slots.expected, slots.found.share)
 
 
 def plan_by_text(text: list[int]) -> tuple[RoutingRecord, ModelSpec, Variant]:
@@ -85,8 +77,8 @@ def test_slots_find_in_other_text_what_the_replay_of_a_record_promised(quick_sea
     run = decode(variant, write_text(1000, 2, 0.6))
     assert variant.ranks[0].caches and run.expected == variant.ranks[0].caches[0].found
     assert run.found == pytest.approx(run.expected, abs=MOST) and 0.3 < run.found < 0.9
-    course = follow_hits(FILE.spec, variant, run.record, "")
-    assert course and np.mean(course.slots) == pytest.approx(run.found, abs=0.005)  # stretches of 16 or 17 tokens
+    (course,) = follow_hits(FILE.spec, variant, run.record, "")
+    assert np.mean(course.slots) == pytest.approx(run.found, abs=0.005)  # stretches of 16 or 17 tokens
     assert course.expected_slots == pytest.approx(run.expected, abs=MOST) and course.ends[-1] == 1000
 
 
@@ -96,8 +88,8 @@ def test_popular_experts_serve_of_other_text_what_a_plan_expects(quick_search: N
     (experts,) = map_experts(spec, variant)
     tier = experts.tiers[0]
     record = decode(variant, write_text(1000, 2, 0.0)).record
-    found, course = measure_hits(record, spec, tier), follow_hits(FILE.spec, variant, record, "")
-    assert course and np.mean(course.stay) == pytest.approx(found, abs=0.005) and set(course.slots) == {0.0}
+    found, (course,) = measure_hits(record, spec, tier), follow_hits(FILE.spec, variant, record, "")
+    assert np.mean(course.stay) == pytest.approx(found, abs=0.005) and set(course.slots) == {0.0}
     assert found == pytest.approx(tier.served[0], abs=MOST)
     evenly = sum(layer.pinned for layer in tier.layers) / (experts.count * len(tier.layers))
     assert evenly + 2 * MOST < tier.served[0] < 0.95

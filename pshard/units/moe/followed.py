@@ -1,5 +1,6 @@
 """Which experts of a plan a cache may hold: those that lie outside VRAM where tokens are few. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +15,15 @@ from pshard.units.unit import Unit
 
 
 def under_plan(spec: ModelSpec, variant: Variant) -> ModelSpec:
-    """A model as a plan for one device prices it: experts in the plan's order, some of them in slots."""
-    caches = variant.ranks[0].caches if len(variant.ranks) == 1 else ()
-    return replace(order_experts(spec, variant.popularity), caches=caches)
+    """A model as a plan prices it: experts in the plan's order, some of them in slots."""
+    return hold_slots(order_experts(spec, variant.popularity), [rank.caches for rank in variant.ranks])
+
+
+def hold_slots(spec: ModelSpec, caches: Sequence[tuple[ExpertCache, ...]]) -> ModelSpec:
+    """A whole model with these slots for experts, by rank."""
+    if len(caches) == 1:
+        return replace(spec, caches=caches[0])
+    return replace(spec, rank_caches=tuple(caches) if any(caches) else ())
 
 
 def keep_slots(variant: Variant) -> Variant:
