@@ -60,7 +60,7 @@ class NoKernels:
 
     def __init__(self, real: Kernels, reads: Reads | None = None) -> None:
         self.act_dtype, self.repeatable, self.recordable = real.act_dtype, real.repeatable, real.recordable
-        self.fills = real.fills
+        self.fills, self.leaves_norms = real.fills, real.leaves_norms
         self._reads = reads
 
     @property
@@ -71,7 +71,7 @@ class NoKernels:
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    forget = rms_norm = linear = linear_group = gate_up = rope_store = _nothing
+    forget = rms_norm = leave_norm = linear = linear_group = gate_up = rope_store = _nothing
 
     def attention(self, *arguments: Any) -> None:
         if self._reads is not None:
