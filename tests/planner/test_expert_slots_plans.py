@@ -6,8 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 from experts_file import ExpertsFile
-from planner_cases import DESKTOP, OWN
+from planner_cases import OWN
 from routing_samples import make_drifting_record, make_record
+from slot_cases import DRIFTING, EXPERTS, FILE, LAYERS, PROFILE, RATES, USED, WORK
 
 from pshard.errors import NoPlan
 from pshard.model import ModelSpec
@@ -35,13 +36,6 @@ from pshard.times.predicted_times import round_seconds
 from pshard.units.moe.followed import expect_hits, find_eligible
 from pshard.units.share import Share
 from pshard.workload import Workload
-
-EXPERTS, USED, LAYERS = 16, 2, 4
-FILE = ExpertsFile(Experts(EXPERTS, USED, 160), layers=LAYERS, d_model=512)
-RATES = replace(DESKTOP, link=16e9, host_memory=20e9, host_flops=10e9, handoff_seconds=5e-6)
-PROFILE = profile_from_datasheet(RATES)
-WORK = Workload((OWN + 20,), context=128, max_ubatch=16, prompt=16, generated=400)
-DRIFTING = make_drifting_record(600, LAYERS)
 
 
 def recorded(record: RoutingRecord = DRIFTING) -> ModelSpec:

@@ -8,9 +8,10 @@ from io import StringIO
 
 import pytest
 from experts_file import ExpertsFile
-from planner_cases import DESKTOP, OWN
+from planner_cases import OWN
 from rich.console import Console
 from routing_samples import make_drifting_record
+from slot_cases import DRIFTING, EXPERTS, FILE, LAYERS, PROFILE, USED, WORK
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import NoPlan
@@ -22,7 +23,6 @@ from pshard.planner.check_plan import check_variant
 from pshard.planner.explain import explain_gains, simulate_timelines
 from pshard.planner.make_plan import plan_baseline, plan_variant, predict_again
 from pshard.planner.prepare_ranks import price_tiers
-from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.routing.plan_slots import plan_slots
@@ -37,13 +37,7 @@ from pshard.times.predicted_times import round_seconds
 from pshard.units.moe.followed import find_eligible, under_plan
 from pshard.workload import Workload
 
-EXPERTS, USED, LAYERS = 16, 2, 4
-FILE = ExpertsFile(Experts(EXPERTS, USED, 160), layers=LAYERS, d_model=512)
-RATES = replace(DESKTOP, link=16e9, host_memory=20e9, host_flops=10e9, handoff_seconds=5e-6)
-PROFILE = profile_from_datasheet(RATES)
-WORK = Workload((OWN + 20,), context=128, max_ubatch=16, prompt=16, generated=400)
-RECORD = make_drifting_record(600, LAYERS)
-SPEC = order_experts(FILE.spec, measure_popularity(RECORD))
+SPEC = order_experts(FILE.spec, measure_popularity(DRIFTING))
 WAYS = {
     "slices": ("tensor", (10, 10), ()),
     "unequal slices": ("tensor", (15, 6), (3.0, 1.0)),
@@ -59,15 +53,15 @@ def work_of(way: str) -> Workload:
     return replace(WORK, vram_mib=tuple(OWN + mib for mib in more), split_mode=mode, tensor_split=shares)
 
 
-def plan_both(spec: ModelSpec, work: Workload, record: RoutingRecord, profile=PROFILE) -> tuple[Variant, Variant]:
-    without = plan_variant(spec, profile, work)
+def plan_both(spec: ModelSpec, work: Workload, record: RoutingRecord) -> tuple[Variant, Variant]:
+    without = plan_variant(spec, PROFILE, work)
     asked = replace(without.workload, max_ubatch=work.max_ubatch)
-    return without, plan_slots(spec, profile, asked, without, record)
+    return without, plan_slots(spec, PROFILE, asked, without, record)
 
 
 @cache
 def plan_way(way: str) -> tuple[Variant, Variant]:
-    return plan_both(SPEC, work_of(way), RECORD)
+    return plan_both(SPEC, work_of(way), DRIFTING)
 
 
 def check_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> None:
@@ -88,7 +82,7 @@ def check_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> Non
 def test_each_rank_has_slots_for_what_it_holds_and_all_take_less_time(way: str, quick_search: None) -> None:
     without, variant = plan_way(way)
     assert round_seconds(variant) < 0.97 * round_seconds(without)
-    check_slots(SPEC, variant, RECORD)
+    check_slots(SPEC, variant, DRIFTING)
     need_none = {"a rank of zero": 1, "one rank's experts all in VRAM": 0}.get(way)
     assert [bool(rank.caches) for rank in variant.ranks] == [rank != need_none for rank in range(2)]
     predictor = Predictor(cut_ranks(under_plan(SPEC, variant), variant.split), PROFILE, variant)
@@ -140,8 +134,8 @@ def test_ranks_with_slices_wait_for_the_one_that_finds_least_and_those_with_laye
 
 def test_expert_lru_fills_the_room_of_each_rank(quick_search: None) -> None:
     for way in WAYS:
-        variant = plan_baseline("expert-lru", SPEC, PROFILE, work_of(way), record=RECORD)
-        check_slots(SPEC, variant, RECORD)
+        variant = plan_baseline("expert-lru", SPEC, PROFILE, work_of(way), record=DRIFTING)
+        check_slots(SPEC, variant, DRIFTING)
         for rank in variant.ranks:
             left = (rank.budget_mib - OWN << 20) - max(tier.buffers.total for tier in rank.tiers)
             all_held = all(own.slots == EXPERTS * len(own.units) for own in rank.caches)

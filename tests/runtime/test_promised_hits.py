@@ -1,6 +1,5 @@
 """What a plan by a record promises of other text of the kind is what a run of that text finds, within three points."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +8,13 @@ from cache_plans import with_cache
 from experts_file import ExpertsFile, skew_routers
 from followed_text import write_text
 from plan_samples import make_tier
-from planner_cases import DESKTOP, OWN
+from planner_cases import OWN
+from slot_cases import PROFILE
 
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_variant
-from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.routing.measure_hits import measure_hits
 from pshard.planner.routing.plan_slots import plan_slots
 from pshard.routing.expert_map import map_experts
@@ -28,8 +27,6 @@ from pshard.runtime.devices.device import open_device
 from pshard.workload import Workload
 
 FILE = skew_routers(ExpertsFile(Experts(16, 2, 160), layers=4, d_model=256), 0.5)
-RATES = replace(DESKTOP, link=16e9, host_memory=20e9, host_flops=10e9, handoff_seconds=5e-6)
-PROFILE = profile_from_datasheet(RATES)
 CONTEXT, TEXT = 256, 30  # tokens of a text: what comes first moves the choices of all after it
 WORK = Workload((OWN + 10,), context=CONTEXT, max_ubatch=16, prompt=16, generated=400)
 MOST = 0.03  # of all choices, between what is promised and what is found
