@@ -216,16 +216,17 @@ def sweep(bench: Any, net: DeltaNet, weights: DeltaWeights) -> None:
     Then what each kernel of a prompt takes."""
     from pshard.runtime.kernels.gpu.delta import delta_kernels
 
+    prompt = partial(time_chunks, bench, net, weights, 4096)
     tries: tuple[tuple[str, tuple[int, ...], Callable[[], dict[str, Any]]], ...] = (
         ("STEP_WARPS", (4, 8, 16), partial(time_steps, bench, net, weights, 16)),
-        ("CONV_ROWS", (32, 16, 64), partial(time_chunks, bench, net, weights, 4096)),
-        ("CONV_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
-        ("PREPARE_REGISTERS", (168, 255, 128), partial(time_chunks, bench, net, weights, 4096)),
-        ("PREPARE_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
-        ("ADVANCE_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
-        ("PROGRAMS", (96, 200, 48), partial(time_chunks, bench, net, weights, 4096)),
-        ("GATE_ROWS", (16, 8, 32), partial(time_chunks, bench, net, weights, 4096)),
-        ("DELTA_ROWS", (2048, 1024, 512), partial(time_chunks, bench, net, weights, 4096)),
+        ("CONV_ROWS", (32, 16, 64), prompt),
+        ("CONV_WARPS", (4, 8), prompt),
+        ("PREPARE_REGISTERS", (168, 255, 128), prompt),
+        ("PREPARE_WARPS", (4, 8), prompt),
+        ("ADVANCE_WARPS", (4, 8), prompt),
+        ("PROGRAMS", (96, 200, 48), prompt),
+        ("GATE_ROWS", (16, 8, 32), prompt),
+        ("DELTA_ROWS", (2048, 1024, 512), prompt),
     )
     for name, values, run in tries:
         found = []

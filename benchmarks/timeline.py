@@ -5,8 +5,8 @@
 Runs a full micro-batch of the tier several times on a GPU. Copies to the device and launches stand between timed events
 of their streams, work on the CPU and waits between readings of the host's clock; both begin at one moment. A launch
 that waits for a copy is timed with its wait. Timing adds some microseconds a step. Prints busy time by lane of the
-median run, where the link stood still, and the units whose time is farthest from the simulation; the file holds every
-event of that run.
+median run and of the simulation, how long the link stood still, and the median time of each kind of unit on the CPU;
+the file holds every event of both.
 """
 
 import json

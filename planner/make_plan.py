@@ -135,7 +135,7 @@ def sketch_plan(
     tasks = prepare_ranks(spec, profile, workload, correction)
 
     def sketch(task: RankTask) -> Candidate:
-        return _improve(task, refine_candidate, _place(task, time_limit / len(tasks), 1)[0])
+        return _improve(task, refine_candidate, place_ranks((task,), time_limit / len(tasks))[0])
 
     found = _like_ranks_once(tasks, sketch)
     if len(tasks) == 1:

@@ -17,9 +17,8 @@ def measure_hits(record: RoutingRecord, spec: ModelSpec, tier: TierExperts) -> f
     decoded = [np.arange(end - n, end) for n, end in zip(record.batches, ends) if n <= tier.tokens]
     if not decoded:
         return None
-    ids, hits = record.ids[np.concatenate(decoded)], 0
+    ids, hits = record.of_layers([layer.layer for layer in tier.layers]).ids[np.concatenate(decoded)], 0
     orders = {unit.layer: unit.order or tuple(range(record.experts)) for unit in spec.units if unit.kind.parts}
-    for layer in tier.layers:
-        chosen = ids[:, record.layers.index(layer.layer)]
-        hits += int(np.isin(chosen, orders[layer.layer][: layer.pinned]).sum())
-    return hits / (len(ids) * len(tier.layers) * record.used)
+    for i, layer in enumerate(tier.layers):
+        hits += int(np.isin(ids[:, i], orders[layer.layer][: layer.pinned]).sum())
+    return hits / ids.size

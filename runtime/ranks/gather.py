@@ -15,8 +15,7 @@ _Noun = TypeVar("_Noun")
 
 def gather_nouns(own: _Noun, group: Group) -> tuple[_Noun, ...]:
     """What every rank has of a noun, in order. All ranks call it."""
-    said = to_json(own)
-    return tuple(from_json(type(own), group.broadcast(said, rank)) for rank in range(group.size))
+    return tuple(from_json(type(own), each) for each in _gather(to_json(own), group))
 
 
 def gather_record(own: RoutingRecord | None, spec: ModelSpec, group: Group) -> RoutingRecord:
@@ -24,11 +23,15 @@ def gather_record(own: RoutingRecord | None, spec: ModelSpec, group: Group) -> R
     `spec` says. Raises ValueError where no rank has recorded any."""
     parts = [own] if own else []
     if spec.neighbours is not None:  # else each rank has all routers, which choose alike
-        said = [group.broadcast(own and _pack(own), rank) for rank in range(group.size)]
-        parts = [_unpack(each) for each in said if each is not None]
+        parts = [_unpack(each) for each in _gather(own and _pack(own), group) if each is not None]
     if not parts:
         raise ValueError("the engine was not built to record routing")
     return join_layers(parts)
+
+
+def _gather(own: Any, group: Group) -> list[Any]:
+    """What every rank has (anything JSON holds), in order."""
+    return [group.broadcast(own, rank) for rank in range(group.size)]
 
 
 def _pack(record: RoutingRecord) -> list[Any]:
