@@ -17,7 +17,7 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_norms_in_
 
 from pshard.model_config import Experts  # noqa: E402
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes  # noqa: E402
-from pshard.runtime.kernels.gpu import cuda, next_norm, norms  # noqa: E402
+from pshard.runtime.kernels.gpu import cuda, norms  # noqa: E402
 
 if READY and DEVICE == "cpu":
     mend_interpreter()
@@ -60,8 +60,10 @@ def make_experts(rule: Experts, qtype: str) -> ExpertWeights:
     return ExpertWeights(*(tuple(stack) for stack in stacks), at, biases)  # type: ignore[arg-type]
 
 
-def run_layer(kernels: cuda.CudaKernels, tokens: int, qtype: str, rule: Experts) -> list[torch.Tensor]:
-    """Output product, norm, router and experts, norm, and the products that follow, for layers that differ in depth."""
+def run_layer(tokens: int, qtype: str, rule: Experts, leaves: bool) -> list[torch.Tensor]:
+    """Output product, norm, router and experts, norm, and the products that follow, for layers that differ in depth.
+    leaves: products are told of the norms."""
+    kernels = cuda.CudaKernels(DEVICE, 64)
     hidden = random_tensor(tokens, D, seed=1).float() * torch.tensor([3.0, 0.1, 40.0, 1.0])[:tokens, None].to(DEVICE)
     mixed, out, bias = (
         random_tensor(tokens, 128, seed=2),
@@ -77,12 +79,14 @@ def run_layer(kernels: cuda.CudaKernels, tokens: int, qtype: str, rule: Experts)
     group = tuple(random_weight(qtype, rows, D, seed=rows)[0] for rows in (64, 32, 32))
     products = torch.full((tokens, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     kernels.forget()
-    kernels.leave_norm(first, EPS)
+    if leaves:
+        kernels.leave_norm(first, EPS)
     kernels.linear(mixed, out, hidden, NO_TILE, bias.float(), accumulate=True)
     middle = hidden.clone()
     kernels.rms_norm(hidden, first, EPS, x)
     kernels.route(x, weight, rule, routes)
-    kernels.leave_norm(second, EPS)
+    if leaves:
+        kernels.leave_norm(second, EPS)
     kernels.experts(x, routes, make_experts(rule, qtype), rule, hidden, {"normed": normed}, True)
     kernels.rms_norm(hidden, second, EPS, normed)
     kernels.linear_group(normed, group, products, NO_TILE, (None, None, None))
@@ -91,15 +95,12 @@ def run_layer(kernels: cuda.CudaKernels, tokens: int, qtype: str, rule: Experts)
 
 @needs_kernels
 @pytest.mark.parametrize(("qtype", "tokens", "biases"), [("Q4_0", 1, False), ("MXFP4", 1, True), ("Q8_0", 4, True)])
-def test_a_layer_needs_no_norm_of_its_own(
-    launched: list[int], monkeypatch: pytest.MonkeyPatch, qtype: str, tokens: int, biases: bool
-) -> None:
+def test_a_layer_needs_no_norm_of_its_own(launched: list[int], qtype: str, tokens: int, biases: bool) -> None:
     activation, scores = ("clamped", "chosen") if biases else ("silu", "softmax")
     rule = Experts(6, 2, 64, scores=scores, activation=activation, biases=biases)
-    got = run_layer(cuda.CudaKernels(DEVICE, 64), tokens, qtype, rule)
+    got = run_layer(tokens, qtype, rule, leaves=True)
     assert launched == []
-    monkeypatch.setattr(next_norm, "ON", False)
-    want = run_layer(cuda.CudaKernels(DEVICE, 64), tokens, qtype, rule)
+    want = run_layer(tokens, qtype, rule, leaves=False)
     assert launched == [tokens, tokens]
     assert torch.equal(got[0], want[0]) and torch.equal(got[5], want[5])
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)

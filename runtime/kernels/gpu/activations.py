@@ -40,8 +40,7 @@ class Activations:
         self._memory = torch.empty(2 * tokens * MAX_COLS // 32 * CHUNK_NBYTES, dtype=torch.uint8, device=device)
         self._squares = torch.empty(FEW * MAX_COLS // 32, dtype=torch.float32, device=device)
         self._turn = 0  # which half of the memory is quantised into next
-        self.ready: tuple[torch.Tensor, Quantised] | None = None
-        self._unscaled: tuple[object, Unscaled] | None = None  # of which `ready`
+        self.ready: tuple[torch.Tensor, Quantised, Unscaled | None] | None = None  # see `find`
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +53,9 @@ class Activations:
         tokens, cols = out.shape
         if tokens > SMALL_BATCH or cols % 32 or cols > MAX_COLS:
             return None
-        self.ready = out, self._room(tokens, cols)
-        return self.ready[1]
+        room = self._room(tokens, cols)
+        self.ready = out, room, None
+        return room
 
     def leave_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, beside_spare: bool
@@ -70,16 +70,14 @@ class Activations:
 
     def take_norm(self, out: torch.Tensor, left: tuple[Quantised, Unscaled]) -> None:
         """From now on `out` is what `leave_norm` gave room to."""
-        self.ready = out, left[0]
-        self._unscaled = self.ready, left[1]
+        self.ready = out, *left
 
     def find(self, x: torch.Tensor) -> tuple[Quantised | None, Unscaled | None]:
         """x as it was handed over quantised, and what it is still to be multiplied by, if so."""
         if self.ready is not None:
-            out, ready = self.ready
+            out, ready, unscaled = self.ready
             if out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride():
-                own = self._unscaled is not None and self._unscaled[0] is self.ready
-                return ready, self._unscaled[1] if own and self._unscaled else None
+                return ready, unscaled
         return None, None
 
     def quantise(self, x: torch.Tensor) -> tuple[Quantised, Unscaled | None]:

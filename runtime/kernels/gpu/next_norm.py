@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-FEW = 4  # rows, up to which norms are made so
-ON = True
+FEW = 4  # rows, up to which norms are made so, and a router that makes one is one launch
 NO_NORM = (None, None, 0.0)  # in place of squares, weights and eps
 
 

@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from pshard.runtime.kernels.gpu import next_norm, triton_rows
+from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
 from pshard.runtime.kernels.gpu.next_norm import Unscaled
 
@@ -21,7 +21,7 @@ class NormsOnGpu:
 
     def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
         """See `NormKernels.leave_norm`."""
-        self._wanted = (weight, eps) if next_norm.ON else None
+        self._wanted = weight, eps
 
     def _room_for_norm(
         self, out: torch.Tensor, fits: bool, beside_spare: bool = False

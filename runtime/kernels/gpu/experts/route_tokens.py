@@ -9,10 +9,9 @@ from pshard.model_config import Experts
 from pshard.quant import align
 from pshard.runtime.kernels.api import Packed, Routes
 from pshard.runtime.kernels.gpu.experts import triton_route
-from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
+from pshard.runtime.kernels.gpu.next_norm import FEW, NO_NORM, Unscaled
 from pshard.runtime.kernels.unpack import PLAIN
 
-FEW = 4  # tokens, up to which each is a launch's own programs and routing is one launch
 PROGRAMS = 264  # the columns of a product are cut until about so many run
 PIECES = 16  # at most: who chooses waits for them all
 
@@ -52,7 +51,7 @@ def _route_part(
 ) -> None:
     """given: both biases, and `begin`."""
     tokens, (partial, counters) = x.shape[0], scratch
-    few = tokens <= FEW
+    few = tokens <= FEW  # each has programs of its own then, and routing is one launch
     together, block, depth = (1, 4, 256) if few else (64, 64, 32)
     blocks, rows = triton.cdiv(rule.count, block), triton.cdiv(tokens, together)
     wanted = min(max(1, PROGRAMS // (blocks * rows)), PIECES, partial.numel() // (tokens * rule.count))
