@@ -6,8 +6,9 @@
 Devices are alike, and a case's budget is that of each. For every number of devices `-sm auto` says which way it would
 take and what it holds of the others; then each way is run by one process, with the ratios and limits that are predicted
 to be its best. With four devices tensors over two of them are a way too: eight processes of 20 to 28 s for two cases of
-a model of 18 GB. Nothing is validated before it is written: predictions are compared with predictions, and then with
-what was measured. Goals are in times what one device reaches in the same run. pshard-report draws the file's scaling.
+a model of 18 GB. The cases of experts have the goals of mixtures. Nothing is validated before it is written:
+predictions are compared with predictions, and then with what was measured. Goals are in times what one device reaches
+in the same run. pshard-report draws the file's scaling.
 """
 
 import argparse
@@ -43,10 +44,14 @@ class Case:
     modes: tuple[str, ...] = ("tensor", "layer")
 
 
+EXPERTS_IN_VRAM = {(2, "pp4096"): 1.5}
+EXPERTS_OUTSIDE = {(2, "pp4096"): 2.2, (2, "tg64"): 1.5}
 IN_VRAM = {(2, "tg64"): 1.4, (2, "pp4096"): 1.6, (4, "tg64"): 1.9, (4, "pp4096"): 2.6}
 CASES: dict[str, Case] = {
     "vram": Case(24000, 4096, 256, "-c 4352", "-p 512,4096 -n 64 -r 3", IN_VRAM),
     "6000": Case(6000, 4096, 256, "-c 4352", "-p 4096 -n 32 -r 2", {(2, "tg32"): 1.9, (2, "pp4096"): 1.6}),
+    "experts-vram": Case(24000, 4096, 256, "-c 4352", "-p 512,4096 -n 64 -r 3", EXPERTS_IN_VRAM),
+    "experts-6000": Case(6000, 4096, 256, "-c 4352", "-p 512,4096 -n 64 -r 2", EXPERTS_OUTSIDE),
     "12000": Case(12000, 4096, 256, "-c 4352", "-p 4096 -n 32 -r 2"),
     "prompts": Case(24000, 8192, 16, "-c 8448", "-p 8192 -n 16 -r 2"),
     "answers": Case(24000, 64, 1024, "-c 4352", "-p 64 -n 64 -r 2"),
