@@ -50,15 +50,17 @@ class MicroBatch:
 
 
 class PromptGraphs:
-    """Which launches of prompts are captured: at most so many, so that small batches keep memory for theirs."""
+    """Which launches of prompts are captured: those that come again, as capturing takes as long as launching; at most
+    so many, so that small batches keep memory for theirs."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._keys = most, set[tuple]()
+        self._most, self._seen, self._keys = most, set[tuple](), set[tuple]()
 
     def may_repeat(self, key: tuple) -> bool:
-        """Whether launches of that key are captured."""
-        if len(self._keys) < self._most:
+        """Whether launches of that key are captured, which begin now."""
+        if key in self._seen and len(self._keys) < self._most:
             self._keys.add(key)
+        self._seen.add(key)
         return key in self._keys
 
 

@@ -24,7 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-OSS = "gpt-oss"  # read, but not run yet
+OSS = "gpt-oss"
 MOE = ("mixtral", "qwen2moe", "qwen3moe", "glm4moe")  # as GGUF files call them, but mixtral, which they call llama
 HF_CLASSES = {
     "llama": "Llama",

@@ -137,6 +137,7 @@ def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators()
     assert got == (first, to_cpu, host, second, to_acc, embedding)
 
 
-def test_prompts_leave_graphs_to_small_batches() -> None:
-    graphs = PromptGraphs(2)
-    assert [graphs.may_repeat((key,)) for key in (1, 2, 1, 3, 2, 3)] == [True, True, True, False, True, False]
+def test_what_prompts_launch_again_is_captured_and_leaves_graphs_to_small_batches() -> None:
+    graphs, keys = PromptGraphs(2), (1, 2, 1, 3, 2, 3, 3, 1, 2)
+    captured = [graphs.may_repeat((key,)) for key in keys]
+    assert captured == [False, False, True, False, True, False, False, True, True]

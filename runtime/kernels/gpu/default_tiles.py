@@ -68,9 +68,10 @@ def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
 
 
 def grouped_tile(pairs: int, experts: int, gated: bool) -> Tile:
-    """The tile for products of so many pairs (token, chosen expert): with room for an expert's even share."""
-    share = 1 << max(0, -(-pairs // experts) - 1).bit_length()
-    return TUNING["grouped gate" if gated else "grouped down", min(128, max(16, share))]
+    """The tile for products of so many pairs (token, chosen expert): with room for twice an expert's even share, as
+    decoding an expert's weights for a second tile takes longer than rows that are empty."""
+    room = 1 << max(0, -(-2 * pairs // experts) - 1).bit_length()
+    return TUNING["grouped gate" if gated else "grouped down", min(128, max(16, room))]
 
 
 def candidate_tiles(kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:

@@ -1,0 +1,49 @@
+"""Large micro-batches of prompts on a CUDA GPU: captured and repeated they give the bits of kernels started one by one.
+Skipped without one."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine
+from family_files import write_family
+from hybrid_files import random_hybrid, write_hybrid_gguf
+from latent_files import random_tensors, write_latent_gguf
+from model_files import write_gguf
+
+from pshard.runtime.walks import walk as micro_batch
+from pshard.steps.graph_runs import LAUNCH_BOUND
+
+pytestmark = pytest.mark.gpu
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "dense": lambda path: write_gguf(path, "qwen3", qtype="Q4_0"),
+    "experts": lambda path: write_gguf(path, "qwen3moe", qtype="Q4_0"),
+    "sinks": lambda path: write_gguf(path, "gpt-oss", qtype="Q8_0"),
+    "delta net": lambda path: write_hybrid_gguf(path, "dense", random_hybrid("dense"), qtype="Q8_0"),
+    "latent": lambda path: write_latent_gguf(path, "lite", random_tensors("lite"), qtype="Q8_0"),
+    "windows": lambda path: write_family(path, "gemma3", qtype="Q8_0").path,
+}
+
+
+@pytest.mark.parametrize("tokens", [2048, LAUNCH_BOUND])
+@pytest.mark.parametrize("what", WRITERS)
+def test_large_micro_batches_are_captured_and_give_the_same_bits(
+    what: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rng, context = WRITERS[what](tmp_path / "m.gguf"), random.Random(3), 3 * tokens + 64
+    prompts = [[rng.randrange(300) for _ in range(tokens)] for _ in range(3)]
+
+    def speak() -> tuple[int, torch.Tensor]:
+        with open_engine(path, kernels="fast", device="cuda", context=context, tokens=(1, tokens)) as engine:
+            outputs = [engine.forward(prompt) for prompt in prompts]
+            engine.reset(0)
+            outputs += [engine.forward(prompt) for prompt in reversed(prompts)]
+            return len(engine.device._graphs), torch.stack(outputs)
+
+    captured, got = speak()
+    monkeypatch.setattr(micro_batch, "LAUNCH_BOUND", 0)
+    launched, expected = speak()
+    assert captured and not launched and torch.isfinite(got).all()
+    assert torch.equal(got, expected)
