@@ -18,6 +18,7 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_norms_in_
 from pshard.model_config import Experts  # noqa: E402
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda, norms  # noqa: E402
+from pshard.times.gpu_tiles import Tile, TileChoice  # noqa: E402
 
 if READY and DEVICE == "cpu":
     mend_interpreter()
@@ -133,3 +134,16 @@ def test_what_was_told_is_for_one_product(launched: list[int]) -> None:
     kernels.linear(mixed, out, hidden, NO_TILE, accumulate=True)  # what the first one left is no longer so
     kernels.rms_norm(hidden, norm, EPS, normed)
     assert launched == [1]
+
+
+@needs_kernels
+def test_a_product_that_leaves_a_norm_completes_32_results_whatever_tile_is_the_fastest(launched: list[int]) -> None:
+    fastest = Tile(16, 32, 4, 1, 1056, 56)
+    kernels, out = cuda.CudaKernels(DEVICE, 64), random_weight("Q4_0", D, 64, 3)[0]
+    kernels.use_tiles((TileChoice("acc", "matvec", "Q4_0", 1, fastest, 1e-5, 2e-5),))
+    mixed, hidden = random_tensor(1, 64, seed=1), random_tensor(1, D, seed=2).float()
+    norm, normed = torch.ones(D, device=DEVICE), torch.empty(1, D, dtype=torch.bfloat16, device=DEVICE)
+    kernels.leave_norm(norm, EPS)
+    kernels.linear(mixed, out, hidden, NO_TILE, accumulate=True)
+    kernels.rms_norm(hidden, norm, EPS, normed)
+    assert launched == []

@@ -17,13 +17,18 @@ from pshard.runtime.walks import walk as micro_batch
 from pshard.steps.graph_runs import LAUNCH_BOUND
 
 pytestmark = pytest.mark.gpu
+CONTEXT = 3 * LAUNCH_BOUND + 64
 WRITERS: dict[str, Callable[[Path], Path]] = {
-    "dense": lambda path: write_gguf(path, "qwen3", qtype="Q4_0"),
-    "experts": lambda path: write_gguf(path, "qwen3moe", qtype="Q4_0"),
-    "sinks": lambda path: write_gguf(path, "gpt-oss", qtype="Q8_0"),
-    "delta net": lambda path: write_hybrid_gguf(path, "dense", random_hybrid("dense"), qtype="Q8_0"),
-    "latent": lambda path: write_latent_gguf(path, "lite", random_tensors("lite"), qtype="Q8_0"),
-    "windows": lambda path: write_family(path, "gemma3", qtype="Q8_0").path,
+    "dense": lambda path: write_gguf(path, "qwen3", qtype="Q4_0", context=CONTEXT),
+    "experts": lambda path: write_gguf(path, "qwen3moe", qtype="Q4_0", context=CONTEXT),
+    "sinks": lambda path: write_gguf(path, "gpt-oss", qtype="Q8_0", context=CONTEXT),
+    "delta net": lambda path: write_hybrid_gguf(
+        path, "dense", random_hybrid("dense"), qtype="Q8_0", metadata={"qwen35.context_length": CONTEXT}
+    ),
+    "latent": lambda path: write_latent_gguf(
+        path, "lite", random_tensors("lite"), qtype="Q8_0", metadata={"deepseek2.context_length": CONTEXT}
+    ),
+    "windows": lambda path: write_family(path, "gemma3", qtype="Q8_0", **{"gemma3.context_length": CONTEXT}).path,
 }
 
 
@@ -32,11 +37,11 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 def test_large_micro_batches_are_captured_and_give_the_same_bits(
     what: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, rng, context = WRITERS[what](tmp_path / "m.gguf"), random.Random(3), 3 * tokens + 64
+    path, rng = WRITERS[what](tmp_path / "m.gguf"), random.Random(3)
     prompts = [[rng.randrange(300) for _ in range(tokens)] for _ in range(3)]
 
     def speak() -> tuple[int, torch.Tensor]:
-        with open_engine(path, kernels="fast", device="cuda", context=context, tokens=(1, tokens)) as engine:
+        with open_engine(path, kernels="fast", device="cuda", context=CONTEXT, tokens=(1, tokens)) as engine:
             outputs = [engine.forward(prompt) for prompt in prompts]
             engine.reset(0)
             outputs += [engine.forward(prompt) for prompt in reversed(prompts)]

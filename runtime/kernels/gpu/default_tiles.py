@@ -42,11 +42,9 @@ TUNING: dict[tuple[str, int], Tile] = {
     # Products of pairs by expert, keyed by the pairs of a tile; here `depth` is rows of the weight, `tokens` columns.
     # depth * tokens is at least 64 times the threads: with one chunk a thread the compiler stores number by number
     ("grouped gate", 16): Tile(16, 64, 4, 3, tokens=128),
-    ("grouped gate", 32): Tile(32, 64, 4, 3, tokens=128),
     ("grouped gate", 64): Tile(64, 64, 4, 2, tokens=128),
     ("grouped gate", 128): Tile(128, 64, 4, 2, tokens=128),
     ("grouped down", 16): Tile(16, 64, 4, 3, tokens=128),
-    ("grouped down", 32): Tile(32, 64, 4, 3, tokens=128),
     ("grouped down", 64): Tile(64, 128, 4, 3, tokens=64),
     ("grouped down", 128): Tile(128, 128, 4, 3, tokens=64),
     ("decode", 0): Tile(16, 64, 4, 3, DECODE_PROGRAMS),
@@ -69,9 +67,10 @@ def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
 
 def grouped_tile(pairs: int, experts: int, gated: bool) -> Tile:
     """The tile for products of so many pairs (token, chosen expert): with room for twice an expert's even share, as
-    decoding an expert's weights for a second tile takes longer than rows that are empty."""
-    room = 1 << max(0, -(-2 * pairs // experts) - 1).bit_length()
-    return TUNING["grouped gate" if gated else "grouped down", min(128, max(16, room))]
+    decoding an expert's weights for a second tile takes longer than rows that are empty. 64 pairs go to the tensor
+    cores in larger pieces than 32, and take less time."""
+    room = -(-2 * pairs // experts)
+    return TUNING["grouped gate" if gated else "grouped down", 16 if room <= 16 else 64 if room <= 64 else 128]
 
 
 def candidate_tiles(kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:

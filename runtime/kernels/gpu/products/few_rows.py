@@ -62,7 +62,8 @@ class FewRows:
         results are left for the norm that follows, see `leaves_norm`.
         """
         tokens, rows = out.shape
-        tile = self._tile("matvec", weights[0].qtype, tokens)
+        qtype = weights[0].qtype
+        tile = (following and self._norm_tile(qtype, tokens)) or self._tile("matvec", qtype, tokens)
         cut = cut_columns(tile, rows, weights[0].cols // 32, tokens)
         self._launch(x, weights, out, biases, tile, cut, accumulate=accumulate, push=push, following=following)
 
@@ -82,7 +83,12 @@ class FewRows:
 
     def leaves_norm(self, weight: Packed, tokens: int) -> bool:
         """Whether such a product can leave its results for a norm."""
-        return weight.rows % 32 == 0 and self._tile("matvec", weight.qtype, tokens).rows == 32
+        return weight.rows % 32 == 0 and self._norm_tile(weight.qtype, tokens) is not None
+
+    def _norm_tile(self, qtype: str, tokens: int) -> Tile | None:
+        """A tile whose programs complete 32 results: one of 16 rows saves less than a launch for the norm takes."""
+        tiles = self._tile("matvec", qtype, tokens), default_tile("matvec", qtype, bucket_of(tokens))
+        return next((tile for tile in tiles if tile.rows == 32), None)
 
     def multiply_plain(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
