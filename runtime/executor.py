@@ -86,8 +86,7 @@ class Executor:
             self._means, self.meanwhile = means, means.meanwhile
             if self.host.is_locked:
                 self.transfers.make_ring()
-                if group.size == 1:
-                    self._relay = open_relay(device, len(spec.units))
+                self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
             graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
             self.walks = WalkMaker(means, self.residents, states, graphs, plan.tiers[-1].tokens)

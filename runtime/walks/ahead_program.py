@@ -6,9 +6,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.runtime.walks.walk_program import HostRun, Launch
-from pshard.steps.step import Compute, CopyIn, FetchKV, Free, Handoff, Join, Refill, Step, WriteBack
+from pshard.steps.step import (
+    Compute,
+    CopyIn,
+    FetchKV,
+    Free,
+    Gather,
+    Handoff,
+    Join,
+    Receive,
+    Refill,
+    Send,
+    Step,
+    WriteBack,
+)
 
 MOVES = (CopyIn, Refill, Free, FetchKV, WriteBack)  # what the thread that launches queues beside units
+WITH_RANKS = (Receive, Send, Gather)  # what it does with the other ranks
 
 
 @dataclass(frozen=True)
@@ -54,8 +68,8 @@ class AheadProgram:
 
 def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
     """The same as a `WalkProgram.body`; None where nothing is handed to the CPU, where it has a run that nothing is
-    handed to (all units are on the CPU), or where something on the CPU must be done by the thread that launches (a
-    rank's sums, logits, a model's last unit)."""
+    handed to (all units are on the CPU), or where something on the CPU must be done by the thread that launches (sums
+    of ranks without accelerators, logits, a model's last unit)."""
     program, parts, runs = list[Step | Stretch | HostRun](), list[Launch | Tell | Await](), list[HostRun]()
     begun, told = False, list[int]()
 
@@ -71,19 +85,17 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
             if _next_run(body, i) is not None:
                 parts.append(Tell(len(runs), step.carries))
                 told.append(len(runs))
-        elif isinstance(step, Join) and runs:
+        elif runs and (isinstance(step, Join) or (isinstance(step, Handoff) and step.to == "acc")):
             parts.append(Await(len(runs) - 1, step))
         elif isinstance(step, Launch):
             if _waits(step):
                 flush()
             if step.enters and runs:
-                parts.append(Await(len(runs) - 1, Handoff("acc", 0, step.enters)))
+                parts.append(Await(len(runs) - 1, Handoff("acc", 0, step.brought)))
                 step = Launch(step.steps)
             parts.append(Launch(step.steps, step.enters))
             begun = True
-        elif isinstance(step, CopyIn | Free | FetchKV | WriteBack | Refill) or (
-            not begun and isinstance(step, Compute | HostRun)
-        ):
+        elif isinstance(step, MOVES + WITH_RANKS) or (not begun and isinstance(step, Compute | HostRun)):
             flush()
             program.append(step)
         else:

@@ -153,14 +153,12 @@ class Walk:
         repeats = self._repeats(key)
         leaving = launch.leaves if repeats else ()
         written = output and repeats and logits.has_some()  # maybe by a graph, without telling
-        # a sum comes first where the CPU made a part of it
-        entering = launch.enters if isinstance(first, Compute) or not launch.enters else ("branch",)
 
         def work() -> None:
             tier.side.kernels.forget()
             if index is not None:
                 self._device.send(*index)
-            for name in entering:
+            for name in launch.brought:
                 self._send(name)
             self._run_units(launch)
             for name in leaving:
@@ -170,7 +168,7 @@ class Walk:
         if written and logits.is_brought:
             logits.bring()
         self.batch.unsent = None
-        self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in entering)
+        self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in launch.brought)
         self._means.transfers.link_bytes += sum(map(self._count_read, launch.reading))
         self._left = self._device.mark() if leaving or written else None
         if output:

@@ -87,7 +87,7 @@ class AheadWalk(Walk):
     def _do_part(self, part: Launch | Tell | Await, relay: Relay) -> None:
         """Its kernels, and nothing else: a graph may hold them."""
         if isinstance(part, Launch):
-            for name in part.enters:
+            for name in part.brought:
                 self._send(name)
             self._units.run_all(part.steps)
         elif isinstance(part, Tell):
@@ -111,5 +111,5 @@ class AheadWalk(Walk):
         if isinstance(part, Await):
             return sum(here.nbytes for _, here in self._taken(part))
         if isinstance(part, Launch):
-            return sum(self._rows(name)[0].nbytes for name in part.enters) + sum(map(self._count_read, part.reading))
+            return sum(self._rows(name)[0].nbytes for name in part.brought) + sum(map(self._count_read, part.reading))
         return 0

@@ -31,6 +31,11 @@ class Launch:
         return type(first), first.unit, getattr(first, "part", ""), last.unit
 
     @cached_property
+    def brought(self) -> tuple[str, ...]:
+        """What comes from the host at its beginning: of `enters` only the part of a sum, where the CPU has made one."""
+        return ("branch",) if self.enters and isinstance(self.steps[0], AllReduce) else self.enters
+
+    @cached_property
     def on_cpu(self) -> "tuple[Compute | AllReduce | HostRun, ...]":
         """Its steps where the accelerator is the CPU."""
         return tuple(group_on_host(self.steps, "acc"))

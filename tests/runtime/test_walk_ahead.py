@@ -1,18 +1,17 @@
 """Walks that run ahead, with the CPU as accelerator: flags in place of kernels that tell and await."""
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from engines import open_engine
 from experts_file import WAYS
+from flag_relay import open_on_flags
 from model_files import write_gguf
 from plan_samples import make_tier
 
 from pshard.models import open_model
 from pshard.runtime.devices.device import open_device
-from pshard.runtime.devices.relay import LINE, Relay
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import record
@@ -21,28 +20,6 @@ from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.units.moe.experts import EXPERTS
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
-
-
-class FlagKernel:
-    """What `act` does with a flag, started as a Triton kernel is."""
-
-    def __init__(self, act):
-        self._act = act
-
-    def __getitem__(self, grid):
-        return lambda flag, num_warps: self._act(flag)
-
-
-def wait_for(flag: torch.Tensor) -> None:
-    end = time.monotonic() + 10
-    while not int(flag[0]):
-        assert time.monotonic() < end, "the CPU's part was not done"
-    flag[0] = 0
-
-
-def open_on_flags(device, runs: int) -> Relay:
-    flags = torch.zeros(2 * runs * LINE * 4, dtype=torch.uint8)
-    return Relay(device, runs, flags, (FlagKernel(lambda flag: flag[:1].fill_(1)), FlagKernel(wait_for)))
 
 
 def talk(path: Path, tiers) -> tuple[torch.Tensor, int]:
