@@ -18,7 +18,7 @@ from pshard.runtime.residents import Residents, view_rows
 from pshard.runtime.tier_in_force import Means, TierInForce
 from pshard.runtime.walks.unit_runs import UnitRuns
 from pshard.runtime.walks.walk_program import HostRun, Launch, WalkProgram
-from pshard.steps.graph_runs import LAUNCH_BOUND
+from pshard.steps.graph_runs import LAUNCH_BOUND, is_launch_bound
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -150,7 +150,7 @@ class Walk:
         output = launch.gives_logits
         wanted = logits.made if output or index is not None else 0  # the others' work is the same
         key = (tier.tokens, launch.name, self._filled, wanted, cells, self.batch.acc_rows.longest)
-        repeats = self._repeats(key)
+        repeats = self._repeats(key, launch.units)
         leaving = launch.leaves if repeats else ()
         written = output and repeats and logits.has_some()  # maybe by a graph, without telling
 
@@ -187,7 +187,7 @@ class Walk:
             self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, uses)
         return self._tier.reads[key]
 
-    def _repeats(self, key: tuple) -> bool:
+    def _repeats(self, key: tuple = (), units: tuple[str, ...] = ()) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat where `key` does."""
         if self._once or not self._tier.side.kernels.repeatable or not self.logits.fits():
             return False
@@ -197,7 +197,10 @@ class Walk:
             return True
         # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
         full = len(self.batch.segments) == 1 and self._tokens == self._tier.tokens
-        return full and self._tokens <= LAUNCH_BOUND and self._graphs.may_repeat(key)
+        if not full or self._tokens > LAUNCH_BOUND:
+            return False
+        spec = self._means.spec
+        return is_launch_bound([*map(spec.unit, units)], spec.config, self._tokens) and self._graphs.may_repeat(key)
 
     def _wait_for_inputs(self, step: Compute) -> None:
         tier, device = self._tier, self._device

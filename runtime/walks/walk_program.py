@@ -31,6 +31,11 @@ class Launch:
         return type(first), first.unit, getattr(first, "part", ""), last.unit
 
     @cached_property
+    def units(self) -> tuple[str, ...]:
+        """Those that it computes."""
+        return tuple(step.unit for step in self.steps if isinstance(step, Compute))
+
+    @cached_property
     def brought(self) -> tuple[str, ...]:
         """What comes from the host at its beginning: of `enters` only the part of a sum, where the CPU has made one."""
         return ("branch",) if self.enters and isinstance(self.steps[0], AllReduce) else self.enters

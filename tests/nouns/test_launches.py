@@ -12,6 +12,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.meanwhile import Meanwhile
 from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, Walk
 from pshard.runtime.walks.walk_program import Launch, WalkProgram, group_launches
+from pshard.steps.graph_runs import is_launch_bound
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -20,6 +21,7 @@ from pshard.steps.step import (
     Handoff,
     WriteBack,
 )
+from pshard.tensor import TensorSpec
 
 
 class RecordingDevice:
@@ -141,3 +143,15 @@ def test_what_prompts_launch_again_is_captured_and_leaves_graphs_to_small_batche
     graphs, keys = PromptGraphs(2), (1, 2, 1, 3, 2, 3, 3, 1, 2)
     captured = [graphs.may_repeat((key,)) for key in keys]
     assert captured == [False, False, True, False, True, False, False, True, True]
+
+
+@pytest.mark.parametrize(("width", "experts", "tokens", "bound"), [
+    (2048, 0, 1024, True),  # of any size
+    (2048, 0, 4096, True), (8192, 0, 1024, True), (8192, 0, 4096, False), (2048, 0, 4097, False),
+    (8192, 8, 4096, True),  # an eighth of the experts is used
+])  # fmt: skip
+def test_large_prompts_are_captured_where_units_are_small(width: int, experts: int, tokens: int, bound: bool) -> None:
+    kind = SimpleNamespace(parts=(lambda config: (1, experts)) if experts else None)
+    matrix = TensorSpec("w", "Q4_0", (width, width), experts)
+    units: Any = [SimpleNamespace(kind=kind, matrices=(matrix, TensorSpec("s", "F32", (1, 1))))]
+    assert is_launch_bound(units, None, tokens) == bound  # type: ignore[arg-type]
