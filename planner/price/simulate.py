@@ -151,7 +151,7 @@ class _Machine:
 
     def __init__(self, costs: TierCosts, steps: StepList, logs: bool) -> None:
         self.costs, self.units = costs, costs.units
-        self.copies = any(type(step) in _COPIES for step in steps.body)  # they run beside the sums
+        self.copies = not _COPIES.isdisjoint(map(type, steps.body))  # they run beside the sums
         self.host = self.acc = self.d2h = 0.0
         self.link = _Link()
         self.loaded: dict[int | None, _Copy] = {}  # slot -> the last copy into it
@@ -443,7 +443,7 @@ def _act(steps: Sequence[Step], costs: TierCosts) -> list[_Act]:
     """What steps do. `costs.acts` remembers it by the step's identity, which is no other's: the step is in it."""
     known = costs.acts
     try:
-        return [known[id(step)] for step in steps]
+        return list(map(known.__getitem__, map(id, steps)))
     except KeyError:
         for step in steps:
             if id(step) not in known:
