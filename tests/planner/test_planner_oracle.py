@@ -10,7 +10,7 @@ from pshard.model import ModelSpec
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.draft import draft_tier
+from pshard.planner.price.draft import draft_tier, simulated_seconds
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import UnitSearch
 from pshard.planner.search.climb import SLOT_CHOICES
@@ -88,7 +88,7 @@ class Oracle:
             tier = draft_tier(room, costs.load.tokens, where, kv, slots, cut)
             if tier.buffers.total <= room.arena:
                 self.simulated += 1
-                self.fastest = min(self.fastest, simulate_tier(room, tier, costs).seconds)
+                self.fastest = min(self.fastest, simulated_seconds(room, tier, costs))
 
 
 def random_case(seed: int, layers: int) -> tuple[ModelSpec, Rates, Workload]:
