@@ -31,13 +31,13 @@ def to_json(value: Any) -> Any:
     kind: Any = type(value)
     if kind in _SCALARS:
         return value
-    if names := _field_names(kind):
+    if (names := _field_names(kind)) is not None:
         return {name: to_json(getattr(value, name)) for name in names}
     if isinstance(value, list | tuple):
         return [to_json(v) for v in value]
     if isinstance(value, dict):
         return {k: to_json(v) for k, v in value.items()}
-    return {} if names is not None else value
+    return value
 
 
 @cache
