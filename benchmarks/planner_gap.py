@@ -24,7 +24,7 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.rank_task import RankTask
-from pshard.planner.search.anneal import anneal
+from pshard.planner.search.anneal import UnitSearch
 from pshard.planner.search.exact import ExactSearch, list_places
 
 LAYERS = (2, 3, 4, 6, 8, 12)
@@ -67,10 +67,11 @@ def measure_case(layers: int, seed: int, seconds: float) -> tuple[float, float, 
     tier = variant.ranks[0].tiers[0]
     (task,) = prepare_ranks(spec, profile, workload)
     shares = {u.name: cls.shares for cls in task.classes for u in cls.units}
+    searches = [UnitSearch(task.room, tier.tokens, task.costs[0], of) for of in ({}, shares)]
     best, deadline, attempt = tier, time.monotonic() + seconds, 0
     while time.monotonic() < deadline:
         heat, rng = HEATS[attempt % len(HEATS)], Random(f"{seed} {attempt}")
-        best = anneal(task.room, best, task.costs[0], heat, rng, shares if attempt % 2 else {})
+        best = searches[attempt % 2].anneal(best, heat, rng)
         attempt += 1
     found = simulated_seconds(task.room, best, task.costs[0])
     planned = tier.prediction.seconds

@@ -7,11 +7,15 @@ import os
 import tempfile
 import types
 import typing
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Where: TypeAlias = "str | tuple[Where, str | int]"  # a place in data: the root's name, or a place and what in it
+Maker = Callable[[Any, Where], Any]  # of what is at a place
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -24,8 +28,11 @@ def parse_json(text: str | bytes) -> Any:
 
 def to_json(value: Any) -> Any:
     """A dataclass tree as dicts, lists and scalars."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    kind: Any = type(value)
+    if kind in _SCALARS:
+        return value
+    if (names := _field_names(kind)) is not None:
+        return {name: to_json(getattr(value, name)) for name in names}
     if isinstance(value, list | tuple):
         return [to_json(v) for v in value]
     if isinstance(value, dict):
@@ -33,58 +40,96 @@ def to_json(value: Any) -> Any:
     return value
 
 
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Of a dataclass; None for anything else."""
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+
+
 def from_json(kind: type[T], data: Any) -> T:
     """Build the dataclass `kind` from JSON data. Raises ValueError that names the field at fault."""
-    return _build(kind, data, kind.__name__)
+    wanted: Any = kind
+    return _maker(wanted)(data, kind.__name__)
 
 
-def _build(kind: Any, data: Any, where: str) -> Any:
-    """`data` as what the annotation `kind` says; `where`: how errors name it."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in args:
-            return None
-        return _build(next(a for a in args if a is not type(None)), data, where)
-    if origin is tuple:
-        return _build_tuple(args, data, where)
-    if dataclasses.is_dataclass(kind):
-        return _build_dataclass(kind, data, where)
-    if kind is float and type(data) is int:
-        return float(data)
-    if kind in (int, float, str, bool) and type(data) is not kind:
-        raise ValueError(f"{where} is {data!r}, not {kind.__name__}")
-    return data
-
-
-def _build_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple:
-    if not isinstance(data, list):
-        raise ValueError(f"{where} is not a list")
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
-        kinds = (kinds[0],) * len(data)
-    if len(data) != len(kinds):
-        raise ValueError(f"{where} has {len(data)} items, not {len(kinds)}")
-    return tuple(_build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, data)))
-
-
-def _build_dataclass(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise ValueError(f"{where} is not an object")
-    hints, fields = _hints(kind), dataclasses.fields(kind)
-    if extra := sorted(set(data) - {f.name for f in fields}):
-        raise ValueError(f"{where} has an unknown field {extra[0]!r}")
-    made = {}
-    for f in fields:
-        if f.name in data:
-            made[f.name] = _build(hints[f.name], data[f.name], f"{where}.{f.name}")
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where} lacks the field {f.name!r}")
-    return kind(**made)
+def name_place(where: Where) -> str:
+    """A place in JSON data in words: Profile.copies[3].seconds."""
+    if isinstance(where, str):
+        return where
+    within, at = where
+    return f"{name_place(within)}[{at}]" if isinstance(at, int) else f"{name_place(within)}.{at}"
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Looked up once: a profile has a thousand rows of one kind."""
-    return typing.get_type_hints(kind)
+def _maker(kind: Any) -> Maker:
+    """What builds data that the annotation `kind` describes: a profile has a thousand rows of one kind."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _optional_maker(_maker(next(a for a in args if a is not type(None))), type(None) in args)
+    if origin is tuple:
+        return _tuple_maker(args)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_maker(kind)
+    return _scalar_maker(kind) if kind in (int, float, str, bool) else lambda data, where: data
+
+
+def _optional_maker(make: Maker, may_lack: bool) -> Maker:
+    return lambda data, where: None if data is None and may_lack else make(data, where)
+
+
+def _scalar_maker(kind: type) -> Maker:
+    def make_scalar(data: Any, where: Where) -> Any:
+        if type(data) is kind:
+            return data
+        if kind is float and type(data) is int:
+            return float(data)
+        raise ValueError(f"{name_place(where)} is {data!r}, not {kind.__name__}")
+
+    return make_scalar
+
+
+def _tuple_maker(kinds: tuple[Any, ...]) -> Maker:
+    alike = _maker(kinds[0]) if len(kinds) == 2 and kinds[1] is Ellipsis else None
+    each = () if alike else tuple(map(_maker, kinds))
+
+    def make_tuple(data: Any, where: Where) -> tuple:
+        if not isinstance(data, list):
+            raise ValueError(f"{name_place(where)} is not a list")
+        if alike:
+            return tuple([alike(item, (where, i)) for i, item in enumerate(data)])
+        if len(data) != len(each):
+            raise ValueError(f"{name_place(where)} has {len(data)} items, not {len(each)}")
+        return tuple([make(item, (where, i)) for i, (make, item) in enumerate(zip(each, data))])
+
+    return make_tuple
+
+
+def _dataclass_maker(kind: Any) -> Maker:
+    def make_dataclass(data: Any, where: Where) -> Any:
+        if not isinstance(data, dict):
+            raise ValueError(f"{name_place(where)} is not an object")
+        makers = _field_makers(kind)
+        if not data.keys() <= makers.keys():
+            raise ValueError(f"{name_place(where)} has an unknown field {min(data.keys() - makers.keys())!r}")
+        made = {}
+        for name, (make, is_needed) in makers.items():
+            if name in data:
+                made[name] = make(data[name], (where, name))
+            elif is_needed:
+                raise ValueError(f"{name_place(where)} lacks the field {name!r}")
+        return kind(**made)
+
+    return make_dataclass
+
+
+@cache
+def _field_makers(kind: Any) -> dict[str, tuple[Maker, bool]]:
+    """By field, what builds it, and whether it has no default."""
+    hints, none = typing.get_type_hints(kind), dataclasses.MISSING
+    return {
+        f.name: (_maker(hints[f.name]), f.default is none and f.default_factory is none)
+        for f in dataclasses.fields(kind)
+    }
 
 
 def check_regular(path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.jsonio import from_json, parse_json, write_json_atomically
+from pshard.jsonio import Where, from_json, name_place, parse_json, write_json_atomically
 from pshard.machine import PROFILE_VERSION, MachineProfile
 from pshard.paths import cache_dir
 from pshard.registries.check_profile import check_timings
@@ -68,17 +68,17 @@ def _check_figures(data: dict) -> None:
     """Raise ValueError for what no machine has: no accelerator, or a figure that is negative or no number."""
     if not data["accelerators"]:
         raise ValueError("MachineProfile.accelerators is empty")
-    left: list[tuple[str, Any]] = [("MachineProfile", data)]
+    left: list[tuple[Where, Any]] = [("MachineProfile", data)]
     while left:
         where, value = left.pop()
         if isinstance(value, dict):
-            left += [(f"{where}.{name}", item) for name, item in value.items()]
+            left += [((where, name), item) for name, item in value.items()]
         elif isinstance(value, list):
-            left += [(f"{where}[{i}]", item) for i, item in enumerate(value)]
+            left += [((where, i), item) for i, item in enumerate(value)]
         elif isinstance(value, int | float) and not 0 <= value < inf:
-            raise ValueError(f"{where} is {value}, not a number of 0 or more")
-        elif where.rpartition(".")[2] in _SIZES and value < 1:
-            raise ValueError(f"{where} is {value}, not 1 or more")
+            raise ValueError(f"{name_place(where)} is {value}, not a number of 0 or more")
+        elif where[-1] in _SIZES and value < 1:
+            raise ValueError(f"{name_place(where)} is {value}, not 1 or more")
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:

@@ -31,13 +31,13 @@ def is_quick(config: pytest.Config) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def searches_of_the_run(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In a quick run plans are searched for as with `quick_search`, else in full."""
-    with pytest.MonkeyPatch.context() as patch:
-        if is_quick(request.config):
-            from short_searches import shorten_searches
+def searches_of_the_run() -> Iterator[None]:
+    """Plans are searched for as with `quick_search`: most tests ask what is done with a plan. Those of the planner have
+    the whole search when slow tests run."""
+    from short_searches import shorten_searches
 
-            shorten_searches(patch)
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_searches(patch)
         yield
 
 

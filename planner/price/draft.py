@@ -123,7 +123,7 @@ def draft_tier(
     """
     reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
     columns, states = room.columns, room.states
-    places, whole, sizes = [where[name] for name in columns.names], list(columns.whole), list(columns.sizes)
+    places, whole, sizes = list(map(where.__getitem__, columns.names)), list(columns.whole), list(columns.sizes)
     kv, staged, joined = 0, False, 0
     for i, name, with_kv in columns.stateful:
         if name in kv_vram:
@@ -141,12 +141,12 @@ def draft_tier(
                 pinned += divided.kept
                 joined = max(joined, joined_width(unit, share, room.spec.config))
                 placements[i] = _placement(unit.name, places[i], None, *share)
-    pinned += sum(nbytes for nbytes, place in zip(sizes, places) if place == "pinned")
+    pinned += sum([nbytes for nbytes, place in zip(sizes, places) if place == "pinned"])
     streamed = [i for i, place in enumerate(places) if place == "streamed"]
     copied = [i for i in streamed if not columns.has_parts[i]] if reads else streamed
     scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
-    largest = max((sizes[i] for i in copied), default=0)
+    largest = max([sizes[i] for i in copied], default=0)
     buffers = Buffers(pinned, scratch, min(slots, len(copied)), largest, kv, room.cached)
     return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, len(copied) < len(streamed))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.planner.price.tier_costs import TierCosts
+from pshard.planner.price.unit_costs import DividedCost, UnitCost
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -151,14 +152,15 @@ class _Machine:
 
     def __init__(self, costs: TierCosts, steps: StepList, logs: bool) -> None:
         self.costs, self.units = costs, costs.units
-        self.copies = any(type(step) in _COPIES for step in steps.body)  # they run beside the sums
+        self.copies = not _COPIES.isdisjoint(map(type, steps.body))  # they run beside the sums
         self.host = self.acc = self.d2h = 0.0
         self.link = _Link()
         self.loaded: dict[int | None, _Copy] = {}  # slot -> the last copy into it
         self.fetched: _Copy | None = None  # of the next state that the accelerator finds in the stage
         self.slot_free: dict[int, float] = {}
-        self.begun: tuple[Compute, float] | None = None  # the accelerator's share of a unit, and since when
-        self.reading: tuple[Compute, float, _Copy] | None = None  # the same of one that it reads over the link
+        # the accelerator's share of a unit, what the unit costs, and since when it runs
+        self.begun: tuple[Compute, DividedCost, float] | None = None
+        self.reading: tuple[Compute, DividedCost, float, _Copy] | None = None  # the same of one read over the link
         self.refilled: _Copy | None = None  # experts on their way to slots
         # what the host pays for the next unit's run: nothing while one goes on, and a hand-off has paid
         self.to_begin, self.paid = costs.run_issue, False
@@ -229,7 +231,7 @@ class _Machine:
             else:
                 self.host, self.acc, self.d2h, self.fetched = host, acc, d2h, fetched
                 self.to_begin, self.paid = to_begin, paid
-                kind(self, step)
+                kind(self, step, more)
                 host, acc, d2h, fetched = self.host, self.acc, self.d2h, self.fetched
                 to_begin, paid = self.to_begin, self.paid
         self.host, self.acc, self.d2h, self.fetched = host, acc, d2h, fetched
@@ -239,17 +241,15 @@ class _Machine:
         if self.log is not None:
             self.log.append((step, lane, start, end))
 
-    def compute_on_cpu_accelerator(self, step: Compute) -> None:
+    def compute_on_cpu_accelerator(self, step: Compute, unit: UnitCost | DividedCost) -> None:
         """The CPU as accelerator computes on the host's own threads."""
-        unit = self.costs.divided(step.unit, step.share) if step.share else self.units[step.unit]
         self.host += unit.issue
         start = max(self.acc, self.host)
         if self.fetched is not None and step.state == "host":
             start, self.fetched = max(start, self.link.wait(self.fetched)), None
         self.run_part(step, start, unit.acc)
 
-    def compute_part(self, step: Compute) -> None:
-        cost = self.costs.divided(step.unit, step.share)
+    def compute_part(self, step: Compute, cost: DividedCost) -> None:
         if step.on == "cpu":
             start = self.host
             self.host = self.link.beside(start, cost.cpu, self.costs.divided_speeds(step.unit, step.share))
@@ -259,15 +259,15 @@ class _Machine:
         self.to_begin, self.paid = self.costs.run_issue, False
         start = max(self.acc, self.host)
         if step.source == "link" and step.part == "share":  # while the CPU reads too: when that ends, `join` knows
-            self.reading = step, start, self.read_in_place(step, start, cost.read)
+            self.reading = step, cost, start, self.read_in_place(step, start, cost.read)
         elif step.part == "rest":
             self.run_part(step, start, cost.rest)
         elif self.costs.acc_contended is None:
-            self.begun = step, start  # when its copy arrives depends on what the CPU reads meanwhile
+            self.begun = step, cost, start  # when its copy arrives depends on what the CPU reads meanwhile
         else:
             self.run_part(step, start, cost.acc)
 
-    def refill(self, step: Refill) -> None:
+    def refill(self, step: Refill, _: None) -> None:
         """Experts on their way to slots must be there before the micro-batch begins; then the next leave."""
         if self.refilled is not None:
             self.acc = max(self.acc, self.link.wait(self.refilled))
@@ -281,9 +281,8 @@ class _Machine:
         self.link.queue.append(copy)
         return copy
 
-    def compute_in_place(self, step: Compute) -> None:
+    def compute_in_place(self, step: Compute, unit: UnitCost | DividedCost) -> None:
         """A unit whose kernels read it over the link: done when both are."""
-        unit = self.costs.divided(step.unit, step.share) if step.share else self.units[step.unit]
         self.host += unit.issue + (0.0 if self.paid else self.to_begin)
         self.to_begin, self.paid = 0.0, False
         start = max(self.acc, self.host)
@@ -302,15 +301,14 @@ class _Machine:
             self.host = self.acc = self.link.beside(start, seconds, speeds)
         self.note(step, "acc", start, self.acc)
 
-    def join(self, step: Join) -> None:
+    def join(self, step: Join, _: None) -> None:
         if self.begun:
-            share, since = self.begun
-            self.run_part(share, since, self.costs.divided(share.unit, share.share).acc)
+            share, cost, since = self.begun
+            self.run_part(share, since, cost.acc)
             self.begun = None
         spread = 0.0
         if self.reading:
-            share, since, copy = self.reading
-            cost = self.costs.divided(share.unit, share.share)
+            share, cost, since, copy = self.reading
             self.acc, self.reading = max(self.acc, since + cost.acc, self.link.wait(copy)), None
             self.note(share, "acc", self.acc - cost.acc, self.acc)
             spread = cost.spread
@@ -322,12 +320,12 @@ class _Machine:
             self.acc = start + seconds
         self.note(step, "acc", start, self.acc)
 
-    def receive(self, step: Receive) -> None:
+    def receive(self, step: Receive, _: None) -> None:
         start = max(self.host, self.acc)
         self.acc = start + self.costs.hand_over(step.nbytes, self.copies)
         self.note(step, "acc", start, self.acc)
 
-    def send(self, step: Send) -> None:
+    def send(self, step: Send, _: None) -> None:
         """Nothing waits here: the rank that receives pays."""
 
 
@@ -342,16 +340,16 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Compute(part="", on="cpu"):
             return _CPU, step, costs.units[step.unit].cpu, costs.contended[step.unit]
         case Compute(part=""):
+            unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
             if costs.acc_contended:
-                return _Machine.compute_on_cpu_accelerator, step, 0.0, None
+                return _Machine.compute_on_cpu_accelerator, step, 0.0, unit
             if step.source == "link":
-                return _Machine.compute_in_place, step, 0.0, None
+                return _Machine.compute_in_place, step, 0.0, unit
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
             launch = 0.0 if step.position == "first" else costs.launch
-            unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
             return kind, step, unit.acc, unit.issue + launch
         case Compute():
-            return _Machine.compute_part, step, 0.0, None
+            return _Machine.compute_part, step, 0.0, costs.divided(step.unit, step.share)
         case CopyIn():
             unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
             return _COPY, step, unit.link, step.slot
@@ -443,7 +441,7 @@ def _act(steps: Sequence[Step], costs: TierCosts) -> list[_Act]:
     """What steps do. `costs.acts` remembers it by the step's identity, which is no other's: the step is in it."""
     known = costs.acts
     try:
-        return [known[id(step)] for step in steps]
+        return list(map(known.__getitem__, map(id, steps)))
     except KeyError:
         for step in steps:
             if id(step) not in known:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import exp
+from math import exp, inf
 from random import Random
 
 from pshard.plan import TierPlan
@@ -14,10 +14,10 @@ from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.candidates import Candidate, plan_seconds
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.planner.search.other_tiers import EVALUATIONS
+from pshard.planner.search.places import Place, divided_choices, place_choices
 from pshard.planner.search.residency_order import limit_host, order_around
 from pshard.units.divide_unit import count_shares
 from pshard.units.share import WHOLE, Share
-from pshard.units.unit import UnitKind
 
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
 MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
@@ -28,12 +28,7 @@ HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much 
 DIVIDING_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may divide FFNs
 UNDIVIDED: Mapping[str, tuple[Share, ...]] = {}
 
-Place = tuple[str, bool, Share]  # where a unit is, whether its state is in VRAM, how it is divided
-
-
-def place_choices(kind: UnitKind) -> tuple[Place, ...]:
-    """The legal placements of units of a kind, none of them divided."""
-    return tuple((where, state == "vram", WHOLE) for where, state in kind.places)
+_Key = tuple[tuple[Place, ...], int]  # places of all units, slots
 
 
 def refine_candidate(
@@ -113,75 +108,86 @@ def anneal_tier(
     shares: by unit, how it may be divided. A hot pass leaves the neighbourhood that the counts led to, where few units
     make all the difference; cold ones polish, which matters where there are many.
     """
+    search = UnitSearch(room, tier.tokens, costs, shares)
     for seed, heat in enumerate(heats):
-        tier = anneal(room, tier, costs, heat, Random(seed), shares)
+        tier = search.anneal(tier, heat, Random(seed))
     return tier
 
 
-def anneal(
-    room: Room,
-    tier: TierPlan,
-    costs: TierCosts,
-    heat: float,
-    rng: Random,
-    shares: Mapping[str, tuple[Share, ...]] = UNDIVIDED,
-) -> TierPlan:
-    """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
-    units = room.spec.units
-    choices = [(*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in units]
-    now = [(p.where, p.kv == "vram", p.share) for p in tier.placements]
-    slots, tokens = max(1, tier.buffers.slots), tier.tokens
-    best, best_seconds = tier, simulated_seconds(room, tier, costs, SEARCH_ROUNDS)
-    seconds = first = best_seconds
-    tries = max(TRIES, TRIES_PER_UNIT * len(units))
-    for i in range(tries):
-        tried, tried_slots = list(now), slots
-        kind = rng.random()
-        if kind < 0.1:
-            tried_slots = rng.choice(SLOT_CHOICES)
-        elif kind < 0.5:
-            at = rng.randrange(len(units))
-            tried[at] = rng.choice(choices[at])
-        else:
-            _swap(rng, units, tried)
-        draft = _make_fit(rng, room, tokens, tried, tried_slots)
-        if draft is None:
-            continue
-        took = simulated_seconds(room, draft, costs, SEARCH_ROUNDS)
-        warmth = heat * first * (1 - i / tries)
-        if took < seconds or rng.random() < exp((seconds - took) / warmth):
-            now, slots, seconds = tried, tried_slots, took
-            if took < best_seconds:
-                best, best_seconds = draft, took
-    return best
+class UnitSearch:
+    """Random steps from tiers of one size. They come to the same places again and again, which are timed once."""
 
+    def __init__(
+        self, room: Room, tokens: int, costs: TierCosts, shares: Mapping[str, tuple[Share, ...]] = UNDIVIDED
+    ) -> None:
+        self.room, self.tokens, self.costs, self.units = room, tokens, costs, room.spec.units
+        self._names = room.columns.names
+        self._choices = [(*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in self.units]
+        self._known: dict[_Key, float | None] = {}  # seconds of places
 
-def divided_choices(shares: tuple[Share, ...]) -> tuple[Place, ...]:
-    """Places of divided units; of one with parts kept in the arena others are streamed."""
-    return tuple(
-        (where, False, share)
-        for where in ("pinned", "streamed")
-        for share in shares
-        if where == "streamed" or not share.kept
-    )
+    def anneal(self, tier: TierPlan, heat: float, rng: Random) -> TierPlan:
+        """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
+        units, choices = self.units, self._choices
+        now = [(p.where, p.kv == "vram", p.share) for p in tier.placements]
+        slots = max(1, tier.buffers.slots)
+        best, best_seconds = tier, simulated_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)
+        seconds = first = best_seconds
+        tries = max(TRIES, TRIES_PER_UNIT * len(units))
+        for i in range(tries):
+            tried, tried_slots = list(now), slots
+            kind = rng.random()
+            if kind < 0.1:
+                tried_slots = rng.choice(SLOT_CHOICES)
+            elif kind < 0.5:
+                at = rng.randrange(len(units))
+                tried[at] = rng.choice(choices[at])
+            else:
+                _swap(rng, units, tried)
+            took = self._make_fit(rng, tried, tried_slots)
+            if took is None:
+                continue
+            warmth = heat * first * (1 - i / tries)
+            if took < seconds or rng.random() < exp((seconds - took) / warmth):
+                now, slots, seconds = tried, tried_slots, took
+                if took < best_seconds:
+                    best, best_seconds = self._draft(tried, tried_slots), took
+        return best
 
+    def _make_fit(self, rng: Random, tried: list[Place], slots: int) -> float | None:
+        """The seconds of the places; random units leave VRAM until they fit. None when that takes too many, or when
+        host memory does not hold what is left."""
+        for _ in range(MOST_EVICTED + 1):
+            took = self._time(tried, slots)
+            if took is not None:
+                return took if took < inf else None
+            inside = [i for i, (place, vram, share) in enumerate(tried) if place == "pinned" or vram or share.kept]
+            if not inside:
+                return None
+            out = rng.choice(inside)
+            is_looked_up = self.units[out].kind.is_looked_up
+            tried[out] = ("cpu" if is_looked_up else rng.choice(("cpu", "streamed")), False, WHOLE)
+        return None
 
-def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: int) -> TierPlan | None:
-    """The places as a tier; random units leave VRAM until it fits. None when that takes too many."""
-    units = room.spec.units
-    for _ in range(MOST_EVICTED + 1):
-        where = {u.name: place for u, (place, _, _) in zip(units, tried)}
-        kv = frozenset(u.name for u, (_, vram, _) in zip(units, tried) if vram)
-        shares = {u.name: share for u, (_, _, share) in zip(units, tried) if share is not WHOLE}
-        draft = draft_tier(room, tokens, where, kv, slots, shares)
-        if draft.buffers.total <= room.arena:
-            return draft if holds(room, (draft,)) else None
-        inside = [i for i, (place, vram, share) in enumerate(tried) if place == "pinned" or vram or share.kept]
-        if not inside:
-            return None
-        out = rng.choice(inside)
-        tried[out] = ("cpu" if units[out].kind.is_looked_up else rng.choice(("cpu", "streamed")), False, WHOLE)
-    return None
+    def _time(self, places: list[Place], slots: int) -> float | None:
+        """Simulated seconds, infinite where host memory does not hold the places; None where the arena does not."""
+        streamed = sum([where == "streamed" for where, _, _ in places])
+        key = tuple(places), min(slots, streamed)  # with slots for all, more of them are no other tier
+        if key not in self._known:
+            draft = self._draft(places, slots)
+            if draft.buffers.total > self.room.arena:
+                self._known[key] = None
+            elif not holds(self.room, (draft,)):
+                self._known[key] = inf
+            else:
+                self._known[key] = simulated_seconds(self.room, draft, self.costs, SEARCH_ROUNDS)
+        return self._known[key]
+
+    def _draft(self, places: list[Place], slots: int) -> TierPlan:
+        named = list(zip(self._names, places))
+        where = {name: at for name, (at, _, _) in named}
+        kv = frozenset([name for name, (_, vram, _) in named if vram])
+        shares = {name: share for name, (_, _, share) in named if share is not WHOLE}
+        return draft_tier(self.room, self.tokens, where, kv, slots, shares)
 
 
 def _swap(rng: Random, units, tried: list[Place]) -> None:

@@ -13,9 +13,10 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, may_divide, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.anneal import Place, divided_choices, main_tier, place_around, place_choices
+from pshard.planner.search.anneal import main_tier, place_around
 from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SLOT_CHOICES
+from pshard.planner.search.places import Place, divided_choices, least_times, place_choices
 from pshard.units.divide_unit import count_shares, divided_sizes
 from pshard.units.share import WHOLE
 from pshard.units.unit import Unit
@@ -54,19 +55,6 @@ def list_places(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) ->
     """By unit, how a tier may have it that shares memory with no other."""
     shares = {u.name: cls.shares if may_divide(costs) else () for cls in classes for u in cls.units}
     return tuple((*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in room.spec.units)
-
-
-def least_times(unit: Unit, place: Place, costs: TierCosts) -> tuple[float, float]:
-    """Seconds of a unit in turn with other units, and on the link, at least."""
-    where, in_vram, share = place
-    cost = costs.units[unit.name]
-    if share:
-        part = costs.divided(unit.name, share)
-        busy, link = max(part.acc, part.cpu) + part.join + part.rest, costs.over_link(unit.kind, part)
-    else:
-        busy, link = cost.cpu if where == "cpu" else cost.acc, costs.over_link(unit.kind, cost)
-    fetched = cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
-    return busy, (link if where == "streamed" else 0.0) + fetched
 
 
 @dataclass

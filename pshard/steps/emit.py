@@ -7,6 +7,7 @@ first `slots` streamed units already loaded or on their way; `enter` lists those
 
 from collections.abc import Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from pshard.model import ModelSpec
@@ -49,6 +50,7 @@ _expect_read = lru_cache(1 << 14)(read_nbytes)
 
 SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
 PART = "branch"  # the buffer of a rank's part of a sum
+_unit_of = attrgetter("unit")
 Placed = tuple[Unit, Placement]
 
 
@@ -115,8 +117,12 @@ class StepEmitter:
         self._growing = set(spec.onto_parts.values()) if self._sums else set[str]()
         self._forms: list[_Form] = []
         self._numbers: dict[tuple, int] = {}  # of forms, by what tells them apart
-        # placements by their identities, which are no others': each is here
-        self._known: dict[int, tuple[Placement, int]] = {}
+        self._moving: set[int] = set()  # forms whose state passes through the stage
+        # those that are streamed through a slot, where streamed parts are copied too, and where they are read in place
+        self._copied: tuple[set[int], set[int]] = set(), set()
+        # forms by the identities of their placements, which are no others': each is kept
+        self._known: dict[int, int] = {}
+        self._kept: list[Placement] = []
         self._pieces: dict[tuple[int, bool], dict[tuple[int, int | None, _At], _Piece]] = {}
         self._copies: dict[tuple[int, int], CopyIn] = {}
         self._moves: dict[str, tuple[tuple[Step, ...], WriteBack]] = {}
@@ -124,14 +130,11 @@ class StepEmitter:
     def emit(self, tier: TierPlan) -> StepList:
         """The steps of one micro-batch under a tier."""
         slots, links, forms = tier.buffers.slots, self.spec.neighbours, self._number_forms(tier)
-        copied = {form for form in set(forms) if self._forms[form].is_copied(tier.in_place)}
+        copied, moving = self._copied[tier.in_place], self._moving
         copies = self._copy_streamed([form for form in forms if form in copied], slots)
         following = _next_in_slot(copies, slots)
-        moving = {form for form in set(forms) if self._forms[form].moves}
         # fetches of states that pass through the stage
-        staged = iter(
-            [self._move_state(self._forms[form].unit.name)[0] for form in forms if form in moving] if moving else []
-        )
+        staged = iter([self._move_state(self._forms[form].unit.name)[0] for form in forms if form in moving])
         body: list[Step] = [*_refill_slots(self.spec, tier, self.shape.tokens), *next(staged, ())]
         at, n_copied = _At(), 0
         if links and links.source is not None:
@@ -159,22 +162,29 @@ class StepEmitter:
     def _number_forms(self, tier: TierPlan) -> list[int]:
         """The units' forms in order, by their numbers."""
         known, placed = self._known, tier.placements
-        if [place.unit for place in placed] != self._names:
+        if list(map(_unit_of, placed)) != self._names:
             places = {place.unit: place for place in placed}
             placed = tuple(places[name] for name in self._names)
         try:
-            return [known[id(place)][1] for place in placed]
+            return list(map(known.__getitem__, map(id, placed)))
         except KeyError:
             for place in placed:
                 if id(place) not in known:
-                    known[id(place)] = place, self._number(place)
-            return [known[id(place)][1] for place in placed]
+                    known[id(place)] = self._number(place)
+                    self._kept.append(place)
+            return [known[id(place)] for place in placed]
 
     def _number(self, place: Placement) -> int:
         unit = self._units[place.unit]
         number = self._numbers.setdefault((unit.name, place.where, place.kv, place.share), len(self._forms))
         if number == len(self._forms):
-            self._forms.append(_Form(unit, place.where, place.kv, place.share))
+            form = _Form(unit, place.where, place.kv, place.share)
+            self._forms.append(form)
+            if form.moves:
+                self._moving.add(number)
+            for in_place in (False, True):
+                if form.is_copied(in_place):
+                    self._copied[in_place].add(number)
         return number
 
     def _emit_unit(self, form: _Form, tier: TierPlan, slot: int | None, at: _At) -> _Piece:

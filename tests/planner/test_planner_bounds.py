@@ -16,8 +16,8 @@ from pshard.planner.program.coefficients import count_tier, may_divide, tier_pro
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import group_units
-from pshard.planner.search.anneal import divided_choices, place_choices
 from pshard.planner.search.climb import SEARCH_ROUNDS
+from pshard.planner.search.places import divided_choices, place_choices
 from pshard.units.divide_unit import count_shares
 from pshard.units.share import Share
 

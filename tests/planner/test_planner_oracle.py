@@ -10,9 +10,9 @@ from pshard.model import ModelSpec
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.draft import draft_tier
+from pshard.planner.price.draft import draft_tier, simulated_seconds
 from pshard.planner.rank_task import RankTask
-from pshard.planner.search.anneal import anneal
+from pshard.planner.search.anneal import UnitSearch
 from pshard.planner.search.climb import SLOT_CHOICES
 from pshard.planner.search.exact import ExactSearch, list_places
 from pshard.units.attention import ATTENTION
@@ -88,7 +88,7 @@ class Oracle:
             tier = draft_tier(room, costs.load.tokens, where, kv, slots, cut)
             if tier.buffers.total <= room.arena:
                 self.simulated += 1
-                self.fastest = min(self.fastest, simulate_tier(room, tier, costs).seconds)
+                self.fastest = min(self.fastest, simulated_seconds(room, tier, costs))
 
 
 def random_case(seed: int, layers: int) -> tuple[ModelSpec, Rates, Workload]:
@@ -193,9 +193,9 @@ def test_more_search_unit_by_unit_gains_less_than_a_percent(layers, seed):
     profile = profile_from_datasheet(rates)
     tier = plan_variant(spec, profile, workload).ranks[0].tiers[0]
     (task,) = prepare_ranks(spec, profile, workload)
-    best = tier
+    best, search = tier, UnitSearch(task.room, tier.tokens, task.costs[0])
     for heat in (0.02, 0.15, 0.4):
-        best = anneal(task.room, best, task.costs[0], heat, random.Random(f"{seed} {heat}"))
+        best = search.anneal(best, heat, random.Random(f"{seed} {heat}"))
     gained = tier.prediction.seconds / simulate_tier(task.room, best, task.costs[0]).seconds
     assert gained <= 1 + WITHIN
     assert tier.prediction.bound_seconds <= simulate_tier(task.room, best, task.costs[0]).seconds * (1 + 1e-9)

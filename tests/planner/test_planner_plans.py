@@ -362,7 +362,7 @@ from pshard.planner.make_plan import plan_variant
 from pshard.workload import Workload
 import pshard.commands.cli_plan, pshard.planner.show_plan, pshard.planner.explain, pshard.planner.llama_cpp_arguments
 profile = profile_from_datasheet(DESKTOP)
-print(plan_variant(make_model(), profile, Workload((OWN + 54,), context=256, prompt=64)).plan_needed)
+print(plan_variant(make_model(layers=2), profile, Workload((OWN + 24,), context=256, prompt=64)).plan_needed)
 """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "makers")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)

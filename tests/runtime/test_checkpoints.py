@@ -129,7 +129,8 @@ def test_a_damaged_state_is_refused_by_name(model: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("like", LIKE)
 def test_a_soak_of_cuts_resets_and_turns_gives_the_logits_of_fresh_texts(tmp_path: Path, like: str) -> None:
-    path, rng = write_hybrid_gguf(tmp_path / "m.gguf", like, random_hybrid(like)), random.Random(3)
+    weights, rng = random_hybrid(like), random.Random(3)
+    path = write_hybrid_gguf(tmp_path / "m.gguf", like, weights)
     texts = [list[int]() for _ in range(3)]
     with (
         open_model(path) as file,
@@ -148,5 +149,5 @@ def test_a_soak_of_cuts_resets_and_turns_gives_the_logits_of_fresh_texts(tmp_pat
             for s, logits in enumerate(engine.forward(new, all_logits=True)):
                 texts[s] += new[s]
                 if new[s]:
-                    expected = hybrid_logits(file.spec.config, random_hybrid(like), texts[s])[-len(new[s]) :]
+                    expected = hybrid_logits(file.spec.config, weights, texts[s])[-len(new[s]) :]
                     assert difference(logits.numpy(), expected) < CLOSE

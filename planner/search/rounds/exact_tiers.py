@@ -13,9 +13,9 @@ from pshard.planner.price.draft import Room
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.anneal import Place
 from pshard.planner.search.candidates import Candidate, plan_seconds, steps_seconds
 from pshard.planner.search.exact import ExactSearch, Residents
+from pshard.planner.search.places import Place
 from pshard.planner.search.residency_order import order_nested
 from pshard.planner.search.rounds.ways import hold, lies_in, list_ways
 
@@ -134,9 +134,11 @@ def _fastest_mix(
     """One of each list that go with each other; None where none makes a round shorter `than` the candidate's."""
     order = sorted(range(len(lists)), key=lambda i: len(lists[i]))
     rest = [sum(floors[i] for i in order[at:]) for at in range(len(order) + 1)]
+    numbers: tuple[dict, dict] = {}, {}  # of what may be in VRAM
+    held = [[tuple(map(_as_bits, one[2], numbers)) for one in of] for of in lists]
     best, found = than.total, None
 
-    def descend(taken: tuple[Listed, ...], seconds: float) -> None:
+    def descend(taken: tuple[Listed, ...], seconds: float, holding: tuple[tuple[int, ...], ...]) -> None:
         nonlocal best, found
         at = len(taken)
         if at == len(order):
@@ -147,16 +149,19 @@ def _fastest_mix(
             if total < best and steps_seconds(each, costs) <= than.most and holds(room, tiers):
                 best, found = total, mix
             return
-        for one in lists[order[at]]:
+        for one, (pins, states) in zip(lists[order[at]], held[order[at]]):
             if seconds + one[0] + rest[at + 1] >= best:
                 return
-            if all(_goes_with(one[2], other[2]) for other in taken):
-                descend((*taken, one), seconds + one[0])
+            for other_pins, other_states in holding:  # what one has lies within what the other has
+                if pins & other_pins not in (pins, other_pins) or states & other_states not in (states, other_states):
+                    break
+            else:
+                descend((*taken, one), seconds + one[0], (*holding, (pins, states)))
 
-    descend((), 0.0)
+    descend((), 0.0, ())
     return found
 
 
-def _goes_with(one: Residents, other: Residents) -> bool:
-    """Whether what one has lies within what the other has, with the same bytes of each unit."""
-    return all(a <= b or b <= a for a, b in zip(one, other))
+def _as_bits(held: frozenset, numbers: dict) -> int:
+    """A set as the bits of its elements' numbers; those that have none get the next ones."""
+    return sum(1 << numbers.setdefault(one, len(numbers)) for one in held)

@@ -7,8 +7,7 @@ from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import may_divide
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.anneal import Place, divided_choices, place_choices
-from pshard.planner.search.exact import least_times
+from pshard.planner.search.places import Place, divided_choices, least_times, place_choices
 from pshard.units.divide_unit import count_shares, without_cpu
 from pshard.units.unit import Unit
 
