@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags of pshard-profile."""
     description = "Measure this machine with the kernels that will run, for pshard-plan."
     parser = new_parser("pshard-profile", description, takes_model=True)
-    parser.add_argument("--quick", action="store_true", help="at most a minute: fewer shapes, shorter timings")
+    parser.add_argument("--quick", action="store_true", help="a minute or two: fewer shapes, shorter timings")
     parser.add_argument("-m", "--model", metavar="MODEL", help="also time exactly this model's matrices")
     parser.add_argument("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="the same of a repository of the Hub")
     parser.add_argument(
