@@ -1,6 +1,6 @@
 """Which steps one CUDA graph may hold: the rule that the runtime, the profile and the planner share. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pshard.model_config import ModelConfig
 from pshard.steps.step import AllReduce, Compute, Handoff, Step, WriteBack
@@ -13,11 +13,12 @@ ALWAYS_BOUND = 1024  # tokens up to which that holds for units of any size
 SMALL_PRODUCT = 1.5e11  # tokens times a unit's numbers: up to there fast GPUs take less than 0.5 ms
 
 
-def is_launch_bound(units: Sequence[Unit], config: ModelConfig, tokens: int) -> bool:
+def is_launch_bound(units: Iterable[Unit], config: ModelConfig, tokens: int) -> bool:
     """Whether launching the kernels of such units may take longer than computing them for so many tokens."""
-    if tokens <= ALWAYS_BOUND:
-        return True
-    return tokens <= LAUNCH_BOUND and tokens * sum(_count_used(u, config) for u in units) <= SMALL_PRODUCT * len(units)
+    if not ALWAYS_BOUND < tokens <= LAUNCH_BOUND:
+        return tokens <= LAUNCH_BOUND
+    used = [_count_used(unit, config) for unit in units]
+    return tokens * sum(used) <= SMALL_PRODUCT * len(used)
 
 
 def _count_used(unit: Unit, config: ModelConfig) -> float:

@@ -21,8 +21,8 @@ from pshard.steps.step import (
     WriteBack,
 )
 
-MOVES = (CopyIn, Refill, Free, FetchKV, WriteBack)  # what the thread that launches queues beside units
-WITH_RANKS = (Receive, Send, Gather)  # what it does with the other ranks
+# what the thread that launches does itself: what it queues beside units, and what it does with the other ranks
+BY_THREAD = (CopyIn, Refill, Free, FetchKV, WriteBack, Receive, Send, Gather)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
                 step = Launch(step.steps)
             parts.append(Launch(step.steps, step.enters))
             begun = True
-        elif isinstance(step, MOVES + WITH_RANKS) or (not begun and isinstance(step, Compute | HostRun)):
+        elif isinstance(step, BY_THREAD) or (not begun and isinstance(step, Compute | HostRun)):
             flush()
             program.append(step)
         else:

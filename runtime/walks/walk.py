@@ -18,7 +18,7 @@ from pshard.runtime.residents import Residents, view_rows
 from pshard.runtime.tier_in_force import Means, TierInForce
 from pshard.runtime.walks.unit_runs import UnitRuns
 from pshard.runtime.walks.walk_program import HostRun, Launch, WalkProgram
-from pshard.steps.graph_runs import LAUNCH_BOUND, is_launch_bound
+from pshard.steps.graph_runs import is_launch_bound
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -138,8 +138,7 @@ class Walk:
 
     def _launch(self, launch: Launch) -> None:
         tier, logits, index = self._tier, self.logits, self.batch.unsent
-        first = launch.steps[0]
-        if isinstance(first, Compute):
+        if isinstance(first := launch.steps[0], Compute):
             self._wait_for_inputs(first)
         if tier.arriving:
             for step in launch.steps:
@@ -150,7 +149,7 @@ class Walk:
         output = launch.gives_logits
         wanted = logits.made if output or index is not None else 0  # the others' work is the same
         key = (tier.tokens, launch.name, self._filled, wanted, cells, self.batch.acc_rows.longest)
-        repeats = self._repeats(key, launch.units)
+        repeats = self._repeats(key, launch)
         leaving = launch.leaves if repeats else ()
         written = output and repeats and logits.has_some()  # maybe by a graph, without telling
 
@@ -187,20 +186,21 @@ class Walk:
             self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, uses)
         return self._tier.reads[key]
 
-    def _repeats(self, key: tuple = (), units: tuple[str, ...] = ()) -> bool:
-        """Whether launching costs more than computing, and all addresses and launch sizes repeat where `key` does."""
-        if self._once or not self._tier.side.kernels.repeatable or not self.logits.fits():
-            return False
-        if not self._means.host.is_locked:  # a graph cannot take transfers from or to pageable memory
+    def _may_repeat(self) -> bool:
+        """Whether addresses and launch sizes are the same where the key of launches is."""
+        locked = self._means.host.is_locked  # a graph cannot take transfers from or to pageable memory
+        return not self._once and self._tier.side.kernels.repeatable and self.logits.fits() and locked
+
+    def _repeats(self, key: tuple, launch: Launch) -> bool:
+        """Whether launching costs more than computing, and all that is launched repeats where `key` does."""
+        if not self._may_repeat():
             return False
         if self._tokens <= SMALL_BATCH:
             return True
         # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
-        full = len(self.batch.segments) == 1 and self._tokens == self._tier.tokens
-        if not full or self._tokens > LAUNCH_BOUND:
-            return False
-        spec = self._means.spec
-        return is_launch_bound([*map(spec.unit, units)], spec.config, self._tokens) and self._graphs.may_repeat(key)
+        spec, full = self._means.spec, len(self.batch.segments) == 1 and self._tokens == self._tier.tokens
+        bound = full and is_launch_bound(map(spec.unit, launch.units), spec.config, self._tokens)
+        return bound and self._graphs.may_repeat(key)
 
     def _wait_for_inputs(self, step: Compute) -> None:
         tier, device = self._tier, self._device

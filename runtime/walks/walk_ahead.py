@@ -29,7 +29,7 @@ class AheadWalk(Walk):
 
     def _look_up(self, program: AheadProgram) -> list[CallList] | None:
         self._once = False
-        if self._tokens > SMALL_BATCH or not self._repeats():
+        if self._tokens > SMALL_BATCH or not self._may_repeat():
             return None
         keys = [self._host_key(run) for run in program.runs]
         on_host = self._tier.on_host

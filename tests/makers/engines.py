@@ -1,6 +1,7 @@
 """Engines for tests: a model file, hand-made plans, the CPU as accelerator."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,3 +48,12 @@ def open_engine(
     variant = with_workload(variant, type_k=kv_types[0], type_v=kv_types[1])
     options = {"checkpoint_bytes": checkpoint_bytes, "exact": exact}
     return build_engine(file, variant, open_device(device), kernels=kernels, **options)
+
+
+def read_twice(engine: Engine, prompts: Sequence[list[int]]) -> tuple[int, torch.Tensor]:
+    """Graphs that are held at the end, and logits: of a text of the prompts, and of one of them in reverse."""
+    with engine:
+        outputs = [engine.forward(prompt) for prompt in prompts]
+        engine.reset(0)
+        outputs += [engine.forward(prompt) for prompt in reversed(prompts)]
+        return len(engine.device._graphs), torch.stack(outputs)

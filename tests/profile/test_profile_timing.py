@@ -18,7 +18,7 @@ from pshard.profile.timed.time_links import copy_in_turn, link_from, run_togethe
 from pshard.profile.timing_loop import Pace, calls_in_graph, mean_seconds, median_seconds
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
-from pshard.runtime.walks import walk as micro_batch
+from pshard.steps.graph_runs import LAUNCH_BOUND
 
 
 def test_repetitions_fill_the_budget_within_bounds():
@@ -180,7 +180,7 @@ def test_kernels_are_timed_in_a_graph_for_as_many_tokens_as_the_runtime_captures
     plain.repeatable = repeatable
     pool = OperandPool(4096, torch.device("cpu"))
     bench = KernelBench("acc", plain, torch.device(device), pool, Pace(0.1), 1.0)
-    bound = micro_batch.LAUNCH_BOUND
+    bound = LAUNCH_BOUND
     got = [bench.seconds(lambda i: None, tokens) for tokens in (1, 64, 65, bound, bound + 1)]
     each = 1.0 if device == "cuda" and repeatable else 3.0 if device == "cpu" else 2.0
     assert got == [each] * 4 + [3.0 if device == "cpu" else 2.0]

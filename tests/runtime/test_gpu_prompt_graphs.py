@@ -4,10 +4,11 @@ Skipped without one."""
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engines import open_engine
+from engines import open_engine, read_twice
 from family_files import write_family
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from latent_files import random_tensors, write_latent_gguf
@@ -40,15 +41,9 @@ def test_large_micro_batches_are_captured_and_give_the_same_bits(
     path, rng = WRITERS[what](tmp_path / "m.gguf"), random.Random(3)
     prompts = [[rng.randrange(300) for _ in range(tokens)] for _ in range(3)]
 
-    def speak() -> tuple[int, torch.Tensor]:
-        with open_engine(path, kernels="fast", device="cuda", context=CONTEXT, tokens=(1, tokens)) as engine:
-            outputs = [engine.forward(prompt) for prompt in prompts]
-            engine.reset(0)
-            outputs += [engine.forward(prompt) for prompt in reversed(prompts)]
-            return len(engine.device._graphs), torch.stack(outputs)
-
-    captured, got = speak()
-    monkeypatch.setattr(micro_batch, "LAUNCH_BOUND", 0)
-    launched, expected = speak()
+    options: Any = {"kernels": "fast", "device": "cuda", "context": CONTEXT, "tokens": (1, tokens)}
+    captured, got = read_twice(open_engine(path, **options), prompts)
+    monkeypatch.setattr(micro_batch, "is_launch_bound", lambda *_: False)
+    launched, expected = read_twice(open_engine(path, **options), prompts)
     assert captured and not launched and torch.isfinite(got).all()
     assert torch.equal(got, expected)

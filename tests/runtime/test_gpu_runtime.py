@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import converse, open_engine, pinned_everywhere
+from engines import converse, open_engine, pinned_everywhere, read_twice
 from model_files import write_gguf
 from plan_samples import keep_rows, make_tier, random_places, shrink_places, split_places
 from rounded_kernels import RoundedKernels
@@ -158,16 +158,9 @@ def test_full_micro_batches_of_a_prompt_repeat_a_graph_for_each_run_of_units(
     tiers = tuple(make_tier(spec, n, places, 2 * (attention == "streamed"), 1024, 1) for n in (1, 128))
     prompts = [[rng.randrange(320) for _ in range(128)] for _ in range(5)]
 
-    def speak() -> tuple[int, torch.Tensor]:
-        with open_engine(path, tiers, "fast", 1024, device="cuda") as engine:
-            outputs = [engine.forward(prompt) for prompt in prompts]
-            engine.reset(0)
-            outputs += [engine.forward(prompt) for prompt in reversed(prompts)]
-            return len(engine.device._graphs), torch.stack(outputs)
-
-    captured, got = speak()
-    monkeypatch.setattr(micro_batch, "LAUNCH_BOUND", 0)
-    launched, expected = speak()
+    captured, got = read_twice(open_engine(path, tiers, "fast", 1024, device="cuda"), prompts)
+    monkeypatch.setattr(micro_batch, "is_launch_bound", lambda *_: False)
+    launched, expected = read_twice(open_engine(path, tiers, "fast", 1024, device="cuda"), prompts)
     assert (captured, launched) == (graphs, 0)
     assert torch.equal(got, expected)
 

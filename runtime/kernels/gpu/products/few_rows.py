@@ -63,7 +63,7 @@ class FewRows:
         """
         tokens, rows = out.shape
         qtype = weights[0].qtype
-        tile = (following and self._norm_tile(qtype, tokens)) or self._tile("matvec", qtype, tokens)
+        tile = (self._norm_tile(qtype, tokens) if following else None) or self._tile("matvec", qtype, tokens)
         cut = cut_columns(tile, rows, weights[0].cols // 32, tokens)
         self._launch(x, weights, out, biases, tile, cut, accumulate=accumulate, push=push, following=following)
 
