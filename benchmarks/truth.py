@@ -34,7 +34,7 @@ from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
-from pshard.planner.published.strategies import EXPERT_LRU, has_experts, list_strategies
+from pshard.planner.published.strategies import list_published
 from pshard.profile.timed.host_threads import READ_BYTES
 from pshard.registries.profile_store import load_profile
 from pshard.runtime.build_engine import build_engine
@@ -171,7 +171,7 @@ def is_settled(rounds: list[Round], predicted: float, fastest: float) -> bool:
 def plan_strategies(file: ModelFile, profile: MachineProfile, workload: Workload) -> dict[str, Variant]:
     """The published strategies' plans for the same workload, where the budget allows one."""
     found = {}
-    for name in (*list_strategies(file.spec), *((EXPERT_LRU,) if has_experts(file.spec) else ())):
+    for name in list_published(file.spec):
         try:
             found[name] = plan_baseline(name, file.spec, profile, workload)
         except UserError as error:

@@ -6,7 +6,7 @@ from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.prepare_ranks import prepare_ranks
-from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, has_experts, list_strategies
+from pshard.planner.published.strategies import PER_TIER, list_published
 from pshard.routing.record import RoutingRecord
 from pshard.times.outlook import Forecast, LeftOut, Outlook
 from pshard.times.predicted_times import decode_rate, first_token_seconds, round_seconds
@@ -27,7 +27,7 @@ def foresee_strategies(
         list[LeftOut](),
         prepare_ranks(spec, profile, workload, variant.correction),
     )
-    for name in (*list_strategies(spec), *((EXPERT_LRU,) if has_experts(spec) else ()), PER_TIER):
+    for name in (*list_published(spec), PER_TIER):
         try:
             published = plan_baseline(name, spec, profile, workload, variant.correction, record, tasks)
             found.append(_forecast(name, published))

@@ -334,13 +334,17 @@ _OTHERS = {Join: _Machine.join, Refill: _Machine.refill, Receive: _Machine.recei
 _Act = tuple[Any, Any, float, Any]  # a kind or a method of `_Machine`, the step, its seconds, and what that kind needs
 
 
+def _cost_of(step: Compute | CopyIn, costs: TierCosts) -> UnitCost | DividedCost:
+    return costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
+
+
 def _price(step: Step, costs: TierCosts) -> _Act:
     """What a step does to the lanes, its costs looked up once for all rounds and simulations."""
     match step:
         case Compute(part="", on="cpu"):
             return _CPU, step, costs.units[step.unit].cpu, costs.contended[step.unit]
         case Compute(part=""):
-            unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
+            unit = _cost_of(step, costs)
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, unit
             if step.source == "link":
@@ -351,7 +355,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Compute():
             return _Machine.compute_part, step, 0.0, costs.divided(step.unit, step.share)
         case CopyIn():
-            unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
+            unit = _cost_of(step, costs)
             return _COPY, step, unit.link, step.slot
         case FetchKV():
             return _FETCH, step, costs.units[step.unit].kv_fetch, 2 * costs.copy_issue  # keys and values

@@ -193,6 +193,11 @@ def list_strategies(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(name for name in placed if has_experts(spec) or name not in OF_EXPERTS)
 
 
+def list_published(spec: ModelSpec) -> tuple[str, ...]:
+    """The same, and where a model has experts the one with slots."""
+    return (*list_strategies(spec), *((EXPERT_LRU,) if has_experts(spec) else ()))
+
+
 def check_strategy(name: str, spec: ModelSpec) -> None:
     """Raise UserError where there is no such strategy for the model."""
     if name not in NAMES:
