@@ -58,7 +58,7 @@ def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     truth = runpy.run_path(str(SCRIPTS / "truth.py"))
     named = truth["main"].__globals__
     monkeypatch.setitem(named, "TESTS", (BenchTest(16, 0), BenchTest(0, 2)))
-    monkeypatch.setitem(named, "list_strategies", lambda spec: ("layer-stream",))
+    monkeypatch.setitem(named, "list_published", lambda spec: ("layer-stream",))
     monkeypatch.setitem(named, "HOPELESS", 0.0)
     monkeypatch.setitem(named, "ROUNDS", 2)
     monkeypatch.setitem(named, "SAMPLE_SECONDS", 0.0)  # two samples
