@@ -14,6 +14,7 @@ from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_executor import build_executor, choose_kernels
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
+from pshard.runtime.memory.fresh_memory import FilledMemory
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
@@ -44,6 +45,7 @@ def build_engine(
     checkpoint_bytes: int = 0,
     plays: RoutingRecord | None = None,
     exact: bool = False,
+    filled: FilledMemory | None = None,
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -62,6 +64,7 @@ def build_engine(
             tokens are made up.
         exact: on a GPU no bit of a text depends on the others in its step, in steps of up to SMALL_BATCH tokens under
             one tier.
+        filled: memory for the weights, maybe still being filled with pages; released where the plan takes another size.
     """
     group = group or Group()
     if group.size != len(variant.ranks):
@@ -76,7 +79,7 @@ def build_engine(
     weights, own = lender, None
     try:
         if weights is None:  # packed while tokenizer and kernels are made ready
-            weights = own = HostWeights(list_on_host(spec, plan), device)
+            weights = own = HostWeights(list_on_host(spec, plan), device, filled)
             own.begin(file, ranges[group.rank], progress)
         tokenizer = _tokenizer(file)
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)

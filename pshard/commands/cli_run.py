@@ -65,6 +65,10 @@ def _main(argv: list[str]) -> int:
     ids, doubts, most = _encode_prompt(request.model, prompt, args)
     request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
 
+    from pshard.session.fill_ahead import fill_ahead
+
+    filled = fill_ahead(request)  # before the next line, which imports torch
+
     from pshard.runtime.ranks.group import started_ranks
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.first_profile import ensure_profile
@@ -88,7 +92,7 @@ def _main(argv: list[str]) -> int:
         sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
     records = args.record_routing is not None
     variant = keep_slots(opened.variant) if args.deterministic else opened.variant
-    with start_engine(opened, variant, args.kernels, group, records=records) as engine:
+    with start_engine(opened, variant, args.kernels, group, records=records, filled=filled) as engine:
         for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
         _generate(engine, ids, args, sampling, grammar, loud=group.rank == 0)

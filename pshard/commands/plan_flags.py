@@ -26,6 +26,7 @@ from pshard.machine import MachineProfile
 from pshard.planner.llama_cpp_arguments import PROGRAMS, check_emit
 from pshard.planner.serving.size_load import LoadSizes, size_load
 from pshard.session.run_request import check_budgets, count_devices, suggest_budget
+from pshard.session.this_machine import free_by_driver
 from pshard.times.running_requests import CONCURRENCY
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, UNLIMITED_MIB, Workload, binding_limits, usual_ubatch
@@ -232,17 +233,5 @@ def _free_budgets(args: argparse.Namespace, profile: MachineProfile) -> tuple[in
     accelerators = profile.accelerators if args.split_mode != "none" else profile.accelerators[:1]
     if accelerators[0].kind == "cpu":
         return (UNLIMITED_MIB,) * len(accelerators)
-    free = {} if args.profile else _free_memory()
+    free = {} if args.profile else free_by_driver()
     return tuple(free.get(a.index, int(0.95 * a.memory_bytes)) // MIB for a in accelerators)
-
-
-def _free_memory() -> dict[int, int]:
-    """Free bytes of each GPU, as the driver says."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = {i: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())}
-        return {i: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for i, handle in handles.items()}
-    except Exception:  # no driver: the profile's own figure stands
-        return {}

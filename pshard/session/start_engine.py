@@ -10,6 +10,7 @@ from pshard.plan import Variant
 if TYPE_CHECKING:
     from pshard.routing.record import RoutingRecord
     from pshard.runtime.engine import Engine
+    from pshard.runtime.memory.fresh_memory import FilledMemory
     from pshard.runtime.ranks.group import Group
     from pshard.session.open_plan import Opened
 
@@ -42,10 +43,11 @@ def start_engine(
     checkpoints: bool = True,
     plays: "RoutingRecord | None" = None,
     exact: bool = False,
+    filled: "FilledMemory | None" = None,
 ) -> "Engine":
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal. records: which
     experts tokens use is kept for `Engine.record_routing`. checkpoints: of states that cannot be cut back are kept.
-    plays, exact: see build_engine."""
+    plays, exact, filled: see build_engine."""
     from pshard.registries.profile_store import note_page_locks
     from pshard.runtime.build_engine import build_engine
     from pshard.runtime.checkpoints.checkpoints import CHECKPOINT_BYTES
@@ -59,8 +61,8 @@ def start_engine(
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
-            tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact,
-            checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group)) if checkpoints else 0,
+            tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact, filled=filled,
+            checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group, filled)) if checkpoints else 0,
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()
@@ -70,11 +72,13 @@ def start_engine(
     return engine
 
 
-def _spare_memory(group: "Group | None") -> int:
-    """Bytes of host memory that this rank may take beside what its plan counts: an eighth of what is free."""
+def _spare_memory(group: "Group | None", filled: "FilledMemory | None") -> int:
+    """Bytes of host memory that this rank may take beside what its plan counts: an eighth of what is free, however much
+    of its weights' memory is filled by now."""
     import psutil
 
-    return psutil.virtual_memory().available // (8 * (group.local_size if group else 1))
+    free = psutil.virtual_memory().available + (filled.done if filled else 0)
+    return free // (8 * (group.local_size if group else 1))
 
 
 @contextmanager

@@ -42,6 +42,18 @@ def free_vram_mib(profile: MachineProfile) -> int:
     return torch.cuda.mem_get_info(0)[0] >> 20
 
 
+def free_by_driver() -> dict[int, int]:
+    """Free bytes of each GPU of the machine, as the driver says, without torch; none where it says nothing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = {i: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())}
+        return {i: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for i, handle in handles.items()}
+    except Exception:
+        return {}
+
+
 def environment_of(profile: MachineProfile) -> tuple[tuple[str, str], ...]:
     """Hardware and versions, as measurements carry them."""
     import torch

@@ -1,6 +1,5 @@
 """Weights in host memory: one arena, page-locked in chunks, each unit's tensors packed into one contiguous blob."""
 
-import mmap
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,13 +11,15 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
-from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, record_nbytes
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, record_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels import layout
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.unpack import plain_rows, unpack
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.fresh_memory import FilledMemory
+from pshard.runtime.memory.host_arena import arrange_blobs
+from pshard.runtime.memory.host_memory import as_tensor, map_memory
 from pshard.tensor import TensorSpec
 from pshard.units.divide_unit import Portion, whole_unit
 from pshard.units.unit import Unit
@@ -80,9 +81,6 @@ def _view(tensors: Iterable[tuple[int, TensorSpec]], blob: torch.Tensor) -> Unit
     return UnitWeights(matrices, vectors)
 
 
-LOCK_CHUNK = 2 << 30  # bytes that are page-locked at once: half a second in which Ctrl-C is not heard
-
-
 class HostWeights:
     """The host arena: blobs of what is given of units, page-locked for `device` as far as it lets us, in that order.
 
@@ -95,30 +93,27 @@ class HostWeights:
             bytes of the largest blob.
     """
 
-    def __init__(self, portions: Iterable[Portion], device: Device) -> None:
+    def __init__(self, portions: Iterable[Portion], device: Device, filled: FilledMemory | None = None) -> None:
+        """filled: memory for the arena; released where it is of another size."""
         self.held = {p.unit.name: p for p in portions}
         self._units = {name: p.unit for name, p in self.held.items()}
-        starts, at, borders = {}, 0, [0]
-        for unit in self._units.values():
-            size = align(unit.packed_nbytes, TENSOR_ALIGN)
-            if at + size - borders[-1] > LOCK_CHUNK and at > borders[-1]:
-                at = align(at, mmap.PAGESIZE)  # chunks share no page
-                borders.append(at)
-            starts[unit.name] = at
-            at += size
-        arena = map_memory(at)
+        places = arrange_blobs(self.held.values())
+        if filled is not None and filled.nbytes != places.nbytes:
+            filled.release()
+            filled = None
+        self._filled = filled
+        arena = map_memory(places.nbytes) if filled is None else as_tensor(filled.memory, places.nbytes)
         self._device = device
-        self.nbytes = self.pageable = at
+        self.nbytes = self.pageable = places.nbytes
         self.largest = max((u.packed_nbytes for u in self._units.values()), default=0)
-        self._starts = starts
-        self._chunks = [arena[start:end] for start, end in pairwise([*borders, at])]
-        self._ends = [*borders[1:], at]  # of chunks
+        self._starts, self._ends = places.starts, places.ends
+        self._chunks = [arena[start:end] for start, end in pairwise((0, *places.ends))]
         self._locked: list[torch.Tensor] = []
         self._refused = False
         self._packer: ThreadPoolExecutor | None = None
         self._packed: dict[str, Future[None]] = {}
         self._locking: list[Future[bool]] = []
-        self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in starts.items()}
+        self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in self._starts.items()}
 
     @property
     def page_locked(self) -> bool:
@@ -208,6 +203,8 @@ class HostWeights:
     def close(self) -> None:
         """Unlock the memory, and leave what is not packed yet; the arena must not be in use."""
         self._stop_packing()
+        if self._filled is not None:
+            self._filled.stop()
         while self._locked:
             self._device.page_unlock(self._locked.pop())
         self.pageable = self.nbytes

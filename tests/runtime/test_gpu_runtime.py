@@ -15,7 +15,7 @@ from pshard.models import open_model
 from pshard.runtime import build_executor as loading
 from pshard.runtime.devices import device as device_module
 from pshard.runtime.devices.device import CudaDevice, open_device
-from pshard.runtime.memory import staging, weights
+from pshard.runtime.memory import host_arena, staging
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.weights import HostWeights
@@ -287,7 +287,7 @@ def test_an_engine_runs_in_a_thread_that_did_not_load_it(tmp_path: Path) -> None
 
 
 def test_weights_that_are_page_locked_in_chunks_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "LOCK_CHUNK", 1 << 20)
+    monkeypatch.setattr(host_arena, "LOCK_CHUNK", 1 << 20)
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096)
     with open_model(path) as model:
         device = open_device("cuda")
@@ -338,7 +338,7 @@ def test_staged_weights_give_the_same_bits_and_graphs_as_page_locked_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "CHUNK", 1 << 20)
-    monkeypatch.setattr(weights, "LOCK_CHUNK", 1 << 21)
+    monkeypatch.setattr(host_arena, "LOCK_CHUNK", 1 << 21)
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096)
     spec = open_model(path).spec
     where = {"embedding": "cpu", "attention": "pinned"}

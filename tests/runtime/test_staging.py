@@ -19,7 +19,7 @@ from pshard.runtime.devices import copiers
 from pshard.runtime.devices.copiers import Copiers
 from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.memory import staging, weights
+from pshard.runtime.memory import host_arena, staging
 from pshard.runtime.memory.staging import StagingRing
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import share_sixteenths
@@ -33,7 +33,7 @@ KIB = 1 << 10
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of a small model take several chunks of the ring, and several of page-locking."""
     monkeypatch.setattr(staging, "CHUNK", 16 * KIB)
-    monkeypatch.setattr(weights, "LOCK_CHUNK", 128 * KIB)
+    monkeypatch.setattr(host_arena, "LOCK_CHUNK", 128 * KIB)
 
 
 def streaming_tiers(spec: Any) -> tuple[TierPlan, ...]:

@@ -34,6 +34,10 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
     sampling, grammar = make_sampling(args), read_grammar(args)
     _refuse_for_one_prompt(args)
 
+    from pshard.session.fill_ahead import fill_ahead
+
+    filled = fill_ahead(request)  # before the next line, which imports torch
+
     from pshard.runtime.ranks.group import started_ranks
     from pshard.session.chat.lead import follow
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
@@ -53,7 +57,7 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says what it means
     opened = open_plan(request)
     group = open_group(opened, ranks)
-    with start_engine(opened, opened.variant, args.kernels, group) as engine:
+    with start_engine(opened, opened.variant, args.kernels, group, filled=filled) as engine:
         if group.rank:
             follow(engine)
         else:

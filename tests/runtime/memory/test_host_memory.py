@@ -14,7 +14,7 @@ from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
-from pshard.runtime.memory import host_memory, weights
+from pshard.runtime.memory import fresh_memory, host_arena
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.weights import HostWeights, pack_unit
 from pshard.units.attention import ATTENTION
@@ -75,14 +75,14 @@ def test_memory_that_the_system_says_it_lacks_is_noted_once_before_it_is_filled(
 ) -> None:
     info = tmp_path / "meminfo"
     info.write_text("MemTotal:  9000000 kB\nMemAvailable:    2048 kB\nSwapFree:        1024 kB\n")
-    monkeypatch.setattr(host_memory, "MEMORY_INFO", info)
-    monkeypatch.setattr(host_memory, "_noted", [])
+    monkeypatch.setattr(fresh_memory, "MEMORY_INFO", info)
+    monkeypatch.setattr(fresh_memory, "_noted", [])
     assert map_memory(3 * MIB).numel() == 3 * MIB
     assert capsys.readouterr().err == ""
     for _ in range(2):  # it may have more: some systems get memory as it is filled
         assert map_memory(4 * MIB).fill_(1).numel() == 4 * MIB
     assert capsys.readouterr().err.count("note: the system says that 3 MiB of host memory are free") == 1
-    monkeypatch.setattr(host_memory, "_noted", [])
+    monkeypatch.setattr(fresh_memory, "_noted", [])
     info.write_text("a system that does not say\n")
     assert map_memory(4 * MIB).numel() == 4 * MIB
     assert capsys.readouterr().err == ""
@@ -98,7 +98,7 @@ def test_weights_are_page_locked_in_chunks_of_whole_units_up_to_the_ceiling(
     tmp_path: Path, monkeypatch, ceiling_mib: int
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", n_layers=4, vocab=4096)
-    monkeypatch.setattr(weights, "LOCK_CHUNK", MIB)
+    monkeypatch.setattr(host_arena, "LOCK_CHUNK", MIB)
     with open_model(path) as model:
         device = CeilingDevice(ceiling_mib * MIB)
         host = HostWeights(map(whole_unit, model.spec.units), device)
@@ -122,7 +122,7 @@ def test_weights_are_page_locked_in_chunks_of_whole_units_up_to_the_ceiling(
 
 
 def test_chunks_are_page_locked_while_the_next_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "LOCK_CHUNK", MIB)
+    monkeypatch.setattr(host_arena, "LOCK_CHUNK", MIB)
     with open_model(write_gguf(tmp_path / "m.gguf", n_layers=4, vocab=4096)) as model:
         device, names = CeilingDevice(1000 * MIB), [unit.name for unit in model.spec.units]
         host, expected, done = HostWeights(map(whole_unit, model.spec.units), device), list[str](), list[int]()
@@ -156,7 +156,7 @@ def test_what_graphs_transfer_is_page_locked_before_weights_take_the_rest(
     tmp_path: Path, monkeypatch, ceiling_mib: int
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", n_layers=4, vocab=4096)
-    monkeypatch.setattr(weights, "LOCK_CHUNK", 1 << 18)
+    monkeypatch.setattr(host_arena, "LOCK_CHUNK", 1 << 18)
     with open_model(path) as model:
         placed = {u.name: ("cpu", "host" if u.kind is ATTENTION else None) for u in model.spec.units}
         variant = make_variant(model.spec, (make_tier(model.spec, 1, placed, 0, 128, 1),), 128, 1)

@@ -1,0 +1,91 @@
+"""Host memory that is filled before torch is imported: as much as the plan's weights take, for one rank of large
+models."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_world import World, edit_json, make_world
+
+from pshard.commands.cli_plan import main as plan
+from pshard.session import fill_ahead
+from pshard.session.open_plan import open_plan
+from pshard.session.run_request import RunRequest
+from pshard.session.start_engine import start_engine
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(fill_ahead, "WORTH_IT", 1)
+    world = make_world(tmp_path, context=512)
+    assert plan(["-m", str(world.model), "--vram", str(world.budget), "-c", "256"]) == 0
+    return world
+
+
+@pytest.fixture
+def request_(world: World) -> RunRequest:
+    return RunRequest(world.model, (world.budget,))
+
+
+def test_it_is_what_the_engine_takes(request_: RunRequest) -> None:
+    filled = fill_ahead.fill_ahead(request_)
+    opened = open_plan(request_)
+    assert filled is not None
+    with start_engine(opened, opened.variant, filled=filled) as engine:
+        assert engine.memory().host_weights == filled.nbytes and not filled.memory.closed
+        engine.forward([1, 2, 3])
+    opened.file.close()
+
+
+def test_without_a_budget_it_is_that_of_the_largest_plan_that_fits(request_: RunRequest) -> None:
+    assert fill_ahead._plan_bytes(replace(request_, vram_mib=None)) == fill_ahead._plan_bytes(request_) > 0
+
+
+def test_no_torch_is_imported_for_it(world: World) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from pathlib import Path
+from pshard.session import fill_ahead
+from pshard.session.run_request import RunRequest
+fill_ahead.WORTH_IT = 1
+print(fill_ahead.fill_ahead(RunRequest(Path({str(world.model)!r}), ({world.budget},))).nbytes)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=120)
+    assert int(done.stdout) > 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes", [{"replan": True}, {"split_mode": "tensor", "devices": 2}, {"vram_mib": (1,)}, {"context": 1 << 20}]
+)
+def test_nothing_is_filled_for_ranks_and_for_plans_that_are_not_there(request_: RunRequest, changes: dict) -> None:
+    assert fill_ahead.fill_ahead(replace(request_, **changes)) is None
+
+
+def test_nothing_is_filled_for_small_models_several_nodes_or_damaged_files(
+    world: World, request_: RunRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fill_ahead, "WORTH_IT", 1 << 30)
+        assert fill_ahead.fill_ahead(request_) is None
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "0")
+        assert fill_ahead.fill_ahead(request_) is None
+    edit_json(world.profile, "host", "numa_nodes", value=2)
+    assert fill_ahead.fill_ahead(request_) is None
+    world.registry.write_text("{")
+    assert fill_ahead.fill_ahead(request_) is None
+    world.profile.unlink()
+    assert fill_ahead.fill_ahead(request_) is None
+
+
+def test_graphics_cards_whose_numbers_may_differ_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill_ahead, "free_by_driver", lambda: {0: 5 << 20})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert fill_ahead._free_mib() == 5
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(fill_ahead.UserError, match="not known"):
+        fill_ahead._free_mib()
