@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 17  # as csrc/api.cpp has it
+ABI = 18  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -73,6 +73,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
+    "touch": ("v", "pz"),
     "read": ("d", "pzp"),
     "read_seconds": ("d", ""),
     "exchange_nbytes": ("l", "ill"),
@@ -658,6 +659,12 @@ def _cell_types(kv_types: tuple[str, str]) -> tuple[int, int]:
 def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:
     """Copy nbytes with all threads."""
     _function("memcpy")(_at(to), _at(source), nbytes)
+
+
+def touch(memory: Buffer, nbytes: int) -> None:
+    """Have the system give memory its pages, whatever other threads write there meanwhile. By the calling thread, beside
+    whatever runs."""
+    _function("touch")(_at(memory), nbytes)
 
 
 def read_bandwidth(data: Buffer, nbytes: int) -> float:

@@ -20,6 +20,7 @@ const Kernels* best_kernels() {
 std::atomic<const Kernels*> active{nullptr};
 
 constexpr size_t kCopyPiece = 1 << 20;
+constexpr size_t kLeastPage = 4096;
 constexpr size_t kStreamFrom = 8 << 20;  // copies of this size would only push other things out of the caches
 
 }  // namespace
@@ -34,7 +35,7 @@ const Kernels& kernels() {
 using namespace pshard;
 
 // Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
-PSHARD_API int pshard_abi() { return 17; }
+PSHARD_API int pshard_abi() { return 18; }
 
 #ifndef PSHARD_SOURCES  // setup.py says
 #define PSHARD_SOURCES 0
@@ -127,6 +128,15 @@ PSHARD_API void pshard_memcpy(void* to, const void* from, size_t nbytes) {
       else std::memcpy(piece, source, n);
     });
   });
+}
+
+// Writes a zero to each page whose first byte is one, as one step: what another thread writes there stays. By the
+// calling thread alone.
+PSHARD_API void pshard_touch(uint8_t* memory, size_t nbytes) {
+  for (size_t at = 0; at < nbytes; at += kLeastPage) {
+    uint8_t zero = 0;
+    std::atomic_ref<uint8_t>(memory[at]).compare_exchange_strong(zero, 0, std::memory_order_relaxed);
+  }
 }
 
 static std::atomic<int64_t> read_nanoseconds{0};  // of all reads
