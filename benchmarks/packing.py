@@ -21,7 +21,7 @@ from pshard.errors import UserError
 from pshard.models import ModelFile, open_model
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.weights import HostWeights
 from pshard.units.divide_unit import whole_unit
 

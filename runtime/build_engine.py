@@ -14,7 +14,7 @@ from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_executor import build_executor, choose_kernels
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
-from pshard.runtime.memory.fresh_memory import FilledMemory
+from pshard.runtime.memory.host.fresh_memory import FilledMemory
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
@@ -60,8 +60,7 @@ def build_engine(
         records: which experts tokens use is kept for `Engine.record_routing`.
         checkpoint_bytes: of host memory, for checkpoints of states that cannot be cut back; without one a text that is
             cut is computed again from its beginning.
-        plays: tokens are made to use the experts that this record says, whatever routers find: for trials, whose
-            tokens are made up.
+        plays: the experts that tokens are made to use, whatever routers find: for trials, whose tokens are made up.
         exact: on a GPU no bit of a text depends on the others in its step, in steps of up to SMALL_BATCH tokens under
             one tier.
         filled: memory for the weights, maybe still being filled with pages; released where the plan takes another size.

@@ -17,7 +17,7 @@ from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
-from pshard.runtime.memory.host_memory import keep_freed_memory
+from pshard.runtime.memory.host.host_memory import keep_freed_memory
 from pshard.runtime.memory.weights import (
     HostWeights,
     LentWeights,

@@ -10,7 +10,7 @@ from pshard.profile.identify import count_cores
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import LayerKV, Packed
 from pshard.runtime.kernels.kv_codec import encode_cells
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.kv_cache import view_cells, view_layer
 from pshard.units.state import CellState, LatentState, StateShape
 

@@ -19,7 +19,7 @@ from pshard.machine import Contention, CopyTiming
 from pshard.profile.timed.operands import fill_ordinary
 from pshard.profile.timing_loop import Pace, median_seconds
 from pshard.runtime.devices.device import Device
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.staging import StagingRing
 
 KIB, MIB = 1 << 10, 1 << 20

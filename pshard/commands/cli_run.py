@@ -65,7 +65,7 @@ def _main(argv: list[str]) -> int:
     ids, doubts, most = _encode_prompt(request.model, prompt, args)
     request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
 
-    from pshard.session.fill_ahead import fill_ahead
+    from pshard.session.readiness.fill_ahead import fill_ahead
 
     filled = fill_ahead(request)  # before the next line, which imports torch
 

@@ -10,7 +10,7 @@ from pshard.plan import Variant
 if TYPE_CHECKING:
     from pshard.routing.record import RoutingRecord
     from pshard.runtime.engine import Engine
-    from pshard.runtime.memory.fresh_memory import FilledMemory
+    from pshard.runtime.memory.host.fresh_memory import FilledMemory
     from pshard.runtime.ranks.group import Group
     from pshard.session.open_plan import Opened
 

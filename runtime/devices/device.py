@@ -26,7 +26,7 @@ from pshard.runtime.devices.cuda_driver import (
 )
 from pshard.runtime.devices.row_copy import check_rows, copy_rows
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory
 
 # up to here a kernel copies between device and host, not the copy engine: on the way in that has weights in its queue
 KERNEL_SEND_BYTES = 16 << 20  # activations of 512 tokens; a unit of 221 MB ahead of them takes 4 ms

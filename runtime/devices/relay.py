@@ -9,7 +9,7 @@ import torch
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import CallList
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory
 
 PATIENCE = 2.0  # seconds without an end of the CPU's runs, then the GPU is asked how it is
 LINE = 32  # int32 from one number to the next: a cache line of either side, and of its neighbour

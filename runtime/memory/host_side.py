@@ -13,7 +13,7 @@ from pshard.runtime.blocks.rope_table import fill_tables
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.lent_rows import LentRows
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.picks import Picks
 from pshard.runtime.memory.workspace import carve_workspace
 from pshard.units.moe.routed import ROUTED

@@ -11,7 +11,7 @@ import torch
 
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.devices.device import Device
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory
 
 CHUNK = 8 << 20  # bytes of a buffer: few enough to be in the cache when the copy engine reads them
 BUFFERS = 4

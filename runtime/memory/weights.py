@@ -17,9 +17,9 @@ from pshard.runtime.kernels import layout
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.unpack import plain_rows, unpack
-from pshard.runtime.memory.fresh_memory import FilledMemory
-from pshard.runtime.memory.host_arena import arrange_blobs
-from pshard.runtime.memory.host_memory import as_tensor, map_memory
+from pshard.runtime.memory.host.fresh_memory import FilledMemory
+from pshard.runtime.memory.host.host_arena import arrange_blobs
+from pshard.runtime.memory.host.host_memory import as_tensor, map_memory
 from pshard.tensor import TensorSpec
 from pshard.units.divide_unit import Portion, whole_unit
 from pshard.units.unit import Unit

@@ -139,7 +139,7 @@ def test_host_memory_that_is_not_there_is_the_users_error(tmp_path: Path, monkey
 
     path = write_gguf(tmp_path / "m.gguf", "llama", qtype="Q8_0")
     before = copy_threads()
-    monkeypatch.setattr("pshard.runtime.memory.fresh_memory.mmap.mmap", refuse)
+    monkeypatch.setattr("pshard.runtime.memory.host.fresh_memory.mmap.mmap", refuse)
     with pytest.raises(UserError, match=r"host memory.*Cannot allocate memory"):
         open_engine(path)
     assert copy_threads() == before

@@ -15,8 +15,9 @@ from pshard.models import open_model
 from pshard.runtime import build_executor as loading
 from pshard.runtime.devices import device as device_module
 from pshard.runtime.devices.device import CudaDevice, open_device
-from pshard.runtime.memory import host_arena, staging
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory import staging
+from pshard.runtime.memory.host import host_arena
+from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.weights import HostWeights
 from pshard.runtime.walks import walk as micro_batch

@@ -19,7 +19,8 @@ from pshard.runtime.devices import copiers
 from pshard.runtime.devices.copiers import Copiers
 from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.memory import host_arena, staging
+from pshard.runtime.memory import staging
+from pshard.runtime.memory.host import host_arena
 from pshard.runtime.memory.staging import StagingRing
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import share_sixteenths

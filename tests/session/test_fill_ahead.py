@@ -11,8 +11,8 @@ import pytest
 from cli_world import World, edit_json, make_world
 
 from pshard.commands.cli_plan import main as plan
-from pshard.session import fill_ahead
 from pshard.session.open_plan import open_plan
+from pshard.session.readiness import fill_ahead
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 
@@ -49,7 +49,7 @@ def test_no_torch_is_imported_for_it(world: World) -> None:
 import sys
 sys.modules["torch"] = None
 from pathlib import Path
-from pshard.session import fill_ahead
+from pshard.session.readiness import fill_ahead
 from pshard.session.run_request import RunRequest
 fill_ahead.WORTH_IT = 1
 print(fill_ahead.fill_ahead(RunRequest(Path({str(world.model)!r}), ({world.budget},))).nbytes)
@@ -82,10 +82,19 @@ def test_nothing_is_filled_for_small_models_several_nodes_or_damaged_files(
     assert fill_ahead.fill_ahead(request_) is None
 
 
-def test_graphics_cards_whose_numbers_may_differ_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill_ahead, "free_by_driver", lambda: {0: 5 << 20})
+@pytest.mark.parametrize(
+    ("free", "numbered", "fills"),
+    [({0: 500 << 20}, None, True), ({0: 300 << 20}, None, False), ({}, None, False), ({0: 500 << 20}, "1", False)],
+)
+def test_without_a_budget_the_driver_says_what_is_free_on_a_gpu_where_it_numbers_them_as_torch_does(
+    world: World, monkeypatch: pytest.MonkeyPatch, free: dict, numbered: str | None, fills: bool
+) -> None:
+    edit_json(world.profile, "accelerators", 0, "kind", value="cuda")
+    edit_json(world.profile, "accelerators", 0, "memory_bytes", value=1 << 34)
+    assert plan(["-m", str(world.model), "--vram", "400", "-c", "256"]) == 0
+    monkeypatch.setattr(fill_ahead, "free_by_driver", lambda: free)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert fill_ahead._free_mib() == 5
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with pytest.raises(fill_ahead.UserError, match="not known"):
-        fill_ahead._free_mib()
+    if numbered:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", numbered)
+    filled = fill_ahead.fill_ahead(RunRequest(world.model))
+    assert (filled is not None) == fills

@@ -34,7 +34,7 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
     sampling, grammar = make_sampling(args), read_grammar(args)
     _refuse_for_one_prompt(args)
 
-    from pshard.session.fill_ahead import fill_ahead
+    from pshard.session.readiness.fill_ahead import fill_ahead
 
     filled = fill_ahead(request)  # before the next line, which imports torch
 

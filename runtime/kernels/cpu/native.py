@@ -662,8 +662,8 @@ def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:
 
 
 def touch(memory: Buffer, nbytes: int) -> None:
-    """Have the system give memory its pages, whatever other threads write there meanwhile. By the calling thread, beside
-    whatever runs."""
+    """Have the system give memory its pages, whatever other threads write there meanwhile. The calling thread does it,
+    beside whatever runs."""
     _function("touch")(_at(memory), nbytes)
 
 

@@ -12,9 +12,9 @@ from model_files import write_gguf
 from pshard.models import open_model
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.memory import fresh_memory
-from pshard.runtime.memory.fresh_memory import FilledMemory
-from pshard.runtime.memory.host_memory import as_tensor
+from pshard.runtime.memory.host import fresh_memory
+from pshard.runtime.memory.host.fresh_memory import FilledMemory
+from pshard.runtime.memory.host.host_memory import as_tensor
 from pshard.runtime.memory.weights import HostWeights
 from pshard.units.divide_unit import whole_unit
 

@@ -14,8 +14,8 @@ from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
-from pshard.runtime.memory import fresh_memory, host_arena
-from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.host import fresh_memory, host_arena
+from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.weights import HostWeights, pack_unit
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import whole_unit

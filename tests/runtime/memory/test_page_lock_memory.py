@@ -52,7 +52,7 @@ def test_a_run_that_meets_the_limit_says_so_once_and_plans_stay_valid(
 ) -> None:
     world, ceiling = make_world(tmp_path), 3 << 20
     monkeypatch.setattr(staging, "CHUNK", 64 << 10)
-    monkeypatch.setattr("pshard.runtime.memory.host_arena.LOCK_CHUNK", 1 << 20)
+    monkeypatch.setattr("pshard.runtime.memory.host.host_arena.LOCK_CHUNK", 1 << 20)
     assert cli_plan.main(["-m", str(world.model), "-c", "128", "--vram", str(world.budget)]) == 0
     before = load_profile()
     assert before.lockable_bytes is None

@@ -13,7 +13,7 @@ from pshard.units.moe.on_host import list_on_host
 from pshard.workload import MIB
 
 if TYPE_CHECKING:
-    from pshard.runtime.memory.fresh_memory import FilledMemory
+    from pshard.runtime.memory.host.fresh_memory import FilledMemory
 
 WORTH_IT = 2 << 30  # bytes: less is filled as it is packed, in no time
 
@@ -33,7 +33,7 @@ def fill_ahead(request: RunRequest) -> "FilledMemory | None":
         return None
     if nbytes < WORTH_IT:
         return None
-    from pshard.runtime.memory.fresh_memory import FilledMemory
+    from pshard.runtime.memory.host.fresh_memory import FilledMemory
 
     return FilledMemory(nbytes)
 
@@ -51,13 +51,16 @@ def _plan_bytes(request: RunRequest) -> int:
     from pshard.registries.profile_store import load_profile
     from pshard.registries.store import load_registry, own_plans, registry_path
     from pshard.routing.order_experts import order_experts
-    from pshard.runtime.memory.host_arena import arrange_blobs
+    from pshard.runtime.memory.host.host_arena import arrange_blobs
 
     profile = load_profile(request.profile)
     if profile.host.numa_nodes > 1:
         return 0
     if request.vram_mib is None and profile.accelerators[0].kind == "cuda":
-        request = replace(request, vram_mib=(_free_mib(),))
+        free = {} if "CUDA_VISIBLE_DEVICES" in os.environ else free_by_driver()  # which numbers GPUs otherwise
+        if 0 not in free:
+            return 0
+        request = replace(request, vram_mib=(free[0] // MIB,))
     with open_model(request.model) as file:
         spec, inputs = file.spec, fingerprint_inputs(file.fingerprint_inputs(), profile)
     plans = own_plans(load_registry(registry_path(request.model, request.registry)), inputs, "")
@@ -67,12 +70,3 @@ def _plan_bytes(request: RunRequest) -> int:
     spec = order_experts(spec, variant.popularity)
     check_plan(spec, variant, profile)
     return arrange_blobs(list_on_host(spec, variant.ranks[0])).nbytes
-
-
-def _free_mib() -> int:
-    """MiB that are free on the first GPU, without torch. Raises UserError where the driver does not say it, or numbers
-    GPUs otherwise than torch."""
-    free = {} if "CUDA_VISIBLE_DEVICES" in os.environ else free_by_driver()
-    if 0 not in free:
-        raise UserError("what is free on the GPU is not known yet")
-    return free[0] // MIB

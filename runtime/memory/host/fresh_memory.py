@@ -63,8 +63,8 @@ def available_bytes() -> int:
 class FilledMemory:
     """Fresh memory that threads fill with pages, from its beginning: whoever writes there later need not wait for them.
 
-    What is written there meanwhile stays. By touching it, as madvise's MADV_POPULATE_WRITE holds up whatever maps files:
-    with it the import of torch took 10 s instead of 2. Without the C++ library nothing is filled.
+    What is written there meanwhile stays. It is touched, as madvise's MADV_POPULATE_WRITE holds up whatever maps files:
+    with that the import of torch took 10 s instead of 2. Without the C++ library nothing is filled.
 
     Attributes:
         memory: see `map_fresh`; nbytes: how much of it was asked for.

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from pshard.runtime.memory.fresh_memory import map_fresh
+from pshard.runtime.memory.host.fresh_memory import map_fresh
 
 
 def map_memory(nbytes: int) -> torch.Tensor:
