@@ -22,6 +22,7 @@ from pshard.jsonio import to_json, write_text_atomically
 from pshard.reports.compare_runs import compare_strategies
 from pshard.reports.figures.speedup import draw_speedup
 from pshard.reports.inputs import read_inputs
+from pshard.session.this_machine import free_by_driver
 from pshard.times.measurement import Measurement, summarise_samples
 
 PEER = "llama.cpp fit"
@@ -102,11 +103,10 @@ def convert_row(row: dict[str, Any], own: Measurement, command: str) -> Measurem
 
 def free_mib() -> int:
     """Free memory of the first GPU: llama.cpp is told what to leave of it."""
-    words = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[0])
-    except (OSError, subprocess.CalledProcessError):
-        raise SystemExit("there is no NVIDIA GPU here; --draw FILE draws what was measured elsewhere") from None
+    free = free_by_driver()
+    if 0 not in free:
+        raise SystemExit("there is no NVIDIA GPU here; --draw FILE draws what was measured elsewhere")
+    return free[0] >> 20
 
 
 if __name__ == "__main__":

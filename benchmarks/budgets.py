@@ -72,14 +72,15 @@ def main() -> int:
     args = parser.parse_args()
     results = json.loads(args.output.read_text()) if args.output.exists() else {}
     for name in args.cases:
-        results[f"{args.model.stem} {name}"] = run_case(args.model, name, args.first_token)
+        results[f"{args.model.stem} {name}"] = run_case(args.model, name, CASES[name], args.first_token)
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
-def run_case(model: Path, name: str, first_token: bool) -> dict[str, Any]:
-    """Plan, bench, print a line per test; returns what is written to the result file."""
-    case = CASES[name]
+def run_case(
+    model: Path, name: str, case: Case, first_token: bool = False, seconds: float | None = None
+) -> dict[str, Any]:
+    """Plan, bench, print a line per test; returns what is written to the result file. seconds: time for the bench."""
     with tempfile.TemporaryDirectory() as folder:
         registry, out = f"{folder}/plan.json", Path(folder) / "bench.json"
         where = ["-m", str(model), "--vram", str(case.vram), "--registry", registry]
@@ -87,7 +88,7 @@ def run_case(model: Path, name: str, first_token: bool) -> dict[str, Any]:
         plan = run(["pshard-plan", *where, *case.plan.split(), "--json"])
         planned = time.perf_counter() - start
         start = time.perf_counter()
-        bench = run(["pshard-bench", *where, *case.bench.split(), "-of", str(out)])
+        bench = run(["pshard-bench", *where, *case.bench.split(), "-of", str(out)], seconds)
         record: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "plan_command": f"pshard-plan -m {model.name} --vram {case.vram} {case.plan}",

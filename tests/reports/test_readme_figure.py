@@ -1,9 +1,7 @@
 """The README's figure comes from a script: from files at hand, or from both programs on a machine."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,10 +43,9 @@ def test_the_peer_gets_its_better_micro_batch_and_its_command_is_kept(script, tm
     assert "-fitt 68000" in found[0].command and found[0].avg_ts == pytest.approx(8 * 4096)
 
 
-def test_without_a_gpu_the_script_says_what_can_be_done(tmp_path) -> None:
-    env = os.environ | {"PATH": str(tmp_path)}
-    code = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import beside_llama_cpp; beside_llama_cpp.free_mib()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "--draw FILE" in done.stderr
+def test_without_a_gpu_the_script_says_what_can_be_done(script, monkeypatch) -> None:
+    monkeypatch.setitem(script["free_mib"].__globals__, "free_by_driver", lambda: {1: 5 << 20})
+    with pytest.raises(SystemExit, match="--draw FILE"):
+        script["free_mib"]()
+    monkeypatch.setitem(script["free_mib"].__globals__, "free_by_driver", lambda: {0: 5 << 20})
+    assert script["free_mib"]() == 5
