@@ -340,7 +340,7 @@ class Kernels(Protocol):
         sequence, with `rows.window` against the last so many of them.
 
         out [M, H d] act_dtype. sinks: float32 [H], a logit of each head, not scaled, that takes part in the softmax and
-        has no value. `partial`: float32 scratch of M H (d + 2) decode_pieces for M <= SMALL_BATCH.
+        has no value. `partial`: float32 scratch of n H (d + 2) decode_pieces for any n up to M and SMALL_BATCH.
         """
         ...
 
@@ -383,7 +383,8 @@ class Kernels(Protocol):
         """Causal attention of q [M, H, R + r] over the cells 0..position of the row's sequence, whose first R = rank
         numbers are the values: the first R of out [M, H, R + r]; what the others become is undefined.
 
-        q and out act_dtype, contiguous. partial: float32 scratch of M H (R + 2) latent_pieces for M <= SMALL_BATCH.
+        q and out act_dtype, contiguous. partial: float32 scratch of n H (R + 2) latent_pieces for any n up to M and
+        SMALL_BATCH.
         """
         ...
 

@@ -1,9 +1,11 @@
 """Fills the index by which kernels find each row's cells in the KV cache."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.kernels.api import RowIndex, Segment
 
 
@@ -52,6 +54,24 @@ def list_spans(segments: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
         spans.append((s.start, s.tokens, s.past, at))
         at += len(s.blocks)
     return spans
+
+
+def part_rows(rows: RowIndex, in_splits: bool) -> tuple[list[tuple[slice, RowIndex]], list[tuple[slice, int]]]:
+    """Rows of a large micro-batch by what attends to them: runs of texts that have one new token each, at most
+    SMALL_BATCH, with an index of each run; and all other segments, with where their blocks begin in `RowIndex.blocks`.
+    in_splits: whether there is room for results of splits of cells; else there are no such runs.
+    """
+    prompts = [(slice(start, start + n), at) for start, n, _, at in list_spans(rows.segments) if n > 1 or not in_splits]
+    runs: list[tuple[slice, RowIndex]] = []
+    for alone, group in groupby(rows.segments, lambda s: s.tokens == 1):
+        found = tuple(group) if alone and in_splits else ()
+        for first in range(0, len(found), SMALL_BATCH):
+            run = found[first : first + SMALL_BATCH]
+            new = slice(run[0].start, run[-1].start + 1)
+            cells = max(s.past + 1 for s in run)
+            index = RowIndex(rows.begin[new], rows.position[new], rows.blocks, run, cells, window=rows.window)
+            runs.append((new, index))
+    return runs, prompts
 
 
 def make_rows(segments: Sequence[Segment], device: torch.device | str = "cpu") -> RowIndex:

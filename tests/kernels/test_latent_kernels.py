@@ -115,6 +115,21 @@ def test_queries_see_their_own_cells_and_no_later_ones(
 
 
 @needs_kernels
+def test_texts_with_one_token_beside_a_prompt_go_as_few_tokens_do(kernels: cuda.CudaKernels) -> None:
+    before = Segment(2, 0, 1, 100, (4, 1)), Segment(0, 1, 1, 0, (5,))
+    segments = (*before, Segment(1, 2, 70, 40, (2, 0)), Segment(3, 72, 1, 9, (3,)))
+    rows, cells, heads = make_rows(segments, DEVICE), random_cells("bf16"), 4
+    q = random_tensor(rows.tokens, heads, WIDTH, seed=5)
+    want, got = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
+    partial = torch.full((2 * latent_pieces(2, heads), heads, RANK + 2), float("nan"), device=DEVICE)
+    kernels.attend_latent(q, RANK, cells, rows, 0.1, want, None)
+    kernels.attend_latent(q, RANK, cells, rows, 0.1, got, partial)
+    assert not partial[0, 0].isnan().any()  # it went there
+    torch.testing.assert_close(got[..., :RANK].float(), want[..., :RANK].float(), rtol=0.02, atol=0.02)
+    assert torch.equal(got[2:72, :, :RANK], want[2:72, :, :RANK])
+
+
+@needs_kernels
 def test_a_longer_index_than_cells_changes_nothing(kernels: cuda.CudaKernels) -> None:
     """A captured launch is made for the longest context of its key."""
     (segment,) = SEGMENTS["one token"]

@@ -21,7 +21,7 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_ker
 
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
-from pshard.runtime.kernels.gpu import cuda  # noqa: E402
+from pshard.runtime.kernels.gpu import attend, cuda  # noqa: E402
 from pshard.runtime.kernels.gpu.products import few_rows  # noqa: E402
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells  # noqa: E402
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
@@ -397,6 +397,36 @@ def test_attention(
     partial = poisoned(rows.tokens, n, ATTENTION_PIECES, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
     kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
     assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
+
+
+BESIDE_PROMPTS = [(3, 1, 299), (2, 1, 0), (0, 70, 3), (1, 1, 130)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("kv_types", [None, ("q8_0", "q8_0")])
+def test_texts_with_one_token_beside_a_prompt_attend_as_few_rows(
+    kernels: cuda.CudaKernels, kv_types: tuple[str, str] | None, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, groups, d = 4, 2, 64
+    rows = replace(rows_of(BESIDE_PROMPTS), window=window)
+    qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=37)
+    numbers = [random_tensor(POOL, KV_BLOCK, groups, d, seed=38 + i) for i in range(2)]
+    kv = LayerKV(*(encode_cells(x, KV_DTYPES[t]) for x, t in zip(numbers, kv_types)) if kv_types else numbers)
+    sinks = random_tensor(n, seed=40, dtype=torch.float32)
+    ran, real = list[tuple[int, int]](), attend.attend_rows
+    monkeypatch.setattr(
+        attend, "attend_rows", lambda qkv, h, kv, rows, *rest: (
+            ran.append((rows.tokens, rows.cells)), real(qkv, h, kv, rows, *rest),
+        ),
+    )  # fmt: skip
+    want = poisoned(rows.tokens, n * d)
+    kernels.attention(qkv, (n, groups, d), kv, rows, d**-0.5, want, None, sinks)
+    assert not ran
+    got, partial = poisoned(rows.tokens, n * d), poisoned(64, n, ATTENTION_PIECES, d + 2, dtype=torch.float32)
+    kernels.attention(qkv, (n, groups, d), kv, rows, d**-0.5, got, partial, sinks)
+    assert ran == [(2, 300), (1, 131)]
+    assert error(got, numpy64(want)) < 0.006 and torch.equal(got[2:72], want[2:72])
 
 
 @needs_kernels

@@ -259,7 +259,7 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
             attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, sinks=sinks)
         else:
-            attend_prompts(qkv, heads, kv, rows, scale, out, sinks)
+            attend_prompts(qkv, heads, kv, rows, scale, out, partial, sinks)
 
     def dequantise(self, weight: Packed, first_row: int, out: torch.Tensor) -> None:
         """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""

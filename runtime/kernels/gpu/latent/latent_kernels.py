@@ -10,6 +10,7 @@ from pshard.runtime.kernels.gpu import triton_cells
 from pshard.runtime.kernels.gpu.activations import Activations
 from pshard.runtime.kernels.gpu.latent import triton_latent
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.row_index import part_rows
 from pshard.units.latent.latent_attention import HEADS_TOGETHER, latent_pieces
 
 # Tiles that fit the shared memory and registers of all GPUs: no machine has chosen them yet.
@@ -83,14 +84,15 @@ class LatentOnGpu:
         tiles = {"TP": tail, "BLOCK": CELLS_TOGETHER, "CELLS": cells.shape[1], "STAGES": STAGES}
         at = (cells, *cells.stride()[:2])
         if partial is None or tokens > SMALL_BATCH:
-            begin = 0
-            for s in rows.segments:
-                new = slice(s.start, s.start + s.tokens)
-                triton_latent.prompt_latent_kernel[(triton.cdiv(s.tokens * heads, ROWS_TOGETHER),)](
-                    q[new], *at, rows.blocks, begin, rows.position[new], out[new], s.tokens, scale, **sizes, **tiles,
+            runs, prompts = part_rows(rows, partial is not None)
+            for new, index in runs:
+                self.attend_latent(q[new], rank, cells, index, scale, out[new], partial)
+            for new, begin in prompts:
+                count = new.stop - new.start
+                triton_latent.prompt_latent_kernel[(triton.cdiv(count * heads, ROWS_TOGETHER),)](
+                    q[new], *at, rows.blocks, begin, rows.position[new], out[new], count, scale, **sizes, **tiles,
                     BM=ROWS_TOGETHER, num_warps=WARPS,
                 )  # fmt: skip
-                begin += len(s.blocks)
             return
         splits = min(latent_pieces(tokens, heads), triton.cdiv(rows.cells, CELLS_TOGETHER))
         index = (rows.begin, rows.position, rows.blocks)
