@@ -85,8 +85,8 @@ class LatentOnGpu:
         at = (cells, *cells.stride()[:2])
         if partial is None or tokens > SMALL_BATCH:
             runs, prompts = part_rows(rows, partial is not None)
-            for new, index in runs:
-                self.attend_latent(q[new], rank, cells, index, scale, out[new], partial)
+            for new, own in runs:
+                self.attend_latent(q[new], rank, cells, own, scale, out[new], partial)
             for new, begin in prompts:
                 count = new.stop - new.start
                 triton_latent.prompt_latent_kernel[(triton.cdiv(count * heads, ROWS_TOGETHER),)](
