@@ -64,7 +64,7 @@ async def _stream(heading: Heading, echo: dict[str, Any], answers: Answers, item
             elif written := write(items.take(change[1])):
                 yield written
     except Fault as fault:
-        failed = show_response(heading, echo, "failed", items.done, answers.usage())
+        failed = show_response(heading, echo, "failed", items.cut(), answers.usage())
         error = show_fault(fault)["error"]
         failed["error"] = {"code": error["code"] or "server_error", "message": error["message"]}
         yield write([("response.failed", {"response": failed})])

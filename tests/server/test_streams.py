@@ -1,0 +1,65 @@
+"""What streams tell of an answer, whatever comes at once: events in order, whole calls, failures."""
+
+from dataclasses import dataclass
+
+import pytest
+from http_client import ask, events_of
+from quick_service import QuickService
+from small_service import demo_model
+
+from pshard.server.http.make_app import make_app
+from pshard.server.jobs import Ended, Made, Progress
+
+STOP = Ended("stop")
+TEMPLATE = "<think><tool_call>{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+PROPERTIES = {"type": "object", "properties": {"n": {"type": "integer"}}}
+RESPONSES = {
+    "input": "Hi",
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "tools": [{"type": "function", "name": "get", "parameters": PROPERTIES}, {"type": "custom", "name": "edit"}],
+}
+
+
+@dataclass
+class Speaker(QuickService):
+    """Says the same to every request; each of its words comes at once."""
+
+    words: tuple[str, ...] = ()
+    ended: Ended = STOP
+
+    def submit(self, job, listener):
+        for word in self.words:
+            listener.put(Progress(len(job.prompt), len(job.prompt), 0))  # keeps apart what would become one event
+            listener.put(Made(tuple(demo_model().tokenizer.encode(word, add_special=False))))
+        listener.put(self.ended)
+        listener.wake()
+
+
+def stream(path: str, body: dict, *words: str, ended: Ended = STOP) -> list:
+    response = ask(make_app(Speaker(words=words, ended=ended), demo_model(TEMPLATE)), path, body)
+    assert response.status_code == 200, response.text
+    return events_of(response)
+
+
+CALL = '<tool_call>{"name": "%s", "arguments": {%s'
+UNFINISHED = [
+    ("Let me s", "message", lambda item: item["content"][0]["text"] == "Let me s"),
+    ("<think>hm", "reasoning", lambda item: item["content"][0]["text"] == "hm" and item["encrypted_content"]),
+    (CALL % ("get", '"n": 1'), "function_call", lambda item: item["arguments"] == '{"n": 1'),
+    (CALL % ("edit", '"input": "a'), "custom_tool_call", lambda item: item["input"] == '{"input": "a'),
+]
+
+
+@pytest.mark.parametrize(("words", "kind", "right"), UNFINISHED, ids=[kind for _, kind, _ in UNFINISHED])
+def test_a_response_that_fails_has_the_item_that_was_unfinished(words, kind, right) -> None:
+    first = CALL % ("get", "}}</tool_call>")
+    *events, last = stream("/v1/responses", RESPONSES, first, words, ended=Ended("error", "a step failed"))
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "a step failed"}
+    whole, cut = last["response"]["output"]
+    assert (whole["type"], whole["status"], whole["arguments"]) == ("function_call", "completed", "{}")
+    assert (cut["type"], cut["status"]) == (kind, "incomplete") and right(cut), cut
+    added = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
+    done = [event["item"]["id"] for event in events if event["type"] == "response.output_item.done"]
+    assert added == [whole["id"], cut["id"]] and done == [whole["id"]]
