@@ -48,8 +48,7 @@ def read(words: list[bytes], stops=(), format=None, likely=False, at_once=False)
     made = [Made((i,), (Likely(i, -1.0),) if likely else ()) for i in range(len(words))]
     if at_once:
         made = [Made(tuple(range(len(words))), tuple(Likely(i, -1.0) for i in range(len(words))) if likely else ())]
-    deltas = [reader.push(one) for one in made]
-    deltas.append(reader.finish())
+    deltas = [delta for one in made for delta in reader.push(one)] + reader.finish()
     whole = Delta(
         "".join(d.text for d in deltas),
         "".join(d.thought for d in deltas),

@@ -63,3 +63,44 @@ def test_a_response_that_fails_has_the_item_that_was_unfinished(words, kind, rig
     added = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
     done = [event["item"]["id"] for event in events if event["type"] == "response.output_item.done"]
     assert added == [whole["id"], cut["id"]] and done == [whole["id"]]
+
+
+ANSWER = [  # as a slow reader gets it: much at once
+    "<think>hm</think>Let me see." + CALL % ("get", '"n": 1'),
+    "2}}</tool_call>So far.<think>so</think>Then again." + CALL % ("get", '"n": 3}}</tool_call>'),
+    "Done.",
+]
+CHAT = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "stream": True,
+    "tools": [{"type": "function", "function": {"name": "get", "parameters": PROPERTIES}}],
+}
+MESSAGE = {
+    "messages": CHAT["messages"],
+    "stream": True,
+    "max_tokens": 400,
+    "tools": [{"name": "get", "input_schema": PROPERTIES}],
+}
+IN_ORDER = ["hm", "Let me see.", '{"n": 12}', "So far.", "so", "Then again.", '{"n": 3}', "Done."]
+
+
+def test_items_of_a_response_are_in_the_order_in_which_the_model_wrote_them() -> None:
+    *events, last = stream("/v1/responses", RESPONSES, *ANSWER)
+    told = [item.get("arguments") or item["content"][0]["text"] for item in last["response"]["output"]]
+    assert last["type"] == "response.completed" and told == IN_ORDER
+    pieces = dict.fromkeys(range(len(IN_ORDER)), "")
+    for event in events:
+        if event["type"].endswith(".delta"):
+            pieces[event["output_index"]] += event["delta"]
+    assert list(pieces.values()) == IN_ORDER
+
+
+def test_blocks_of_a_message_are_in_the_order_in_which_the_model_wrote_them() -> None:
+    events = stream("/v1/messages", MESSAGE, *ANSWER)
+    pieces = dict.fromkeys(range(len(IN_ORDER)), "")
+    kinds = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    names = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+    for event in events:
+        if event["type"] == "content_block_delta":
+            pieces[event["index"]] += event["delta"][names[kinds[event["index"]]]]
+    assert list(pieces.values()) == IN_ORDER and events[-2]["delta"]["stop_reason"] == "tool_use"

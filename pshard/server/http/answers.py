@@ -1,6 +1,6 @@
 """From prompts to answers: jobs of a request, and what their events say, whole or bit by bit."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from pshard.server.http.desk import Desk
 from pshard.server.http.running import Running
 from pshard.server.jobs import Ended, Event, Job, Likely, Made, Progress
 from pshard.server.shapes.usage import Usage
-from pshard.server.text.answer_reader import AnswerReader, Delta
+from pshard.server.text.answer_reader import AnswerReader, Delta, join_deltas
 from pshard.server.text.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Answers:
                 if not batch:
                     yield None
                 for index, event in batch:
-                    if (delta := self._take(index, event)) is not None:
+                    for delta in self._take(index, event):
                         yield index, delta
         finally:
             await events.aclose()  # type: ignore[attr-defined]
@@ -96,28 +96,33 @@ class Answers:
         """End all of it."""
         self._running.cancel()
 
-    def _take(self, index: int, event: Event) -> Delta | None:
+    def _take(self, index: int, event: Event) -> Iterator[Delta]:
         answer = self.all[index]
         match event:
             case Progress():
                 answer.cached = event.cached
                 answer.scored += event.scored
-                return Delta()
+                yield Delta()
             case Made() if not answer.reason:
-                delta = answer.reader.push(event)
+                parts = answer.reader.push(event)
                 if not answer.reader.ended:
-                    return delta
+                    yield from parts
+                    return
                 self._running.stop(index)
-                answer.reason = "stop"
-                return add_deltas(delta, answer.reader.finish())
+                yield from _end(answer, [*parts, *answer.reader.finish()], "stop")
             case Ended() if not answer.reason:
                 if event.reason not in ("stop", "length"):
                     raise _fault_of(event)
                 rest = answer.reader.finish()
                 ended = answer.reader.ended or (answer.reader.ids[-1:] and answer.reader.ids[-1] in self._ends[index])
-                answer.reason = "stop" if ended else event.reason
-                return rest
-        return None
+                yield from _end(answer, rest, "stop" if ended else event.reason)
+
+
+def _end(answer: Answer, parts: list[Delta], reason: str) -> Iterator[Delta]:
+    *before, last = join_deltas(parts)
+    yield from before
+    answer.reason = reason
+    yield last
 
 
 def make_job(asked: Asked, prompt: Prompt, choice: int, index: int, context: int) -> Job:
