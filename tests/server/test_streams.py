@@ -104,3 +104,16 @@ def test_blocks_of_a_message_are_in_the_order_in_which_the_model_wrote_them() ->
         if event["type"] == "content_block_delta":
             pieces[event["index"]] += event["delta"][names[kinds[event["index"]]]]
     assert list(pieces.values()) == IN_ORDER and events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_chunk_of_a_chat_has_one_part_of_a_call() -> None:
+    """Clients add up parts of the same index between chunks; two in the first chunk are two calls to them."""
+    chunks = stream("/v1/chat/completions", CHAT, *ANSWER)[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    parts = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert all(len(part) == 1 for part in parts)
+    calls: dict[int, str] = {}
+    for (part,) in parts:
+        calls[part["index"]] = calls.get(part["index"], "") + part["function"]["arguments"]
+    assert calls == {0: '{"n": 12}', 1: '{"n": 3}'}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Let me see.So far.Then again.Done."
