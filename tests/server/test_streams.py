@@ -117,3 +117,11 @@ def test_a_chunk_of_a_chat_has_one_part_of_a_call() -> None:
         calls[part["index"]] = calls.get(part["index"], "") + part["function"]["arguments"]
     assert calls == {0: '{"n": 12}', 1: '{"n": 3}'}
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see.So far.Then again.Done."
+
+
+def test_texts_of_a_stream_end_no_line() -> None:
+    """Many clients split lines as Python splits text, which knows more ends of lines than server-sent events do."""
+    text = "a\u2028b\u2029c\x85d"
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi", "stream": True})):
+        told = [chunk["choices"][0] for chunk in stream(path, body | {"max_tokens": 100}, text[:3], text[3:])[:-1]]
+        assert "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in told) == text
