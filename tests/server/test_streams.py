@@ -1,16 +1,19 @@
 """What streams tell of an answer, whatever comes at once: events in order, whole calls, failures."""
 
-from dataclasses import dataclass
+import threading
+import time
+from dataclasses import dataclass, replace
 
 import pytest
 from http_client import ask, events_of
 from quick_service import QuickService
 from small_service import demo_model
 
+from pshard.server.api.limits import DEFAULT_LIMITS
 from pshard.server.http.make_app import make_app
 from pshard.server.jobs import Ended, Made, Progress
 
-STOP = Ended("stop")
+STOP, STILL = Ended("stop"), ": still here"
 TEMPLATE = "<think><tool_call>{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
 PROPERTIES = {"type": "object", "properties": {"n": {"type": "integer"}}}
 RESPONSES = {
@@ -125,3 +128,38 @@ def test_texts_of_a_stream_end_no_line() -> None:
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi", "stream": True})):
         told = [chunk["choices"][0] for chunk in stream(path, body | {"max_tokens": 100}, text[:3], text[3:])[:-1]]
         assert "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in told) == text
+
+
+@dataclass
+class SlowSpeaker(Speaker):
+    """Reads a prompt in 16 steps, and then says what it says token by token, each in the time of a step."""
+
+    def submit(self, job, listener):
+        said = [token for word in self.words for token in demo_model().tokenizer.encode(word, add_special=False)]
+        steps = [Progress(i, 16, 0) for i in range(1, 17)] + [Made((token,)) for token in said]
+
+        def speak() -> None:
+            for event in (*steps, self.ended):
+                listener.put(event)
+                listener.wake()
+                time.sleep(0.02)
+
+        threading.Thread(target=speak).start()
+
+
+@pytest.mark.parametrize(("path", "body", "ping"), [
+    ("/v1/chat/completions", CHAT, STILL), ("/v1/completions", {"prompt": "Hi", "stream": True}, STILL),
+    ("/v1/responses", RESPONSES, STILL), ("/v1/messages", MESSAGE, "event: ping"),
+])  # fmt: skip
+def test_a_long_prompt_keeps_no_stream_silent(path, body, ping) -> None:
+    app = make_app(SlowSpeaker(words=("Yes.",)), demo_model(TEMPLATE), replace(DEFAULT_LIMITS, ping_seconds=0.05))
+    told = ask(app, path, body).text
+    assert told.count(ping) >= 3, told
+
+
+def test_a_call_that_is_told_when_it_is_whole_keeps_no_stream_silent() -> None:
+    service = SlowSpeaker(words=(CALL % ("edit", '"input": "a long text that takes a while"}}</tool_call>'),))
+    app = make_app(service, demo_model(TEMPLATE), replace(DEFAULT_LIMITS, ping_seconds=0.05))
+    told = ask(app, "/v1/responses", RESPONSES).text
+    begun, done = told.index("event: response.output_item.added"), told.index("event: response.output_item.done")
+    assert told[begun:done].count(STILL) >= 3, told

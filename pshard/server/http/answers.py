@@ -1,6 +1,8 @@
 """From prompts to answers: jobs of a request, and what their events say, whole or bit by bit."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -65,26 +67,35 @@ class Answers:
         """Submit the jobs. Raises Fault when they are refused."""
         self._running.start()
 
-    async def changes(self) -> AsyncIterator[tuple[int, Delta] | None]:
-        """What is new of which answer, as it comes; None when nothing came for a while. An answer's last change has its
-        `reason`. Raises Fault when one fails."""
-        events = self._running.events(self._ping)
-        try:
+    async def tell(
+        self, show: Callable[[int, Delta], Iterator[bytes]], ping: Callable[[], bytes]
+    ) -> AsyncIterator[bytes]:
+        """What `show` writes of what is new of which answer, as it comes; an answer's last change has its `reason`. And
+        pings when nothing was written for a while: steps of a long prompt say nothing, nor does a call that is told
+        when it is whole. Raises Fault when an answer fails."""
+        now = asyncio.get_running_loop().time
+        said = now()
+        async with aclosing(self._running.events(self._ping)) as events:
             async for batch in events:
-                if not batch:
-                    yield None
+                silent = True
                 for index, event in batch:
                     for delta in self._take(index, event):
-                        yield index, delta
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
+                        for piece in show(index, delta):
+                            silent = False
+                            yield piece
+                if not silent:
+                    said = now()
+                elif not batch or now() - said >= self._ping:
+                    said = now()
+                    yield ping()
 
     async def gather(self) -> None:
-        """Wait until all have ended; each then has its `whole`."""
-        async for change in self.changes():
-            if change:
-                index, delta = change
-                self.all[index].whole = add_deltas(self.all[index].whole, delta)
+        """Wait until all have ended; each then has its `whole`. Raises Fault when one fails."""
+        async with aclosing(self._running.events(self._ping)) as events:
+            async for batch in events:
+                for index, event in batch:
+                    for delta in self._take(index, event):
+                        self.all[index].whole = add_deltas(self.all[index].whole, delta)
 
     def usage(self) -> Usage:
         """Counts so far. A prompt counts once, however many answers it has."""
