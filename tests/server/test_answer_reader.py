@@ -142,6 +142,16 @@ def test_calls_are_found_in_every_format_and_cut(template, text) -> None:
         assert call["id"].startswith("call_") or len(call["id"]) == 9
 
 
+def test_ends_of_lines_within_arguments_are_as_json_has_them() -> None:
+    """Models write them as they are, and clients that read strictly give up the answer."""
+    text = '<tool_call>\n{"name": "get", "arguments":\n{"s":\n"a\n\t\\"b\\n"}}\n</tool_call>'
+    for words in cuts(text):
+        whole, _, _ = read(words, format=find_format(HERMES, "", TOOLS, False))
+        (call,) = show_calls(whole.calls)
+        assert call["function"]["arguments"] == '{"s":\n"a\\n\\t\\"b\\n"}'
+        assert json.loads(call["function"]["arguments"]) == {"s": 'a\n\t"b\n'}
+
+
 def test_several_calls_come_with_text_before_and_reasoning() -> None:
     template = "<think><tool_call>{{ tools }}"
     call = '<tool_call>\n{"name": "get", "arguments": {"n": %d}}\n</tool_call>'
