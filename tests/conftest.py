@@ -32,8 +32,8 @@ def is_quick(config: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def searches_of_the_run() -> Iterator[None]:
-    """Plans are searched for as with `quick_search`: most tests ask what is done with a plan. Those of the planner have
-    the whole search when slow tests run."""
+    """Plans of small models take a tenth of their time: most tests ask what is done with a plan. Those of the planner
+    have the whole search when slow tests run."""
     from short_searches import shorten_searches
 
     with pytest.MonkeyPatch.context() as patch:
@@ -63,24 +63,6 @@ def whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     from short_searches import lengthen_searches
 
     lengthen_searches(monkeypatch)
-
-
-@pytest.fixture
-def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of small models take a tenth of their time: where it does not matter how fast the planned model is."""
-    from short_searches import shorten_searches
-
-    shorten_searches(monkeypatch)
-
-
-@pytest.fixture(
-    params=[pytest.param("quick", marks=pytest.mark.stand_in), pytest.param("whole", marks=pytest.mark.slow)]
-)
-def search(request: pytest.FixtureRequest) -> str:
-    """The test plans with the quick search, and when slow tests run with the whole one instead."""
-    if request.param == "quick":
-        request.getfixturevalue("quick_search")
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     return make_world(tmp_path, context=8192, n_layers=1)
 
 

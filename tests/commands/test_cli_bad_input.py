@@ -44,7 +44,7 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def planned(planned_once: Path, tmp_path: Path, quick_search: None) -> World:
+def planned(planned_once: Path, tmp_path: Path) -> World:
     shutil.copytree(planned_once, tmp_path, dirs_exist_ok=True)
     return world_in(tmp_path)
 

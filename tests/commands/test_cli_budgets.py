@@ -39,7 +39,7 @@ def test_a_budget_above_the_devices_memory_is_refused(world, capsys, command, fl
     assert not world.registry.exists()
 
 
-def test_a_budget_of_all_of_the_devices_memory_is_taken(world, quick_search, capsys) -> None:
+def test_a_budget_of_all_of_the_devices_memory_is_taken(world, capsys) -> None:
     assert cli_plan.main(["-m", str(world.model), "--vram", "100", "-c", "128"]) == 0
     with pytest.raises(UserError, match="a budget of 101 MiB is more than the 100 MiB"):
         pshard.load(world.model, vram=101)

@@ -33,7 +33,7 @@ def slow(flags: list[str]) -> object:
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     return make_world(tmp_path)
 
 
@@ -80,7 +80,7 @@ def test_plan_run_bench_report(world: World, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.fixture
-def experts(tmp_path: Path, quick_search: None) -> World:
+def experts(tmp_path: Path) -> World:
     return make_world(tmp_path, arch="qwen3moe", qtype="Q4_0", n_experts=16, n_used=4, d_expert=128, n_layers=4)
 
 
@@ -302,7 +302,7 @@ def test_special_tokens_count_where_a_template_or_a_whole_prompt_spells_them(
 
 
 def test_a_template_that_hides_what_it_wrote_is_named_once(
-    tmp_path: Path, prompts: list[list[int]], capsys: pytest.CaptureFixture, quick_search: None
+    tmp_path: Path, prompts: list[list[int]], capsys: pytest.CaptureFixture
 ) -> None:
     hides = {"tokenizer.chat_template": "<s>{{ '%s</s>' % messages[0].content }}"}
     world = make_world(tmp_path, metadata=tokenizer_metadata() | hides)

@@ -11,7 +11,7 @@ from pshard.registries.profile_store import save_profile
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     made = world_in(tmp_path)
     made.model.parent.mkdir()
     tensors = random_hybrid("moe")

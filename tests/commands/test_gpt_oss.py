@@ -12,7 +12,7 @@ STACKS = [f"ffn_{role}_exps.weight" for role in ("gate", "up", "down")]
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     types = dict.fromkeys(STACKS, "MXFP4")
     return make_world(tmp_path, arch="gpt-oss", qtype="Q8_0", qtypes=types, n_layers=4)
 

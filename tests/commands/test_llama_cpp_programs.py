@@ -51,7 +51,7 @@ def program(name: str) -> str:
 
 
 @pytest.fixture
-def emit(tmp_path: Path, quick_search: None, capsys: pytest.CaptureFixture) -> Callable[..., Emitted]:
+def emit(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., Emitted]:
     profile = save_profile(made_up_profile(), tmp_path / "cache" / "profile.json")
 
     def run(to: str, *flags: str) -> Emitted:

@@ -22,7 +22,7 @@ TEXT = [7919 * i % 258 for i in range(1, 60)]
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     return make_world(tmp_path, **ROUTED)
 
 

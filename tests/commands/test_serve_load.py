@@ -109,7 +109,7 @@ def test_what_was_measured_is_drawn(script: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_it_measures_our_own_server_on_the_demo_model(tmp_path: Path, quick_search: None) -> None:
+def test_it_measures_our_own_server_on_the_demo_model(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'pshard[serve]'")
     pytest.importorskip("starlette", reason="starlette is not installed; pip install 'pshard[serve]'")
     out, env = tmp_path / "out.json", os.environ | {"PSHARD_CACHE": str(make_world(tmp_path).profile.parent)}

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     return make_world(tmp_path, context=512, n_layers=1)
 
 

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant")
     args = parser.parse_args(argv)
     os.environ["PSHARD_VALIDATE"] = "0"
-    # as the fixture quick_search: how good plans are is no question here
+    # as `shorten_searches` of the tests: how good plans are is no question here
     anneal.TRIES, anneal.TRIES_PER_UNIT, anneal_tiers.TRIES, exact_tiers.MOST_UNITS = 100, 1, 10, 0
     failures = 0
     with tempfile.TemporaryDirectory() as folder:

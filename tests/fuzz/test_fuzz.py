@@ -10,7 +10,7 @@ from fuzz.targets import REFUSED, RIGHT, Target, make_targets
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None):
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Targets by name, with a cache of their own."""
 
     def made(name: str) -> Target:

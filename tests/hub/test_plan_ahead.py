@@ -91,7 +91,7 @@ def test_a_quantisation_with_another_vocabulary_is_read_whole(hub, files, tmp_pa
         assert model.spec.config.vocab == 1200
 
 
-def test_plan_tells_of_every_quantisation_and_fetches_none(hub, files, quick_search, capsys, tmp_path) -> None:
+def test_plan_tells_of_every_quantisation_and_fetches_none(hub, files, capsys, tmp_path) -> None:
     assert plan(["-m", f"{REPO}:Q8_0", "--vram", "8", "-c", "512"]) == 0
     said = capsys.readouterr()
     rows = {
@@ -123,7 +123,7 @@ def test_each_row_is_printed_as_soon_as_it_is_planned(capsys) -> None:
     assert "We would take Q8_0" in capsys.readouterr().out
 
 
-def test_the_plan_from_a_header_is_the_plan_of_the_file(hub, files, quick_search, capsys) -> None:
+def test_the_plan_from_a_header_is_the_plan_of_the_file(hub, files, capsys) -> None:
     arguments = ["-m", f"{REPO}:Q4_0", "--vram", "6", "-c", "512", "--json"]
     assert plan(arguments) == 0
     before = json.loads(capsys.readouterr().out)
@@ -140,7 +140,7 @@ def test_the_plan_from_a_header_is_the_plan_of_the_file(hub, files, quick_search
     assert "offered" not in after
 
 
-def test_a_type_that_is_not_supported_is_a_row_that_says_so(hub, files, quick_search, capsys) -> None:
+def test_a_type_that_is_not_supported_is_a_row_that_says_so(hub, files, capsys) -> None:
     data = bytearray(files["small-Q8_0.gguf"])
     kind = gguf.GGMLQuantizationType.IQ2_XS.to_bytes(4, "little")
     for name in (b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"):
@@ -152,7 +152,7 @@ def test_a_type_that_is_not_supported_is_a_row_that_says_so(hub, files, quick_se
     assert "IQ2_XS does not run here: tensor blk.0.attn_q.weight has type IQ2_XS" in out
 
 
-def test_a_folder_of_safetensors_is_planned_from_its_headers(hub, files, quick_search, capsys, tmp_path) -> None:
+def test_a_folder_of_safetensors_is_planned_from_its_headers(hub, files, capsys, tmp_path) -> None:
     hub.repositories["someone/plain"] = write_folder(tmp_path / "made")
     assert plan(["-m", "someone/plain", "--vram", "8", "-c", "256"]) == 0
     assert "safetensors (asked for)" in capsys.readouterr().out
@@ -172,7 +172,7 @@ def test_planning_ahead_ends_with_what_to_do_when_the_hub_refuses(hub, files, ca
     assert says in error and error.count("\n") == 1
 
 
-def test_a_header_that_is_cut_is_taken_up_again_and_an_error_when_it_stays_so(hub, files, quick_search, capsys) -> None:
+def test_a_header_that_is_cut_is_taken_up_again_and_an_error_when_it_stays_so(hub, files, capsys) -> None:
     hub.faults = Faults(cut_after=3000, cuts=2)
     assert plan(["-m", f"{REPO}:Q4_0", "--vram", "8", "-c", "512"]) == 0
     hub.faults = Faults(cut_after=0, cuts=1000)
@@ -189,7 +189,7 @@ def test_flags_that_need_the_file_are_refused_before_anything_is_asked(hub, file
     assert len(hub.requests) == asked
 
 
-def test_registries_of_cached_models_lie_in_pshards_own_cache(hub, files, quick_search, capsys, tmp_path) -> None:
+def test_registries_of_cached_models_lie_in_pshards_own_cache(hub, files, capsys, tmp_path) -> None:
     path = fetch_model(f"{REPO}:Q4_0")
     assert plan(["-m", str(path), "--vram", "8", "-c", "512"]) == 0
     written = tmp_path / "cache/registries/someone--small-GGUF--small-Q4_0.gguf.pshard.json"

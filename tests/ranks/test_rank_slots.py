@@ -98,7 +98,7 @@ def check_walk(variant: Variant, walks: list[Walk]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_find_in_their_slots_what_a_replay_finds(way: str, quick_search: None) -> None:
+def test_ranks_find_in_their_slots_what_a_replay_finds(way: str) -> None:
     variant = plan_way(way)
     walks = run_variant(FILE, variant, walk_text, records=True)
     check_walk(variant, walks)
@@ -109,7 +109,7 @@ def test_ranks_find_in_their_slots_what_a_replay_finds(way: str, quick_search: N
 
 
 @pytest.mark.parametrize("way", ["unequal slices", slow("layers")])
-def test_processes_on_cpus(tmp_path: Path, way: str, quick_search: None) -> None:
+def test_processes_on_cpus(tmp_path: Path, way: str) -> None:
     variant = plan_way(way)
     (tmp_path / "plan.json").write_text(json.dumps(to_json(variant)))
     done = run_ranks("followed@shm", len(variant.ranks), tmp_path)

@@ -164,7 +164,6 @@ def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_limit
-@pytest.mark.usefixtures("quick_search")
 def test_sums_timed_between_two_hosts_make_auto_choose_layers(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     world, both = make_world(tmp_path), tmp_path / "both-0.json"
     on_one = tuple(CollectiveTiming("shm", 2, n, 5e-6 + n / 5e9) for n in (4 << 10, 16 << 20))

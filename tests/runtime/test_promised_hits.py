@@ -67,7 +67,7 @@ def plan_by_text(text: list[int]) -> tuple[RoutingRecord, ModelSpec, Variant]:
     return record, spec, plan_variant(spec, PROFILE, WORK)
 
 
-def test_slots_find_in_other_text_what_the_replay_of_a_record_promised(quick_search: None) -> None:
+def test_slots_find_in_other_text_what_the_replay_of_a_record_promised() -> None:
     """Of text in which words come again soon."""
     record, spec, without = plan_by_text(write_text(1500, 1, 0.6))
     variant = plan_slots(spec, PROFILE, WORK, without, record)
@@ -79,7 +79,7 @@ def test_slots_find_in_other_text_what_the_replay_of_a_record_promised(quick_sea
     assert course.expected_slots == pytest.approx(run.expected, abs=MOST) and course.ends[-1] == 1000
 
 
-def test_popular_experts_serve_of_other_text_what_a_plan_expects(quick_search: None) -> None:
+def test_popular_experts_serve_of_other_text_what_a_plan_expects() -> None:
     """Of text without a memory, in which some words are common."""
     _, spec, variant = plan_by_text(write_text(1500, 1, 0.0))
     (experts,) = map_experts(spec, variant)

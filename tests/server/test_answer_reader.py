@@ -48,8 +48,7 @@ def read(words: list[bytes], stops=(), format=None, likely=False, at_once=False)
     made = [Made((i,), (Likely(i, -1.0),) if likely else ()) for i in range(len(words))]
     if at_once:
         made = [Made(tuple(range(len(words))), tuple(Likely(i, -1.0) for i in range(len(words))) if likely else ())]
-    deltas = [reader.push(one) for one in made]
-    deltas.append(reader.finish())
+    deltas = [delta for one in made for delta in reader.push(one)] + reader.finish()
     whole = Delta(
         "".join(d.text for d in deltas),
         "".join(d.thought for d in deltas),
@@ -141,6 +140,16 @@ def test_calls_are_found_in_every_format_and_cut(template, text) -> None:
         assert call["function"]["name"] == "get" and whole.text == "" and reader.called
         assert json.loads(call["function"]["arguments"]) == {"s": 'a}"b', "n": 1}
         assert call["id"].startswith("call_") or len(call["id"]) == 9
+
+
+def test_ends_of_lines_within_arguments_are_as_json_has_them() -> None:
+    """Models write them as they are, and clients that read strictly give up the answer."""
+    text = '<tool_call>\n{"name": "get", "arguments":\n{"s":\n"a\n\t\\"b\\n"}}\n</tool_call>'
+    for words in cuts(text):
+        whole, _, _ = read(words, format=find_format(HERMES, "", TOOLS, False))
+        (call,) = show_calls(whole.calls)
+        assert call["function"]["arguments"] == '{"s":\n"a\\n\\t\\"b\\n"}'
+        assert json.loads(call["function"]["arguments"]) == {"s": 'a\n\t"b\n'}
 
 
 def test_several_calls_come_with_text_before_and_reasoning() -> None:

@@ -78,6 +78,41 @@ def test_a_closed_connection_ends_a_job_that_runs_and_no_other(url, service, str
     assert service.jobs[-1].id not in service.cancelled
 
 
+def send_raw(url: str, head: str, body: bytes = b"") -> tuple[int, bytes]:
+    """The status and the rest of the answer to a request that is written out."""
+    parts, found = urlsplit(url), b""
+    with socket.create_connection((parts.hostname, parts.port), timeout=60) as connection:
+        connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+        while part := connection.recv(4096):
+            found += part
+            if found.startswith(b"HTTP/1.1 4"):
+                break
+    return int(found.split()[1]), found
+
+
+def test_who_knows_no_host_is_answered_and_who_names_a_wrong_one_is_not(url) -> None:
+    """HTTP/1.0 has no Host; a browser, which a page may have sent here under a name of its own, has one always."""
+    assert send_raw(url, "GET /health HTTP/1.0")[0] == 200
+    body = json.dumps(ROMEO | {"max_tokens": 2, "stream": True}).encode()
+    status, told = send_raw(url, f"POST /v1/completions HTTP/1.0\nContent-Length: {len(body)}", body)
+    assert status == 200 and told.endswith(b"data: [DONE]\n\n")
+    for more in ("Host: evil.example", "Host:", "Origin: http://evil.example:8080", "Origin: null"):
+        assert send_raw(url, f"GET /health HTTP/1.0\n{more}")[0] == 403, more
+    assert send_raw(url, "GET /health HTTP/1.1\nConnection: close")[0] == 400
+
+
+def test_a_host_that_has_to_be_there_and_is_not_is_told(service) -> None:
+    """Also behind a server that lets it through."""
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/health", "headers": []}
+    asyncio.run(make_app(service, demo_model())(scope, None, send))
+    assert sent[0]["status"] == 400 and json.loads(sent[1]["body"])["error"]["code"] == "host_missing"
+
+
 def test_a_client_that_goes_before_its_stream_begins_leaves_no_job(service, held) -> None:
     app, before = make_app(service, demo_model()), len(service.jobs)
     messages = [{"type": "http.request", "body": json.dumps(ROMEO | {"stream": True}).encode()}]

@@ -91,9 +91,7 @@ def test_a_small_cache_leaves_out_what_has_no_room(monkeypatch: pytest.MonkeyPat
     assert counts.free == counts.total
 
 
-def test_a_server_starts_without_it_where_it_fails_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None
-) -> None:
+def test_a_server_starts_without_it_where_it_fails_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(tmp_path)
     request = RunRequest(world.model, profile=world.profile, registry=tmp_path / "plans.json", plans=True)
     monkeypatch.setattr(load_model, "compiles_kernels", lambda profile: True)

@@ -21,7 +21,7 @@ GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture
-def engine(tmp_path: Path, quick_search: None) -> Iterator[Engine]:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     metadata = tokenizer_metadata() | {"tokenizer.chat_template": TURNS}
     world = make_world(tmp_path, metadata=metadata, n_layers=2)
     with pshard.load(world.model, vram=world.roomy, replan=True) as made:

@@ -34,7 +34,7 @@ from pshard.session import try_plans as validating
 from pshard.session.try_plans import Timed
 from pshard.workload import Workload
 
-pytestmark = pytest.mark.usefixtures("few_to_collect", "quick_search")  # what is tried matters here, not how good it is
+pytestmark = pytest.mark.usefixtures("few_to_collect")
 SPEC, PROFILE = make_model(layers=6), profile_from_datasheet(DESKTOP)
 WORKLOAD = Workload((OWN + 40,), context=512, max_ubatch=128, prompt=256, generated=64)
 (TASK,) = prepare_ranks(SPEC, PROFILE, WORKLOAD)
@@ -50,7 +50,7 @@ TRUTH = Correction(
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.delenv("PSHARD_VALIDATE")
     monkeypatch.setattr(validating, "SAMPLE_SECONDS", 0.005)
     return make_world(tmp_path)
@@ -111,7 +111,7 @@ def test_factors_scale_small_and_large_micro_batches_apart():
         assert scaled[tier].units["ffn.0"].link == pytest.approx(link * plain[tier].units["ffn.0"].link)
 
 
-def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path, planned, quick_search):
+def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path, planned):
     variant = plan_variant(SPEC, PROFILE, WORKLOAD, correction=TRUTH)
     path = tmp_path / "plans.json"
     save_variants(path, SPEC.name, (("model", "made"),), [variant])

@@ -24,7 +24,7 @@ RECORD = make_drifting_record(400, layers=4)
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """Where slots are always predicted to be faster: those of a published strategy."""
 
     def find_slots(spec, profile, workload, variant, record, time_limit):

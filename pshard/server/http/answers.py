@@ -1,6 +1,8 @@
 """From prompts to answers: jobs of a request, and what their events say, whole or bit by bit."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from pshard.server.http.desk import Desk
 from pshard.server.http.running import Running
 from pshard.server.jobs import Ended, Event, Job, Likely, Made, Progress
 from pshard.server.shapes.usage import Usage
-from pshard.server.text.answer_reader import AnswerReader, Delta
+from pshard.server.text.answer_reader import AnswerReader, Delta, join_deltas
 from pshard.server.text.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -65,26 +67,35 @@ class Answers:
         """Submit the jobs. Raises Fault when they are refused."""
         self._running.start()
 
-    async def changes(self) -> AsyncIterator[tuple[int, Delta] | None]:
-        """What is new of which answer, as it comes; None when nothing came for a while. An answer's last change has its
-        `reason`. Raises Fault when one fails."""
-        events = self._running.events(self._ping)
-        try:
+    async def tell(
+        self, show: Callable[[int, Delta], Iterator[bytes]], ping: Callable[[], bytes]
+    ) -> AsyncIterator[bytes]:
+        """What `show` writes of what is new of which answer, as it comes; an answer's last change has its `reason`. And
+        pings when nothing was written for a while: steps of a long prompt say nothing, nor does a call that is told
+        when it is whole. Raises Fault when an answer fails."""
+        now = asyncio.get_running_loop().time
+        said = now()
+        async with aclosing(self._running.events(self._ping)) as events:
             async for batch in events:
-                if not batch:
-                    yield None
+                silent = True
                 for index, event in batch:
-                    if (delta := self._take(index, event)) is not None:
-                        yield index, delta
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
+                    for delta in self._take(index, event):
+                        for piece in show(index, delta):
+                            silent = False
+                            yield piece
+                if not silent:
+                    said = now()
+                elif not batch or now() - said >= self._ping:
+                    said = now()
+                    yield ping()
 
     async def gather(self) -> None:
-        """Wait until all have ended; each then has its `whole`."""
-        async for change in self.changes():
-            if change:
-                index, delta = change
-                self.all[index].whole = add_deltas(self.all[index].whole, delta)
+        """Wait until all have ended; each then has its `whole`. Raises Fault when one fails."""
+        async with aclosing(self._running.events(self._ping)) as events:
+            async for batch in events:
+                for index, event in batch:
+                    for delta in self._take(index, event):
+                        self.all[index].whole = add_deltas(self.all[index].whole, delta)
 
     def usage(self) -> Usage:
         """Counts so far. A prompt counts once, however many answers it has."""
@@ -96,28 +107,33 @@ class Answers:
         """End all of it."""
         self._running.cancel()
 
-    def _take(self, index: int, event: Event) -> Delta | None:
+    def _take(self, index: int, event: Event) -> Iterator[Delta]:
         answer = self.all[index]
         match event:
             case Progress():
                 answer.cached = event.cached
                 answer.scored += event.scored
-                return Delta()
+                yield Delta()
             case Made() if not answer.reason:
-                delta = answer.reader.push(event)
+                parts = answer.reader.push(event)
                 if not answer.reader.ended:
-                    return delta
+                    yield from parts
+                    return
                 self._running.stop(index)
-                answer.reason = "stop"
-                return add_deltas(delta, answer.reader.finish())
+                yield from _end(answer, [*parts, *answer.reader.finish()], "stop")
             case Ended() if not answer.reason:
                 if event.reason not in ("stop", "length"):
                     raise _fault_of(event)
                 rest = answer.reader.finish()
                 ended = answer.reader.ended or (answer.reader.ids[-1:] and answer.reader.ids[-1] in self._ends[index])
-                answer.reason = "stop" if ended else event.reason
-                return rest
-        return None
+                yield from _end(answer, rest, "stop" if ended else event.reason)
+
+
+def _end(answer: Answer, parts: list[Delta], reason: str) -> Iterator[Delta]:
+    *before, last = join_deltas(parts)
+    yield from before
+    answer.reason = reason
+    yield last
 
 
 def make_job(asked: Asked, prompt: Prompt, choice: int, index: int, context: int) -> Job:

@@ -42,7 +42,7 @@ class Guard:
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         origin = headers.get("origin", b"").decode("latin-1")
         try:
-            self._check_host(headers)
+            self._check_host(headers, scope)
             self._check_origin(headers, origin)
             if scope["method"] == "OPTIONS" and origin and "access-control-request-method" in headers:
                 allowed = {"access-control-allow-methods": METHODS, "access-control-allow-headers": "*"}
@@ -56,10 +56,14 @@ class Guard:
             return
         await self._app(scope, receive, self._add_origin(send, origin) if origin else send)
 
-    def _check_host(self, headers: dict[str, bytes]) -> None:
+    def _check_host(self, headers: dict[str, bytes], scope: Scope) -> None:
         """Raises Fault for a Host under which nobody reaches this server: a page elsewhere may have made its name point
-        here."""
-        host = headers.get("host", b"").decode("latin-1").lower()
+        here. HTTP/1.0 has no Host, and browsers always send one: what comes without is of no page."""
+        if "host" not in headers:
+            if scope["http_version"] == "1.0":
+                return
+            raise Fault(400, "the Host header is missing, which HTTP/1.1 asks for", code="host_missing")
+        host = headers["host"].decode("latin-1").lower()
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
         named = "*" in self._door.hosts or name in self._door.hosts
         if not named and not (self._door.addresses and _is_address(name)):
@@ -67,10 +71,11 @@ class Guard:
             raise Fault(403, told, code="host_not_allowed")
 
     def _check_origin(self, headers: dict[str, bytes], origin: str) -> None:
-        """Raises Fault for a web page of another server, unless it is allowed: browsers send some requests at once."""
+        """Raises Fault for a web page of another server, unless it is allowed: browsers send some requests at once.
+        Without a Host no page is of this server; a page of no server, whose origin is "null", never is."""
         own = headers.get("host", b"").decode("latin-1").lower()
         allowed = "*" in self._door.origins or origin in self._door.origins
-        if origin and not allowed and origin.lower().partition("://")[2] != own:
+        if origin and not allowed and not (own and origin.lower().partition("://")[2] == own):
             told = "web pages of other servers may not ask; start the server with --cors-origins to let them"
             raise Fault(403, told, code="origin_not_allowed")
 

@@ -1,7 +1,7 @@
 """A request's jobs, from their submission until the last has ended."""
 
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from pshard.server.api.faults import Fault
 from pshard.server.http.inbox import Board, Inbox
@@ -24,7 +24,7 @@ class Running:
             self.cancel()
             raise
 
-    async def events(self, ping_seconds: float) -> AsyncIterator[list[tuple[int, Event]]]:
+    async def events(self, ping_seconds: float) -> AsyncGenerator[list[tuple[int, Event]], None]:
         """Events with the numbers of their jobs as they come; an empty list when none came for so long. However it is
         left, no job goes on."""
         try:

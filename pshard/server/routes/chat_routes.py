@@ -97,8 +97,8 @@ def _stream(told: _Told) -> AsyncIterator[bytes]:
         if index not in plain:
             plain[index] = prepare_event(partial(show_text, index))
             choices.append(show_delta(index, BEGIN, None))
-        if delta:
-            choices.append(show_delta(index, show_new(delta), told.logprobs(delta.entries)))
+        for i, new in enumerate(show_new(delta)):
+            choices.append(show_delta(index, new, None if i else told.logprobs(delta.entries)))
         if answer.reason:
             choices.append(show_delta(index, {}, None, reason_of(answer)))
         for choice in choices:

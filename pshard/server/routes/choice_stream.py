@@ -16,12 +16,8 @@ async def stream_choices(
     where none is wanted."""
     yield PING
     try:
-        async for change in answers.changes():
-            if change is None:
-                yield PING
-                continue
-            for event in show(*change):
-                yield event
+        async for piece in answers.tell(show, lambda: PING):
+            yield piece
     except Fault as fault:
         yield write_event(show_fault(fault))
         return

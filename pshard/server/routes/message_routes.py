@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from pshard.server.api.faults import Fault, show_messages_fault
 from pshard.server.api.read_message_request import read_message_request
@@ -10,6 +10,7 @@ from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_ev
 from pshard.server.routes.chat_routes import prepare_chat, reason_of
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.show_message_blocks import Blocks, Events, show_message_usage, show_whole_message
+from pshard.server.text.answer_reader import Delta
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -60,17 +61,21 @@ async def _stream(heading: Heading, answers: Answers) -> AsyncIterator[bytes]:
         message = show_whole_message(heading.id, heading.model, [], (None, None), answers.usage())
         return write([("message_start", {"message": message})])
 
+    def show(_: int, delta: Delta) -> Iterator[bytes]:
+        nonlocal begun
+        if not begun:
+            begun = True
+            yield start()
+        if events := blocks.take(delta):
+            yield write(events)
+
+    def ping() -> bytes:  # clients that watch a stream for life count events, and no comments
+        return write([("ping", {})]) if begun else PING
+
     (answer,) = answers.all
     try:
-        async for change in answers.changes():
-            if change is None:  # clients that watch a stream for life count events, and no comments
-                yield write([("ping", {})]) if begun else PING
-                continue
-            if not begun:
-                begun = True
-                yield start()
-            if written := write(blocks.take(change[1])):
-                yield written
+        async for piece in answers.tell(show, ping):
+            yield piece
     except Fault as fault:
         yield write_event(show_messages_fault(fault), "error")
         return

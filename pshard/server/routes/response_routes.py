@@ -1,6 +1,6 @@
 """POST /v1/responses."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from pshard.server.api.faults import Fault, show_fault
@@ -11,6 +11,7 @@ from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_ev
 from pshard.server.routes.chat_routes import prepare_chat
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.show_responses import Events, OutputItems, show_response
+from pshard.server.text.answer_reader import Delta
 
 TOLD: dict[str, Any] = {  # of the request, with what is told where it does not say
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
@@ -54,17 +55,18 @@ async def _stream(heading: Heading, echo: dict[str, Any], answers: Answers, item
             number += 1
         return b"".join(parts)
 
+    def show(_: int, delta: Delta) -> Iterator[bytes]:
+        if events := items.take(delta):
+            yield write(events)
+
     begun = {"response": show_response(heading, echo, "in_progress", [], None)}
     yield PING + write([("response.created", begun), ("response.in_progress", begun)])
     (answer,) = answers.all
     try:
-        async for change in answers.changes():
-            if change is None:
-                yield PING
-            elif written := write(items.take(change[1])):
-                yield written
+        async for piece in answers.tell(show, lambda: PING):
+            yield piece
     except Fault as fault:
-        failed = show_response(heading, echo, "failed", items.done, answers.usage())
+        failed = show_response(heading, echo, "failed", items.cut(), answers.usage())
         error = show_fault(fault)["error"]
         failed["error"] = {"code": error["code"] or "server_error", "message": error["message"]}
         yield write([("response.failed", {"response": failed})])

@@ -49,16 +49,15 @@ def show_delta(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def show_new(delta: Delta) -> dict[str, Any]:
-    """New text, reasoning and parts of calls, as a delta's fields."""
+def show_new(delta: Delta) -> list[dict[str, Any]]:
+    """What is new as fields of deltas, each for a chunk of its own: clients add up parts of a call between chunks, and
+    some not within one."""
     told: dict[str, Any] = {}
     if delta.thought:
         told["reasoning_content"] = delta.thought
     if delta.text or (delta.entries and not delta.calls and not delta.thought):
         told["content"] = delta.text
-    if delta.calls:
-        told["tool_calls"] = [_show_part(call) for call in delta.calls]
-    return told
+    return [*([told] if told else []), *({"tool_calls": [_show_part(call)]} for call in delta.calls)]
 
 
 def show_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:

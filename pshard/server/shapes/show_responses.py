@@ -71,23 +71,18 @@ class OutputItems:
 
     def close(self, complete: bool) -> Events:
         """Events at the end of the item that is made."""
-        item, self._item = self._item, None
-        if item is None:
+        if self._item is None:
             return []
-        item["status"] = "completed" if complete else "incomplete"
-        at = {"item_id": item["id"], "output_index": len(self.done)}
-        self.done.append(item)
+        item = self._end(complete)
+        at = {"item_id": item["id"], "output_index": len(self.done) - 1}
         events: Events = []
         if item["type"] == "function_call":
             given = {"arguments": item["arguments"], "name": item["name"]}
             events.append(("response.function_call_arguments.done", {**at, **given}))
         elif item["type"] == "custom_tool_call":
-            item["input"] = _read_input(item["input"])
             events.append(("response.custom_tool_call_input.delta", {**at, "delta": item["input"]}))
             events.append(("response.custom_tool_call_input.done", {**at, "input": item["input"]}))
         else:
-            if item["type"] == "reasoning" and self._seals:
-                item["encrypted_content"] = seal(item["content"][0]["text"])
             part, at_part = item["content"][0], {**at, "content_index": 0}
             kind = "output_text" if item["type"] == "message" else "reasoning_text"
             logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
@@ -95,6 +90,23 @@ class OutputItems:
             events.append(("response.content_part.done", {**at_part, "part": part}))
         events.append(("response.output_item.done", {"output_index": at["output_index"], "item": item}))
         return events
+
+    def cut(self) -> list[Item]:
+        """All items of an answer that failed. No event says that the last one is done: clients run a call that is."""
+        if self._item is not None:
+            self._end(False)
+        return self.done
+
+    def _end(self, complete: bool) -> Item:
+        """The item that is made, as it stands in the response."""
+        item, self._item = self._new(), None
+        item["status"] = "completed" if complete else "incomplete"
+        if item["type"] == "custom_tool_call":
+            item["input"] = _read_input(item["input"])
+        elif item["type"] == "reasoning" and self._seals:
+            item["encrypted_content"] = seal(item["content"][0]["text"])
+        self.done.append(item)
+        return item
 
     def _add_text(self, kind: str, text: str, entries: tuple[Entry, ...]) -> Events:
         events: Events = []

@@ -1,7 +1,7 @@
 """Reads one answer as it is made: tokens in, what the client is told out."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pshard.server.jobs import Made
@@ -19,8 +19,8 @@ SPELLED = ("[ARGS]", "[CALL_ID]")  # special tokens within a call
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of an answer: its text, its reasoning, parts of calls of tools, and the tokens of what was given out
-    so far."""
+    """What is new of an answer: reasoning, then text, then parts of calls of tools; and the tokens of what was given
+    out so far."""
 
     text: str = ""
     thought: str = ""
@@ -34,6 +34,34 @@ class Delta:
 
     def __bool__(self) -> bool:
         return bool(self.text or self.thought or self.calls or self.entries)
+
+    def may_precede(self, other: "Delta") -> bool:
+        """Whether both are in order as one: no text after a call, no reasoning after either."""
+        return not (self.calls and (other.text or other.thought)) and not (self.text and other.thought)
+
+
+def join_deltas(parts: Sequence[Delta]) -> list[Delta]:
+    """The parts in their order, in as few as say it; one at least."""
+    if len(parts) == 1:  # the usual case
+        return [*parts]
+    groups: list[list[Delta]] = [[]]
+    last = Delta()  # kinds of the group's parts
+    for part in parts:
+        if not last.may_precede(part):
+            groups.append([])
+            last = Delta()
+        groups[-1].append(part)
+        last = Delta(last.text or part.text, last.thought or part.thought, last.calls or part.calls)
+    return [_join_all(group) for group in groups]
+
+
+def _join_all(parts: Sequence[Delta]) -> Delta:
+    return Delta(
+        "".join(part.text for part in parts),
+        "".join(part.thought for part in parts),
+        tuple(call for part in parts for call in part.calls),
+        tuple(entry for part in parts for entry in part.entries),
+    )
 
 
 class AnswerReader:
@@ -66,35 +94,36 @@ class AnswerReader:
     def called(self) -> bool:
         return self._shape is not None and self._shape.calls.count > 0
 
-    def push(self, made: Made) -> Delta:
-        """What is certain after new tokens. They are read one by one: how many come at once changes nothing."""
-        parts = []
+    def push(self, made: Made) -> list[Delta]:
+        """What is certain after new tokens, in order. They are read one by one: how many come at once changes
+        nothing."""
+        parts: list[Delta] = []
         for i, token in enumerate(made.tokens):
             if self.ended:
                 break
             self.ids.append(token)
             if made.likely:
                 self._waiting.append(make_entry(token, made.likely[i], self._decoded))
-            parts.append(self._read(token))
-        return self._join(parts)
+            parts += self._add_entries(self._read(token))
+        return join_deltas(parts)
 
-    def finish(self) -> Delta:
+    def finish(self) -> list[Delta]:
         """The rest, at the end of the answer."""
-        parts = []
+        parts: list[Delta] = []
         if not self.stopped:
             rest = self._stream.finish() if self._stream else ""
-            parts.append(self._sort(self._finder.push(rest) + self._finder.finish(), None))
+            parts += self._sort(self._finder.push(rest) + self._finder.finish(), None)
             self._given = self._decoded + len(rest)
             self.stopped = self._finder.found
         if self._shape:
-            parts.append(self._shape.finish())
+            parts += self._shape.finish()
         if self.stopped:  # tokens of the stop string are no part of the answer
             self._waiting = [entry for entry in self._waiting if entry.offset < self._given]
         else:
             self._given += 1
-        return self._join(parts)
+        return join_deltas(self._add_entries(parts))
 
-    def _read(self, token: int) -> Delta:
+    def _read(self, token: int) -> list[Delta]:
         special = self._tokenizer.special_name(token) if self._tokenizer else None
         if special is not None and special in self._stops:
             self.stopped = special
@@ -106,26 +135,25 @@ class AnswerReader:
         if special is not None and self._shape:  # it stands between what was held back and what comes
             held = self._finder.finish()
             self._given += len(held)
-            return self._join([self._sort(held, None), self._sort("", special)])
+            return self._sort(held, None) + self._sort("", special)
         ready = self._finder.push(text)
         self._given += len(ready)
         self.stopped = self._finder.found
         return self._sort(ready, None)
 
-    def _sort(self, text: str, special: str | None) -> Delta:
+    def _sort(self, text: str, special: str | None) -> list[Delta]:
         if self._shape:
             return self._shape.push(text, special)
-        return Delta(text)
+        return [Delta(text)]
 
-    def _join(self, parts: list[Delta]) -> Delta:
-        if len(parts) == 1 and not self._waiting:  # the usual case: a token without a log-probability
-            return parts[0]
+    def _add_entries(self, parts: list[Delta]) -> list[Delta]:
+        """The parts with the tokens of what was given out, beside the last of them."""
+        if not self._waiting:  # the usual case: no log-probabilities
+            return parts
         at = next((i for i, entry in enumerate(self._waiting) if entry.offset >= self._given), len(self._waiting))
-        entries, self._waiting = self._waiting[:at], self._waiting[at:]
-        calls = tuple(call for part in parts for call in part.calls)
-        return Delta(
-            "".join(part.text for part in parts), "".join(part.thought for part in parts), calls, tuple(entries)
-        )
+        entries, self._waiting = tuple(self._waiting[:at]), self._waiting[at:]
+        *before, last = parts or [Delta()]
+        return [*before, replace(last, entries=entries)]
 
 
 class _Shape:
@@ -141,22 +169,22 @@ class _Shape:
         self._lead = "" if format.bare and not format.forced else None  # text that may turn out to be a bare call
         self.ended = False
 
-    def push(self, text: str, special: str | None) -> Delta:
+    def push(self, text: str, special: str | None) -> list[Delta]:
         if self._format.forced:
-            return self._end(Delta(calls=tuple(self.calls.push(text))))
+            return self._end([Delta(calls=tuple(self.calls.push(text)))])
         if special in SPELLED:
             text, special = text + special, None
         return self._end(self._collect(self._sorter.push(text, special)))
 
-    def _end(self, delta: Delta) -> Delta:
+    def _end(self, parts: list[Delta]) -> list[Delta]:
         """What is new, without what follows the first call where that is the last one."""
         if not self._format.single or not self.calls.count:
-            return delta
+            return parts
         self.ended = self.ended or self.calls.count > 1 or not self.calls.open
-        return Delta(delta.text, delta.thought, tuple(call for call in delta.calls if call.index == 0))
+        return [replace(part, calls=tuple(call for call in part.calls if call.index == 0)) for part in parts]
 
-    def finish(self) -> Delta:
-        parts = [] if self._format.forced else [self._collect(self._sorter.finish())]
+    def finish(self) -> list[Delta]:
+        parts = [] if self._format.forced else self._collect(self._sorter.finish())
         if self._lead:
             lead, self._lead = self._lead, None
             parts.append(self._give("text", lead))
@@ -166,18 +194,18 @@ class _Shape:
             parts.append(self._give("text", rest))
         if self._space and not self.calls.count and self._kind == "text":
             parts.append(Delta(self._space))
-        return self._end(_add(parts))
+        return self._end(parts)
 
-    def _collect(self, pieces: Iterator[Piece]) -> Delta:
-        return _add([self._take(piece) for piece in pieces])
+    def _collect(self, pieces: Iterator[Piece]) -> list[Delta]:
+        return [self._take(piece) for piece in pieces]
 
     def _take(self, piece: Piece) -> Delta:
         kind = self._format.kind_of(piece.within)
         if piece.mark:
             rest = Delta()
             if kind == "call":
-                calls, text = self.calls.begin(piece.text, piece.within)
-                rest = _add([Delta(calls=tuple(calls)), self._give("text", text) if text else Delta()])
+                calls, text = self.calls.begin(piece.text, piece.within)  # the text is of before: it was no call
+                rest = replace(self._give("text", text) if text else Delta(), calls=tuple(calls))
             self._kind, self._space, self._begun = "", "", False
             return rest
         if kind == "call":
@@ -211,10 +239,3 @@ class _Shape:
         self._space = text[len(ready) :]
         self._begun = self._begun or bool(ready)
         return Delta(thought=ready) if kind == "thought" else Delta(ready)
-
-
-def _add(parts: list[Delta]) -> Delta:
-    if len(parts) == 1:
-        return parts[0]
-    calls = tuple(call for part in parts for call in part.calls)
-    return Delta("".join(part.text for part in parts), "".join(part.thought for part in parts), calls)

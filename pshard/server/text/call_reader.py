@@ -110,9 +110,11 @@ class CallReader:
         return True
 
     def _read_arguments(self, parts: list[CallPart]) -> bool:
-        end = len(self._buffer)
+        end, controls = len(self._buffer), list[int]()
         for i, letter in enumerate(self._buffer):
             if self._quoted:
+                if letter < " " and not self._escaped:
+                    controls.append(i)
                 self._quoted = self._escaped or letter != '"'
                 self._escaped = letter == "\\" and not self._escaped
             elif letter == '"':
@@ -125,7 +127,10 @@ class CallReader:
                     self._depth, end = -1, i + 1
                     break
         if end:
-            parts.append(self._add(self._buffer[:end]))
+            told = list(self._buffer[:end])
+            for i in controls:  # JSON has them escaped within texts, and models not always
+                told[i] = json.dumps(told[i])[1:-1]
+            parts.append(self._add("".join(told)))
         self._buffer = self._buffer[end:]
         return self._depth < 0
 

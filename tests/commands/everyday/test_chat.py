@@ -17,7 +17,7 @@ TURNS = "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     return make_world(tmp_path, metadata=tokenizer_metadata() | {"tokenizer.chat_template": TURNS})
 
 

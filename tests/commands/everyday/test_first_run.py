@@ -15,7 +15,7 @@ from pshard.registries.store import load_registry
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None) -> World:
+def world(tmp_path: Path) -> World:
     return make_world(tmp_path)
 
 

@@ -13,7 +13,7 @@ from pshard.session.readiness import diagnose
 
 
 @pytest.fixture
-def world(tmp_path: Path, quick_search: None, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return make_world(tmp_path)
 

@@ -73,6 +73,8 @@ def test_tools_and_schemas(client) -> None:
     with client.chat.completions.stream(model="demo", messages=HI, **one_call) as stream:
         events = [event.type for event in stream]
         assert "tool_calls.function.arguments.delta" in events and "tool_calls.function.arguments.done" in events
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert call.id and json.loads(call.function.arguments)["city"] in ("Rome", "Bern")
     pydantic = pytest.importorskip("pydantic")
 
     class City(pydantic.BaseModel):
