@@ -268,9 +268,9 @@ class Executor:
 
     def close(self) -> None:
         """Wait for all lanes, drop graphs, which know addresses of this executor only, and unlock host memory."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # whoever used what a failed copy brought has been told; memory is freed
+        with contextlib.suppress(RuntimeError):  # whoever used what a failed copy brought has been told
+            if self._relay is not None:
+                self._relay.give_up()  # where an interrupt kept a step from it, the GPU would wait for ever
             self.device.synchronize()
         self.walks.forget()
         self._in_force, self._sent = None, None  # with their events, whose handles the device destroys

@@ -134,6 +134,7 @@ class Logits:
             # in a pipeline a rank is done long before the last one
             self.kept[:] = [group.gather_columns(own, inf if pipeline else None, alike=self._best_only)]
         elif self.count and pipeline and not spec.units[-1].tensors:
+            group.finish_send()  # a gather that spins on all of the GPU would keep NCCL's kernel from starting
             self.bring_none()
             self.deliver()
 

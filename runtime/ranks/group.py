@@ -165,6 +165,8 @@ class TorchGroup(Group):
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         # NVLink multicast hangs on some hosts and sums in another order: leave it off
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # what one rank has in a graph another may start by itself, so no way to sum may depend on being captured
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         # a rank that receives has 4 MiB for every channel, beside the budget: all of NVLink's took 250 MiB
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "8")
         dist.init_process_group(

@@ -41,8 +41,8 @@ class AheadWalk(Walk):
 
     def walk_ahead(self, program: AheadProgram, relay: Relay, lists: Sequence[CallList]) -> list[torch.Tensor]:
         """As `walk`. The CPU's runs are done when it returns."""
-        relay.start(lists)
         try:
+            relay.start(lists)  # an interrupt may come when it has begun
             for step in program.body:
                 if isinstance(step, Stretch):
                     self._run_stretch(step, relay)

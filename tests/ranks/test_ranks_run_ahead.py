@@ -3,6 +3,7 @@
 The CPU is the accelerator, flags are in place of kernels that tell and await, and sums are made where GPUs make theirs.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from experts_file import WAYS
-from flag_relay import open_on_flags
+from flag_relay import open_late_on_flags, open_on_flags
+from lane_ranks import use_lanes
 from model_files import write_gguf
 from plan_samples import make_tier
 from thread_ranks import run_ranks
@@ -21,12 +23,13 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.texts.text import Piece
 from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.units.attention import ATTENTION
 from pshard.units.moe.experts import EXPERTS
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
-CONTEXT, AT_ONCE = 96, 4
+CONTEXT, AT_ONCE = 128, 4
 GROUPS = [("tensor", (1.0, 1.0)), ("tensor", (3.0, 1.0)), ("tensor", (1.0, 0.0, 2.0)), ("layer", (1.0, 1.0))]
 
 
@@ -36,14 +39,8 @@ def talk(engine: Engine) -> tuple[torch.Tensor, int]:
     return torch.cat([engine.forward(ids, all_logits=True) for ids in prompts]), engine.link_bytes
 
 
-@pytest.mark.parametrize("attention", ["pinned", "cpu"])
-@pytest.mark.parametrize("way", [WAYS[2], WAYS[3], WAYS[4], WAYS[6]], ids=str)
-@pytest.mark.parametrize(("mode", "shares"), GROUPS)
-def test_ranks_that_run_ahead_give_the_bits_and_bytes_of_the_plain_walk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shares: tuple[float, ...], way: tuple, attention: str
-) -> None:
+def place_units(way: tuple, attention: str) -> Callable[[ModelSpec], tuple[TierPlan, ...]]:
     """way: of every second layer's experts. attention: where that of the last layer is computed."""
-    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=4, d_expert=192)
 
     def place(spec: ModelSpec) -> tuple[TierPlan, ...]:
         places: dict[str, Any] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
@@ -53,11 +50,28 @@ def test_ranks_that_run_ahead_give_the_bits_and_bytes_of_the_plain_walk(
         places["embedding"] = ("cpu", None)
         return tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (AT_ONCE, 16))
 
+    return place
+
+
+def count_walks_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have sums made where GPUs make theirs and launches repeat; an item for each walk that runs ahead."""
     real, ahead, walk_ahead = Executor._shape, list[int](), AheadWalk.walk_ahead
     monkeypatch.setattr(Executor, "_shape", lambda *given: replace(real(*given), sums_on_host=False))
     monkeypatch.setattr(HostKernels, "repeatable", True)
     monkeypatch.setattr(AheadWalk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
-    options: Any = {"tiers": place, "mode": mode, "kernels": "fast"}
+    return ahead
+
+
+@pytest.mark.parametrize("attention", ["pinned", "cpu"])
+@pytest.mark.parametrize("way", [WAYS[2], WAYS[3], WAYS[4], WAYS[6]], ids=str)
+@pytest.mark.parametrize(("mode", "shares"), GROUPS)
+def test_ranks_that_run_ahead_give_the_bits_and_bytes_of_the_plain_walk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shares: tuple[float, ...], way: tuple, attention: str
+) -> None:
+    """way, attention: see `place_units`."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=4, d_expert=192)
+    ahead = count_walks_ahead(monkeypatch)
+    options: Any = {"tiers": place_units(way, attention), "mode": mode, "kernels": "fast"}
     expected = run_ranks(path, shares, talk, CONTEXT, **options)
     assert not ahead
     monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
@@ -65,3 +79,46 @@ def test_ranks_that_run_ahead_give_the_bits_and_bytes_of_the_plain_walk(
     assert len(ahead) >= AT_ONCE * sum(share > 0 for share in shares)
     for (logits, nbytes), (wanted, moved) in zip(got, expected, strict=True):
         assert torch.equal(logits, wanted) and nbytes == moved
+
+
+def talk_of_all_kinds(engine: Engine) -> tuple[list[list[float]], int]:
+    """As `talk`, of micro-batches whose sizes, logits and wishes take turns, and a prompt of several; again and again,
+    so that each is captured and replayed."""
+    said, prompts = list[torch.Tensor](), ([3, 4, 5], [6], [7], list(range(9, 25)), [9, 2, 3], [9], [1])
+    for turn in range(3):
+        said += [engine.forward([token + turn for token in ids], all_logits=True) for ids in prompts]
+        said += [engine.forward(ids) for ids in ([5, 4, turn], [6 + turn], [7, 1, 2])]
+        said += [engine.forward(ids, best_only=True) for ids in ([turn], [7, 1, 2])]
+        said.append(engine.forward(list(range(turn, turn + 58))))  # four micro-batches, of which the last gives logits
+        engine.reset(0)
+    nbytes, text = engine.link_bytes, engine.texts.open([1])
+    for token in range(6):
+        ids = (token, 3, 5) if token % 2 else (token,)
+        (rows,) = engine.texts.step([Piece(text, ids, best=1 + token % 3, full=token > 3)])
+        said += [torch.tensor([*row.ids, *row.logits, *(() if row.full is None else row.full)]) for row in rows]
+    engine.texts.close(text)
+    return [each.flatten().tolist() for each in said], nbytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "shares", "way", "attention", "gathers"),
+    [
+        ("tensor", (3.0, 1.0), WAYS[2], "cpu", True),
+        pytest.param("tensor", (1.0, 0.0, 2.0), WAYS[6], "pinned", True, marks=pytest.mark.slow),
+        ("layer", (1.0, 1.0), WAYS[2], "pinned", False),
+        ("layer", (1.0, 0.0, 1.0), WAYS[4], "cpu", True),
+    ],
+)
+def test_lanes_that_are_behind_their_threads_and_replay_what_was_captured_give_these_bits_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shares: tuple[float, ...], way: tuple, attention: str,
+    gathers: bool,
+) -> None:  # fmt: skip
+    """gathers: whether the accelerators put logits together."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=4, d_expert=192)
+    ahead = count_walks_ahead(monkeypatch)
+    options: Any = {"tiers": place_units(way, attention), "mode": mode, "kernels": "fast"}
+    expected = run_ranks(path, shares, talk_of_all_kinds, CONTEXT, **options)
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_late_on_flags)
+    devices = use_lanes(monkeypatch, gathers)
+    assert run_ranks(path, shares, talk_of_all_kinds, CONTEXT, **options) == expected
+    assert len(ahead) >= 20 and sum(device.replayed >= 20 for device in devices) >= 2

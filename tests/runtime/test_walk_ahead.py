@@ -106,3 +106,40 @@ def test_a_question_that_never_comes_is_an_error(monkeypatch) -> None:
     relay.tell(0)
     relay.finish()
     relay.close()
+
+
+@pytest.mark.parametrize("during", ["start", "give_up"])
+def test_an_engine_closes_after_an_interrupt_at_any_moment_of_a_turn(tmp_path: Path, monkeypatch, during: str) -> None:
+    """In the call that begins the turn, or, after another, in the one that leaves it."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=2)
+    with open_model(path) as file:
+        spec = file.spec
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    places |= {u.name: WAYS[2] for u in spec.units if u.kind is EXPERTS}
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+    start, give_up, left = native.Relay.start, native.Relay.give_up, [1]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def start_and_interrupt(relay: native.Relay, turn: object) -> None:
+        start(relay, turn)
+        raise KeyboardInterrupt
+
+    def interrupt_once(relay: native.Relay) -> None:
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        give_up(relay)
+
+    with open_engine(path, tuple(make_tier(spec, n, places, 2, 128, 1) for n in (4, 40)), "fast", 128) as engine:
+        engine.forward([3])
+        engine.forward([4])
+        if during == "start":
+            monkeypatch.setattr(native.Relay, "start", start_and_interrupt)
+        else:
+            monkeypatch.setattr(AheadWalk, "_run_stretch", interrupt)
+            monkeypatch.setattr(native.Relay, "give_up", interrupt_once)
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward([5])
