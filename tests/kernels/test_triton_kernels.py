@@ -416,8 +416,8 @@ def test_texts_with_one_token_beside_a_prompt_attend_as_few_rows(
     sinks = random_tensor(n, seed=40, dtype=torch.float32)
     ran, real = list[tuple[int, int]](), attend.attend_rows
     monkeypatch.setattr(
-        attend, "attend_rows", lambda qkv, h, kv, rows, *rest: (
-            ran.append((rows.tokens, rows.cells)), real(qkv, h, kv, rows, *rest),
+        attend, "attend_rows", lambda qkv, h, kv, rows, *rest, **named: (
+            ran.append((rows.tokens, rows.cells)), real(qkv, h, kv, rows, *rest, **named),
         ),
     )  # fmt: skip
     want = poisoned(rows.tokens, n * d)

@@ -58,7 +58,7 @@ def attend_prompts(
     runs, prompts = part_rows(rows, partial is not None)
     for new, index in runs:
         assert partial is not None
-        attend_rows(qkv[new], heads, kv, index, scale, out[new], partial, None, sinks)
+        attend_rows(qkv[new], heads, kv, index, scale, out[new], partial, activations=None, sinks=sinks)
     n_heads, groups, d = heads
     padded = max(16, triton.next_power_of_2(d))
     tile = TUNING["prefill", max(64, padded)]
