@@ -218,8 +218,10 @@ class Baseline:
 
 
 def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
-    """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier. A plan is compared
-    with it before it is refined and afterwards: the room remembers it."""
+    """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier.
+
+    A plan is compared with it before it is refined and afterwards: the room remembers it.
+    """
     if (name, tiers) not in room.baselines:
         room.baselines[name, tiers] = _place_tiers(STRATEGIES[name](room.spec), room, tiers)
     return room.baselines[name, tiers]

@@ -105,7 +105,8 @@ def run_parallel(world: World, out: Path, monkeypatch: pytest.MonkeyPatch, secon
     case = script["Case"](64, 64, 16, "-c 128", "-p 32 -n 8 -r 1", {(2, "tg8"): 1.4})
     named = script["main"].__globals__
     monkeypatch.setitem(named["CASES"], "vram", case)
-    monkeypatch.setitem(named, "subprocess", SimpleNamespace(run=run_captured, TimeoutExpired=subprocess.TimeoutExpired))
+    errors = {"TimeoutExpired": subprocess.TimeoutExpired, "CompletedProcess": subprocess.CompletedProcess}
+    monkeypatch.setitem(named, "subprocess", SimpleNamespace(run=run_captured, **errors))
     assert script["main"]() == 0
     return json.loads(out.read_text())["tiny vram"]
 

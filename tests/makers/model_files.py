@@ -42,7 +42,7 @@ HF_CLASSES = {
 OSS_ROPE = YARN_ROPE | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 MOST_WRITTEN = 16  # files that are kept, of 9 MiB at most
-_written: dict[str, bytes] = {}  # what was written last, by what was asked for: tests want the same files again and again
+_written: dict[str, bytes] = {}  # what was written last, by what was asked for: tests want the same files often
 
 
 @dataclass(frozen=True)
