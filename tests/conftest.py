@@ -72,6 +72,14 @@ def few_to_collect() -> None:
     gc.freeze()
 
 
+def pytest_configure() -> None:
+    """Examples of hypothesis have no deadline: where others use the machine too, any of them may be late."""
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
+
+
 def pytest_collection_finish() -> None:
     """Modules and test items live to the end: the collector need not walk through them at every turn."""
     gc.freeze()

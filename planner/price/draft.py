@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import getitem
+from typing import Any
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
 from pshard.model import ModelSpec
@@ -42,7 +43,7 @@ class UnitColumns:
 @dataclass(frozen=True)
 class Room:
     """Sizes that bound every tier of one rank. `host`: bytes of weights and KV cache that all its tiers together may
-    keep in host memory; None where that holds everything."""
+    keep in host memory; None where that holds everything. `baselines`: what published strategies place in it."""
 
     spec: ModelSpec
     workload: Workload
@@ -51,6 +52,9 @@ class Room:
     ranks: int = 1
     host: int | None = None
     _scratch: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    baselines: dict[tuple[str, tuple[int, ...]], Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def scratch(self, tokens: int) -> int:
         """Bytes of a tier that are there however its units are placed: scratch without the KV stage, and slots for

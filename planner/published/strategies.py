@@ -218,13 +218,22 @@ class Baseline:
 
 
 def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
-    """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier."""
-    strategy = STRATEGIES[name](room.spec)
+    """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier.
+
+    A plan is compared with it before it is refined and afterwards: the room remembers it.
+    """
+    if (name, tiers) not in room.baselines:
+        room.baselines[name, tiers] = _place_tiers(STRATEGIES[name](room.spec), room, tiers)
+    return room.baselines[name, tiers]
+
+
+def _place_tiers(strategy: Strategy, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
     rest = cache(lambda tokens: _place_rest(strategy, room, tokens))
+    order = _Order(strategy.groups)
 
     @cache
     def take(tokens: int, n: int) -> TierPlan:
-        return _take(strategy, room, rest(tokens), tokens, n)
+        return _take(order, room, rest(tokens), tokens, n)
 
     def held(n: int, like: int) -> int:
         return take(like, n).buffers.total - room.scratch(like)
@@ -267,15 +276,32 @@ def _fill(held: Callable[[int], int], left: int, most: int) -> int:
     return low + bisect_left(range(low + 1, over), True, key=is_over)
 
 
-def _take(strategy: Strategy, room: Room, rest: Mapping[str, str], tokens: int, n: int) -> TierPlan:
+class _Order:
+    """What a strategy takes into VRAM, in order: units pinned, parts of units, and units with their KV."""
+
+    def __init__(self, groups: tuple[tuple[tuple[str, str], ...], ...]) -> None:
+        self._names: dict[str, list[str]] = {"pin": [], "part": [], "kv": []}
+        self._ends = [(0, 0, 0)]
+        for group in groups:
+            for what, name in group:
+                self._names[what].append(name)
+            pins, parts, kv = map(len, self._names.values())
+            self._ends.append((pins, parts, kv))
+
+    def first(self, n: int) -> tuple[list[str], list[str], list[str]]:
+        """What is in the first `n` groups: pinned, parts, with KV."""
+        pins, parts, kv = (names[:end] for names, end in zip(self._names.values(), self._ends[n]))
+        return pins, parts, kv
+
+
+def _take(order: _Order, room: Room, rest: Mapping[str, str], tokens: int, n: int) -> TierPlan:
     """The tier with the first `n` groups in VRAM and the other units as `rest` says."""
-    items = [item for group in strategy.groups[:n] for item in group]
-    parts = Counter(name for what, name in items if what == "part")
-    where = {**rest, **{name: "pinned" for what, name in items if what == "pin"}}
+    pinned, parts, with_kv = order.first(n)
+    where = {**rest, **dict.fromkeys(pinned, "pinned")}
     shares = dict[str, Share]()
-    for name, count in parts.items():
+    for name, count in Counter(parts).items():
         where[name], shares[name] = _place_parts(count, count_shares(room.spec.unit(name)), where[name])
-    kv = frozenset(name for what, name in items if what == "kv" and where[name] != "cpu")
+    kv = frozenset(name for name in with_kv if where[name] != "cpu")
     return draft_tier(room, tokens, where, kv, SLOTS, {name: share for name, share in shares.items() if share})
 
 

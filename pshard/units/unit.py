@@ -140,7 +140,7 @@ class Unit:
     order: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
-        return hash(self.name)  # caches ask often; tensors tell units apart that share a name
+        return hash((self.name, self.packed_nbytes))  # caches ask often, and many models have units of one name
 
     @cached_property
     def packed_nbytes(self) -> int:

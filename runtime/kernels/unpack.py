@@ -35,28 +35,22 @@ def unpack(weight: Packed) -> torch.Tensor:
 
 def _bits(planes: dict, name: str, cols: int, width: int) -> torch.Tensor:
     """Codes of one plane as int32 [records, 16, cols]."""
-    chunks = cols // 32
-    plane = planes[name]
-    records = plane.shape[0]
-    if width == 1:
-        words = plane.reshape(records, chunks, 16, 4).int()
-        shifts = torch.arange(8, device=plane.device, dtype=torch.int32)
-        codes = (words[..., None] >> shifts) & 1  # [record, chunk, row, t, j]: column 4j + t
-        return codes.permute(0, 2, 1, 4, 3).reshape(records, 16, cols)
-    per_byte = 8 // width
-    vectors = 32 * width // 32
-    quads = plane.reshape(records, chunks, vectors, 16, 4).int()
-    shifts = torch.arange(per_byte, device=plane.device, dtype=torch.int32) * width
-    codes = (quads[..., None] >> shifts) & ((1 << width) - 1)  # [rec, chunk, c, row, t, j]
-    # column inside the 32: 4 bits keep the low nibble at 4c+t and the high one at 16+4c+t; 2 bits 16c+4j+t
-    order = (0, 3, 1, 5, 2, 4) if width == 4 else (0, 3, 1, 2, 5, 4)
-    return codes.permute(*order).reshape(records, 16, cols)
+    words = _words(planes[name], cols)  # [record, chunk, c, row] of four bytes each, t
+    mask = 0x01010101 * ((1 << width) - 1)
+    codes = torch.stack([(words >> shift) & mask for shift in range(0, 8, width)], -1)  # [record, chunk, c, row, j]
+    # column inside the 32: 4 bits keep the low nibble at 4c+t and the high one at 16+4c+t; 2 bits 16c+4j+t, 1 bit 4j+t
+    codes = codes.permute(*((0, 3, 1, 4, 2) if width == 4 else (0, 3, 1, 2, 4)))
+    return codes.contiguous().view(torch.uint8).reshape(-1, 16, cols).int()
 
 
 def _codes8(planes: dict, cols: int) -> torch.Tensor:
-    plane = planes["codes8"]
-    codes = plane.view(torch.int8).reshape(plane.shape[0], cols // 32, 8, 16, 4)
-    return codes.permute(0, 3, 1, 2, 4).reshape(plane.shape[0], 16, cols).int()
+    words = _words(planes["codes8"], cols).permute(0, 3, 1, 2)
+    return words.contiguous().view(torch.int8).reshape(-1, 16, cols).int()
+
+
+def _words(plane: torch.Tensor, cols: int) -> torch.Tensor:
+    """A plane's bytes by four, which move together: int32 [records, chunks of 32 columns, vectors, 16 rows]."""
+    return plane.contiguous().view(torch.int32).reshape(plane.shape[0], cols // 32, -1, 16)
 
 
 def _per_block(plane: torch.Tensor, blocks: int, dtype: torch.dtype) -> torch.Tensor:

@@ -323,7 +323,10 @@ class TorchGroup(Group):
 
     def _all_widths(self, width: int) -> list[int]:
         widths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(widths, torch.tensor([width]))
+        try:
+            dist.all_gather(widths, torch.tensor([width]))
+        except RuntimeError as error:
+            self._fail(error)
         return [int(w) for w in widths]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:

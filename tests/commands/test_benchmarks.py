@@ -6,9 +6,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_world import World, make_world
+from warm_python import run_warm
 
 from pshard.session.bench_engine import BenchTest
 from pshard.times.stolen_time import DISTURBED
@@ -25,7 +27,7 @@ def world(tmp_path: Path) -> World:
 def run_script(world: World, name: str, *flags: str) -> subprocess.CompletedProcess:
     env = os.environ | {"PSHARD_CACHE": str(world.profile.parent)}
     command = [sys.executable, str(SCRIPTS / name), "-m", str(world.model), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    return run_warm(command, env, timeout=120)
 
 
 @pytest.mark.slow
@@ -89,13 +91,22 @@ def test_a_budget_that_is_too_small_is_told_in_one_line(world: World, tmp_path: 
     assert done.returncode == 2 and done.stdout.count("\n") == 1 and "Traceback" not in done.stderr
 
 
+def run_captured(words: list[str], *, timeout: float | None, **captured: bool) -> subprocess.CompletedProcess:
+    """What the script asks of `subprocess.run`."""
+    assert captured == {"capture_output": True, "text": True}
+    return run_warm(words, timeout=120 if timeout is None else timeout)
+
+
 def run_parallel(world: World, out: Path, monkeypatch: pytest.MonkeyPatch, seconds: str) -> dict:
     monkeypatch.setenv("PSHARD_CACHE", str(world.profile.parent))
     flags = ["--cases", "vram", "--devices", "2", "--seconds", seconds, "-o", str(out)]
     monkeypatch.setattr(sys, "argv", ["parallel.py", "-m", str(world.model), *flags])
     script = runpy.run_path(str(SCRIPTS / "parallel.py"))
     case = script["Case"](64, 64, 16, "-c 128", "-p 32 -n 8 -r 1", {(2, "tg8"): 1.4})
-    monkeypatch.setitem(script["main"].__globals__["CASES"], "vram", case)
+    named = script["main"].__globals__
+    monkeypatch.setitem(named["CASES"], "vram", case)
+    errors = {"TimeoutExpired": subprocess.TimeoutExpired, "CompletedProcess": subprocess.CompletedProcess}
+    monkeypatch.setitem(named, "subprocess", SimpleNamespace(run=run_captured, **errors))
     assert script["main"]() == 0
     return json.loads(out.read_text())["tiny vram"]
 

@@ -113,7 +113,7 @@ def test_it_measures_our_own_server_on_the_demo_model(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'pshard[serve]'")
     pytest.importorskip("starlette", reason="starlette is not installed; pip install 'pshard[serve]'")
     out, env = tmp_path / "out.json", os.environ | {"PSHARD_CACHE": str(make_world(tmp_path).profile.parent)}
-    words = ["-m", str(DEMO), "--vram", "64", "--clients", "2", "-p", "64", "-n", "64", "--long", "300"]
+    words = ["-m", str(DEMO), "--vram", "64", "--clients", "2", "-p", "64", "-n", "32", "--long", "300"]
     words += ["--prefix", "128", "--seconds", "200", "--registry", str(tmp_path / "plan.json"), "-o", str(out)]
     command = [sys.executable, str(BENCHMARKS / "serve_load.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)

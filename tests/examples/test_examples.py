@@ -1,6 +1,5 @@
 """The example programs run as their first lines say."""
 
-import os
 import runpy
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_world import World, make_world
+from warm_python import run_warm
 
 from pshard.commands.cli_plan import main as plan
 
@@ -21,7 +21,7 @@ def world(tmp_path: Path) -> World:
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
+    return run_warm(command)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cli_world import World, make_world
 from hub_server import hub_server
+from warm_python import run_warm
 
 REPO = "someone/tiny-GGUF"
 
@@ -27,7 +28,7 @@ def test_a_model_of_the_hub_is_planned_then_fetched_and_run_and_runs_again_offli
         env = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")} | more
         env |= {"PSHARD_CACHE": str(world.profile.parent)}
         command = [sys.executable, "-P", "-m", "pshard.commands.program.one_program", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+        return run_warm(command, env, timeout=200)
 
     with hub_server() as hub:
         hub.repositories[REPO] = {"tiny-Q8_0.gguf": data}

@@ -41,6 +41,8 @@ HF_CLASSES = {
 }
 OSS_ROPE = YARN_ROPE | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+MOST_WRITTEN = 16  # files that are kept, of 9 MiB at most
+_written: dict[str, bytes] = {}  # what was written last, by what was asked for: tests want the same files often
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,39 @@ def write_gguf(
     are F32. `shape` overrides fields of Shape; `metadata` sets further keys (values: str, bool, int, float, lists);
     `extra` adds or replaces tensors (float32) and `omit` leaves some out. `alignment`: of tensors, 32 when not given.
     """
-    sizes = Shape(**shape)
+    asked = repr((path.stem, arch, qtype, qtypes, tied, seed, metadata, omit, alignment, shape))
+    if extra:
+        return _write_gguf(path, arch, qtype, qtypes, tied, seed, metadata, extra, omit, alignment, Shape(**shape))
+    data = _written.pop(asked, None)
+    if data is None:
+        _write_gguf(path, arch, qtype, qtypes, tied, seed, metadata, {}, omit, alignment, Shape(**shape))
+        data = path.read_bytes()
+    else:
+        path.write_bytes(data)
+    _written[asked] = data
+    if len(_written) > MOST_WRITTEN:
+        _written.pop(next(iter(_written)))
+    return path
+
+
+def _write_gguf(
+    path: Path,
+    arch: str,
+    qtype: str,
+    qtypes: dict[str, str] | None,
+    tied: bool,
+    seed: int,
+    metadata: dict[str, Any] | None,
+    extra: dict[str, np.ndarray],
+    omit: tuple[str, ...],
+    alignment: int | None,
+    sizes: Shape,
+) -> Path:
     rng = np.random.default_rng(seed)
     writer = _start_writer(path, arch, sizes)
     _add_metadata(writer, {"tokenizer.ggml.model": "none", **(metadata or {})})
     if alignment:
         writer.add_custom_alignment(alignment)
-    extra = extra or {}
     for name, dims in sizes.tensors(arch, tied):
         role = name.split(".", 2)[2] if name.startswith("blk.") else name
         if name in omit or name in extra:

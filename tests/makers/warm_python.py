@@ -158,13 +158,17 @@ def _take_files(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _run(words: Sequence[str]) -> int:
     """As `python` runs its words."""
-    how, what, *rest = (word for word in words if word != "-P")
-    sys.argv = [how, *rest]
+    how, *rest = (word for word in words if word != "-P")
     if how == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        sys.argv = [how, *rest[1:]]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        sys.argv = [how, *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        assert how == "-c"
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        sys.argv = [how, *rest]
+        sys.path.insert(0, str(Path(how).parent))
+        runpy.run_path(how, run_name="__main__")
     return 0
 
 

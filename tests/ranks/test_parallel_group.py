@@ -182,9 +182,9 @@ def test_a_rank_that_hangs_is_named_and_ended(scenario: str, named: str, tmp_pat
 
 @pytest.mark.slow
 def test_a_group_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
-    starter = subprocess.Popen(
-        command("keep_summing_watched", 2, tmp_path), env=environment(), stderr=subprocess.PIPE, start_new_session=True
-    )
+    python, *flags, code, scenario, ranks, out = command("keep_summing_watched", 2, tmp_path)
+    alone = f"import os; os.setsid(); {code}"  # in a group of its own, which a shell stops
+    starter = WarmProcess([python, *flags, alone, scenario, ranks, out], environment(), cwd=tmp_path)
     try:
         wait_for_sums(starter, tmp_path)
         os.killpg(starter.pid, signal.SIGSTOP)

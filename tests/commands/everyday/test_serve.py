@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from cli_world import World, make_world, world_in
 from short_searches import shorten_searches
+from warm_python import WarmProcess
 
 from pshard.commands import cli_plan
 from pshard.commands.everyday import cli_serve
@@ -50,17 +51,17 @@ def world(tmp_path: Path) -> World:
 
 
 class Running:
-    """pshard serve as a process."""
+    """pshard serve as a process, forked from one that has imported torch, or with `cold` as a user starts it."""
 
-    def __init__(self, world: World, *flags: str) -> None:
+    def __init__(self, world: World, *flags: str, cold: bool = False) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         words = ["-m", str(world.model), "--vram", "8", "--port", str(port), *flags]
         environment = os.environ | {"PSHARD_CACHE": str(world.profile.parent), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words]
+        self._said = world.model.parent / f"said-{port}"
+        with self._said.open("w") as said:
+            self.process = (subprocess.Popen if cold else WarmProcess)(command, env=environment, stderr=said)
         self.url = f"http://127.0.0.1:{port}"
 
     def ask(self, path: str, body: dict | None = None) -> tuple[int, bytes]:
@@ -85,14 +86,14 @@ class Running:
     def end(self) -> str:
         """Tell it to end; what it said."""
         self.process.send_signal(signal.SIGTERM)
-        said = self.process.communicate(timeout=PATIENCE)[1]
-        assert self.process.returncode == 0, said
+        code, said = self.process.wait(PATIENCE), self._said.read_text()
+        assert code == 0, said
         return said
 
 
 @pytest.mark.slow
 def test_a_server_says_503_until_it_is_ready_and_finishes_what_runs_when_it_is_told_to_end(planned: World) -> None:
-    server = Running(planned)
+    server = Running(planned, cold=True)
     try:
         assert 503 in server.states()
         status, body = server.ask("/v1/completions", {"prompt": "To be", "max_tokens": 4, "temperature": 0})
@@ -134,7 +135,7 @@ def test_beginnings_are_found_after_a_kill_while_they_are_written(planned: World
             time.sleep(0.001)
     finally:
         server.process.kill()
-        server.process.communicate()
+        server.process.wait(PATIENCE)
     server = Running(planned, "--prefix-cache", "64")
     try:
         server.states()
