@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     request = _make_request(args)
 
-    from pshard.runtime.ranks.group import started_ranks
+    from pshard.runtime.ranks.started import started_ranks
     from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.start_engine import open_group
 

@@ -50,7 +50,7 @@ def _thread_count(text: str) -> int:
 
 def _run(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
-    from pshard.runtime.ranks.group import started_ranks
+    from pshard.runtime.ranks.started import started_ranks
 
     if started_ranks():
         return _profile_hosts(args, argv)

@@ -65,18 +65,16 @@ def _main(argv: list[str]) -> int:
     ids, doubts, most = _encode_prompt(request.model, prompt, args)
     request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
 
-    from pshard.session.readiness.fill_ahead import fill_ahead
-
-    filled = fill_ahead(request)  # before the next line, which imports torch
-
-    from pshard.runtime.ranks.group import started_ranks
+    from pshard.runtime.ranks.started import started_ranks
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
+    from pshard.session.readiness.fill_ahead import fill_ahead
     from pshard.session.readiness.first_profile import ensure_profile
     from pshard.session.start_engine import open_group, start_engine
     from pshard.units.moe.followed import keep_slots
 
     if request.profile is None and not started_ranks():
         ensure_profile(request.model, tell_once)
+    filled = fill_ahead(request)  # before anything here imports torch
     request, ranks = settle_plan(request)
     if ranks > 1 and not started_ranks():
         from pshard.runtime.ranks.start_ranks import start_ranks

@@ -178,7 +178,7 @@ def settle_plan(request: RunRequest) -> tuple[RunRequest, int]:
 
     Raises UserError as `open_plan` does, and for --replan under torchrun, whose ranks would each make a plan.
     """
-    from pshard.runtime.ranks.group import started_ranks
+    from pshard.runtime.ranks.started import started_ranks
 
     if request.replan and started_ranks() > 1:
         raise UserError("--replan is for one process; under torchrun run pshard-plan with the same flags first")

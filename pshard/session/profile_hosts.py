@@ -16,7 +16,8 @@ from pshard.profile.effort import full_effort, quick_effort
 from pshard.profile.identify import default_accelerator, last_cache_bytes, usable_memory
 from pshard.profile.timed.collective_times import time_sums
 from pshard.registries.profile_store import load_profile, save_profile
-from pshard.runtime.ranks.group import init_group, started_ranks
+from pshard.runtime.ranks.group import init_group
+from pshard.runtime.ranks.started import started_ranks
 from pshard.session.this_machine import check_machine
 
 if TYPE_CHECKING:

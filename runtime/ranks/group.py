@@ -24,6 +24,7 @@ from pshard.runtime.devices.threads import rank_threads, use_threads
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.ranks.network import use_route_to
 from pshard.runtime.ranks.shared_memory import MESSAGE_BYTES, LateRank, open_exchange
+from pshard.runtime.ranks.started import read_number, started_ranks
 from pshard.runtime.ranks.watch import LOST_SECONDS, RankWatch
 from pshard.times.collectives import PUSHED, fastest_collective, wire_type
 
@@ -370,28 +371,6 @@ def _open_peers(store: dist.Store, rank: int, size: int) -> "PeerExchange | None
     return open_peer_exchange(store, rank, size)
 
 
-def started_ranks() -> int:
-    """How many ranks `start_ranks` or torchrun started this process as one of; 0 when neither did, or it alone.
-
-    Raises UserError as `_read_number` does.
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return 0
-    ranks = _read_number("WORLD_SIZE", 1, None)
-    return ranks if ranks > 1 else 0
-
-
-def _read_number(name: str, least: int, most: int | None) -> int:
-    """A variable by which a rank is told of its group. Raises UserError unless it is a whole number in these limits."""
-    text = os.environ.get(name, "")
-    if not text.isascii() or not text.isdigit() or int(text) < least or (most is not None and int(text) > most):
-        raise UserError(
-            f"RANK and WORLD_SIZE are set, but {name} is {text!r}: start several ranks with torchrun, or by this "
-            "command itself with RANK and WORLD_SIZE unset"
-        )
-    return int(text)
-
-
 def init_group(
     ranks: int,
     device: str,
@@ -419,12 +398,12 @@ def init_group(
         )
     if ranks == 1:
         return Group()
-    rank = _read_number("RANK", 0, ranks - 1)
-    here = _read_number("LOCAL_WORLD_SIZE", 1, ranks) if "LOCAL_WORLD_SIZE" in os.environ else ranks
-    local = _read_number("LOCAL_RANK", 0, here - 1) if "LOCAL_RANK" in os.environ else rank
+    rank = read_number("RANK", 0, ranks - 1)
+    here = read_number("LOCAL_WORLD_SIZE", 1, ranks) if "LOCAL_WORLD_SIZE" in os.environ else ranks
+    local = read_number("LOCAL_RANK", 0, here - 1) if "LOCAL_RANK" in os.environ else rank
     if not os.environ.get("MASTER_ADDR"):
         raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR, where ranks meet: start them with torchrun")
-    _read_number("MASTER_PORT", 1, 65535)
+    read_number("MASTER_PORT", 1, 65535)
     _die_with_starter()
     address = None
     if here < ranks:  # several hosts

@@ -73,6 +73,7 @@ def test_nothing_is_filled_for_small_models_several_nodes_or_damaged_files(
         assert fill_ahead.fill_ahead(request_) is None
     with monkeypatch.context() as patch:
         patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "2")
         assert fill_ahead.fill_ahead(request_) is None
     edit_json(world.profile, "host", "numa_nodes", value=2)
     assert fill_ahead.fill_ahead(request_) is None

@@ -34,18 +34,16 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
     sampling, grammar = make_sampling(args), read_grammar(args)
     _refuse_for_one_prompt(args)
 
-    from pshard.session.readiness.fill_ahead import fill_ahead
-
-    filled = fill_ahead(request)  # before the next line, which imports torch
-
-    from pshard.runtime.ranks.group import started_ranks
+    from pshard.runtime.ranks.started import started_ranks
     from pshard.session.chat.lead import follow
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
+    from pshard.session.readiness.fill_ahead import fill_ahead
     from pshard.session.readiness.first_profile import ensure_profile
     from pshard.session.start_engine import open_group, start_engine
 
     if request.profile is None and not started_ranks():
         ensure_profile(request.model, tell_once)
+    filled = fill_ahead(request)  # before anything here imports torch
     request, ranks = settle_plan(request)
     if ranks > 1 and not started_ranks():
         from pshard.runtime.ranks.start_ranks import start_ranks

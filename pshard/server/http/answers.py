@@ -78,11 +78,10 @@ class Answers:
         async with aclosing(self._running.events(self._ping)) as events:
             async for batch in events:
                 silent = True
-                for index, event in batch:
-                    for delta in self._take(index, event):
-                        for piece in show(index, delta):
-                            silent = False
-                            yield piece
+                for index, delta in self._read(batch):
+                    for piece in show(index, delta):
+                        silent = False
+                        yield piece
                 if not silent:
                     said = now()
                 elif not batch or now() - said >= self._ping:
@@ -93,9 +92,8 @@ class Answers:
         """Wait until all have ended; each then has its `whole`. Raises Fault when one fails."""
         async with aclosing(self._running.events(self._ping)) as events:
             async for batch in events:
-                for index, event in batch:
-                    for delta in self._take(index, event):
-                        self.all[index].whole = add_deltas(self.all[index].whole, delta)
+                for index, delta in self._read(batch):
+                    self.all[index].whole = add_deltas(self.all[index].whole, delta)
 
     def usage(self) -> Usage:
         """Counts so far. A prompt counts once, however many answers it has."""
@@ -106,6 +104,12 @@ class Answers:
     def cancel(self) -> None:
         """End all of it."""
         self._running.cancel()
+
+    def _read(self, batch: list[tuple[int, Event]]) -> Iterator[tuple[int, Delta]]:
+        """What a batch of events says of which answer, in order."""
+        for index, event in batch:
+            for delta in self._take(index, event):
+                yield index, delta
 
     def _take(self, index: int, event: Event) -> Iterator[Delta]:
         answer = self.all[index]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.runtime.ranks.started import started_ranks
 from pshard.session.open_plan import check_plan
 from pshard.session.run_request import RunRequest, wanted_workload
 from pshard.session.this_machine import free_by_driver
@@ -25,7 +26,7 @@ def fill_ahead(request: RunRequest) -> "FilledMemory | None":
     Ranks, and hosts with several NUMA nodes, have theirs filled by the threads that use it, near which it then is. What
     is wrong with the request, `open_plan` says.
     """
-    if request.ranks > 1 or request.replan or "RANK" in os.environ or not _is_large(request.model):
+    if request.ranks > 1 or request.replan or started_ranks() or not _is_large(request.model):
         return None
     try:
         nbytes = _plan_bytes(request)
