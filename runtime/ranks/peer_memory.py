@@ -95,12 +95,12 @@ class PeerExchange:
         if algorithm == BY_ROWS:
             return self.sum_rows(part, target, wire, accumulate)
         n = part.numel()
-        kernel, each = kernels.sum_one_shot_kernel, kernels.BLOCK
+        kernel, each, pieces = kernels.sum_one_shot_kernel, kernels.elements_at_once(wire), 1
         if algorithm == TWO_SHOT:
-            kernel, each = kernels.sum_two_shot_kernel, kernels.BLOCK * self.size
-        kernel[(min(kernels.PROGRAMS, triton.cdiv(n, each)),)](
+            kernel, pieces = kernels.sum_two_shot_kernel, self.size
+        kernel[(min(kernels.PROGRAMS, triton.cdiv(n, each * pieces)),)](
             part, target, n, *self._common(), PARTS=kernels.parts_at(self.size), RANKS=self.size, RANK=self.rank,
-            WIRE=WIRES[wire], ACCUMULATE=accumulate, num_warps=8,
+            WIRE=WIRES[wire], EACH=each, ACCUMULATE=accumulate, num_warps=kernels.warps_for(each),
         )  # fmt: skip
         return None
 
@@ -113,7 +113,7 @@ class PeerExchange:
         programs = min(kernels.PROGRAMS, triton.cdiv(most, kernels.BLOCK))
         kernels.gather_kernel[(programs,)](
             table, rows, most, self._bounds[widths], *self._common(), PARTS=kernels.parts_at(self.size),
-            RANKS=self.size, RANK=self.rank, num_warps=8,
+            RANKS=self.size, RANK=self.rank, num_warps=kernels.warps_for(kernels.BLOCK),
         )  # fmt: skip
 
     def late_rank(self) -> int | None:

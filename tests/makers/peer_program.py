@@ -63,6 +63,14 @@ def sums(exchange: Any, out: Path) -> None:
     torch.save(results, out / f"sums-{exchange.rank}.pt")
 
 
+def rounds(exchange: Any, out: Path) -> None:
+    """The same by one program, which takes several rounds."""
+    from pshard.runtime.kernels.gpu.exchange import triton_exchange
+
+    triton_exchange.PROGRAMS = 1
+    sums(exchange, out)
+
+
 def norms(exchange: Any, out: Path) -> None:
     part, hidden, weight = summand(exchange.rank, (3, 96), 0), summand(9, (3, 96), 1), summand(9, (96,), 2)
     normed = torch.zeros(3, 128)

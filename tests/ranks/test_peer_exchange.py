@@ -31,9 +31,9 @@ def run_ranks(scenario: str, ranks: int, folder: Path) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(ranks: int, tmp_path: Path) -> None:
-    run_ranks("sums", ranks, tmp_path)
+@pytest.mark.parametrize(("scenario", "ranks"), [("sums", 2), ("sums", 3), ("rounds", 2), ("rounds", 3)])
+def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(scenario: str, ranks: int, tmp_path: Path) -> None:
+    run_ranks(scenario, ranks, tmp_path)
     results = [torch.load(tmp_path / f"sums-{r}.pt") for r in range(ranks)]
     for seed, (shape, algorithm, wire) in enumerate(SUMS):
         parts = [summand(r, shape, seed).to(WIRES[wire]).float() for r in range(ranks)]

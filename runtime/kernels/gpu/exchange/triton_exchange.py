@@ -19,9 +19,10 @@ import triton.language as tl
 
 from pshard.runtime.kernels.gpu.exchange.triton_row_sum import words_nbytes
 
-BLOCK = 2048  # elements that a program exchanges at once
+BLOCK = 2048  # elements of four bytes that a program exchanges at once
 PROGRAMS = 512
 FAILED = PROGRAMS  # place in `state`
+_HELD = tl.constexpr(4)  # ranks, up to which registers hold all of what a round adds to
 _BLOCK, _PROGRAMS, _FAILED = tl.constexpr(BLOCK), tl.constexpr(PROGRAMS), tl.constexpr(FAILED)
 _WARP = tl.constexpr(32)  # threads, and most ranks
 
@@ -39,6 +40,16 @@ def parts_at(ranks: int) -> int:
 def exchange_nbytes(ranks: int) -> int:
     """Bytes of one rank's exchange memory."""
     return parts_at(ranks) + 4 * 2 * ranks * PROGRAMS * BLOCK
+
+
+def elements_at_once(wire: str) -> int:
+    """Elements of a wire's type ("f32", "bf16", "f16") that a program exchanges at once: as many bytes of each."""
+    return BLOCK if wire == "f32" else 2 * BLOCK
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program that exchanges so many elements at once: eight elements a thread."""
+    return elements // 256
 
 
 @triton.jit
@@ -74,40 +85,56 @@ def meet(peers, state, late, epoch, program, patience, RANKS: tl.constexpr, RANK
 @triton.jit
 def sum_one_shot_kernel(
     part, target, n, peers, state, late, patience, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    WIRE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    WIRE: tl.constexpr, EACH: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """target[n] (+)= sum of the ranks' part[n], float32: every part goes to every rank, which adds them all."""
+    """target[n] (+)= sum of the ranks' part[n], float32: every part goes to every rank, which adds them all. EACH:
+    elements at once, see `elements_at_once`.
+
+    While the others' parts of a round come, memory is read; the next round's leave before these are added.
+    """
     program = tl.program_id(0)
-    epoch = tl.load(state + program)
-    start = program.to(tl.int64) * _BLOCK
-    column = tl.arange(0, _BLOCK)
+    epoch = tl.load(state + program) + 1
+    start = program.to(tl.int64) * EACH
+    column = tl.arange(0, EACH)
+    there = column < tl.minimum(n - start, EACH).to(tl.int32)
+    value = tl.load(part + start + column, mask=there, other=0.0).to(WIRE)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE) + column, value, mask=there)
     while start < n:
-        epoch += 1
-        at = start + column
-        mask = at < n
-        value = tl.load(part + at, mask=mask, other=0.0).to(WIRE)
+        following = start + tl.num_programs(0) * EACH
+        then = column < tl.minimum(n - following, EACH).to(tl.int32)
+        coming = tl.load(part + following + column, mask=then, other=0.0).to(WIRE)
+        onto = target + start + column
+        before = tl.zeros([EACH], tl.float32)
+        if ACCUMULATE:
+            before = tl.load(onto, mask=there, other=0.0)
+        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE) + column, value, mask=mask)
-        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
-        added = tl.zeros([_BLOCK], tl.float32)
+                place = place_of(peers, peer, RANK, epoch + 1, program, PARTS, RANKS, WIRE)
+                tl.store(place + column, coming, mask=then)
+        added = tl.zeros([EACH], tl.float32)
         for source in tl.static_range(RANKS):
             if source == RANK:
                 added += value.to(tl.float32)
             else:
                 here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
-                added += tl.load(here + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                added += tl.load(here + column, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
         if ACCUMULATE:
-            added = tl.load(target + at, mask=mask, other=0.0) + added
-        tl.store(target + at, added, mask=mask)
-        start += tl.num_programs(0) * _BLOCK
-    tl.store(state + program, epoch)
+            added = before + added
+        tl.store(onto, added, mask=there)
+        value = coming
+        there = then
+        epoch += 1
+        start = following
+    tl.store(state + program, epoch - 1)
 
 
 @triton.jit
 def sum_two_shot_kernel(
     part, target, n, peers, state, late, patience, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    WIRE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    WIRE: tl.constexpr, EACH: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """The same with 2 (RANKS - 1) / RANKS of the bytes: each rank adds one of RANKS pieces and hands its sum round.
 
@@ -115,23 +142,29 @@ def sum_two_shot_kernel(
     """
     program = tl.program_id(0)
     epoch = tl.load(state + program)
-    start = program.to(tl.int64) * (RANKS * _BLOCK)
-    column = tl.arange(0, _BLOCK)
+    start = program.to(tl.int64) * (RANKS * EACH)
+    column = tl.arange(0, EACH)
     while start < n:
         epoch += 1
-        at = start + RANK * _BLOCK + column
-        mask = at < n
+        left = tl.minimum(n - start, RANKS * EACH).to(tl.int32)
+        mask = column < left - RANK * EACH
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                theirs = start + peer * _BLOCK + column
-                value = tl.load(part + theirs, mask=theirs < n, other=0.0).to(WIRE)
+                theirs = column < left - peer * EACH
+                value = tl.load(part + start + peer * EACH + column, mask=theirs, other=0.0).to(WIRE)
                 there = place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE)
-                tl.store(there + column, value, mask=theirs < n)
+                tl.store(there + column, value, mask=theirs)
+        own = tl.load(part + start + RANK * EACH + column, mask=mask, other=0.0).to(WIRE)
+        before: tl.tuple = ()  # read while the others' pieces come
+        for source in tl.static_range(RANKS):
+            if ACCUMULATE and RANKS <= _HELD:
+                onto = target + start + source * EACH + column
+                before += (tl.load(onto, mask=column < left - source * EACH, other=0.0),)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
-        added = tl.zeros([_BLOCK], tl.float32)
+        added = tl.zeros([EACH], tl.float32)
         for source in tl.static_range(RANKS):
             if source == RANK:
-                added += tl.load(part + at, mask=mask, other=0.0).to(WIRE).to(tl.float32)
+                added += own.to(tl.float32)
             else:
                 here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
                 added += tl.load(here + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -142,17 +175,20 @@ def sum_two_shot_kernel(
                 tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE) + column, ours, mask=mask)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
         for source in tl.static_range(RANKS):
-            place = start + source * _BLOCK + column
-            there = place < n
+            theirs = column < left - source * EACH
+            onto = target + start + source * EACH + column
             if source == RANK:
                 total = ours.to(tl.float32)
             else:
                 here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
-                total = tl.load(here + column, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+                total = tl.load(here + column, mask=theirs, other=0.0, cache_modifier=".cg").to(tl.float32)
             if ACCUMULATE:
-                total = tl.load(target + place, mask=there, other=0.0) + total
-            tl.store(target + place, total, mask=there)
-        start += tl.num_programs(0) * (RANKS * _BLOCK)
+                if RANKS <= _HELD:
+                    total = before[source] + total
+                else:
+                    total = tl.load(onto, mask=theirs, other=0.0) + total
+            tl.store(onto, total, mask=theirs)
+        start += tl.num_programs(0) * (RANKS * EACH)
     tl.store(state + program, epoch)
 
 
