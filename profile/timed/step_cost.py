@@ -92,10 +92,11 @@ def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: 
     spec = _small_model(TURNS, HIDDEN)
     units, on_cpu = len(spec.units), TURNS + 1  # by turns: the FFNs and the embedding, which always is
     walks = {where: _time_walk(where, 1, device, kernels, spec) for where in ("pinned", "cpu", "turns")}
-    host = walks["cpu"] / units
+    share = (units - on_cpu) / (units - 1)  # of the pinned walk's other units, and of its half a hand-off
+    # by turns a unit of the host may cost less, hand-off included, than one of many behind each other
+    host = min(walks["cpu"] / units, max(LEAST, (walks["turns"] - share * walks["pinned"]) / (on_cpu - share)))
     # a walk with n units on the host, of which the embedding is one, has n - 1/2 hand-offs there and back
     pinned = walks["pinned"] - host
-    share = (units - on_cpu) / (units - 1)  # of the pinned walk's other units, and of its half a hand-off
     handoff = max(LEAST, (walks["turns"] - on_cpu * host - share * pinned) / (on_cpu - 0.5 - 0.5 * share))
     acc = (pinned - handoff / 2) / (units - 1)
     step = _time_walk("pinned", 1, device, kernels) / len(_small_model().units)

@@ -51,9 +51,7 @@ def expert_calls(
 ) -> Callable[[int], None]:
     """A function of i that adds what the experts of so many tokens give to a residual stream; layers take turns, and
     when all had theirs the tokens take other experts."""
-    act = bench.kernels.act_dtype
-    found = bench.activations(tokens, d_model).float()  # as the router leaves it
-    x = found if act is torch.float32 else bench.activations(tokens, d_model)
+    act, x = bench.kernels.act_dtype, bench.normed(tokens, d_model)
     hidden = torch.zeros(tokens, d_model, device=bench.device)
     buffers = scratch_of(rule, d_model, tokens)
     memory = torch.empty(sum(b.nbytes(act.itemsize) for b in buffers), dtype=torch.uint8, device=bench.device)
@@ -61,8 +59,6 @@ def expert_calls(
     turns = deal_routes(rule, tokens, bench.device)
 
     def run(i: int) -> None:
-        if x is not found:
-            bench.kernels.place(found, x)
         routes = turns[i // len(layers) % len(turns)]
         bench.kernels.experts(x, routes, layers[i % len(layers)], rule, hidden, scratch, True)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -41,8 +42,8 @@ def time_in_place(bench: KernelBench, device: Device, layers: Sequence[Layer]) -
 def _time_layer(bench: KernelBench, layer: Layer, nbytes: int) -> list[InPlaceTiming]:
     gate, down, d_model, rule = layer
     weights = rotate_layers(bench, (gate, down), d_model, rule)
-    calls = {n: expert_calls(bench, weights, rule, d_model, n) for n in READ_TOKENS}
-    series = time_series(READ_TOKENS, bench.slow, lambda n: bench.seconds(calls[n], n))
+    calls = partial(expert_calls, bench, weights, rule, d_model)
+    series = time_series(READ_TOKENS, bench.slow, lambda n: bench.seconds(calls(n), n))
     used = {n: rule.count * used_share(rule.used, rule.count, n) for n in READ_TOKENS}
     return [InPlaceTiming(bench.side, nbytes, n, round(used[n] * nbytes), seconds) for n, seconds in series]
 

@@ -64,9 +64,16 @@ class KernelBench:
 
     def linear_calls(self, weights: Sequence[Packed], tokens: int) -> Callable[[int], None]:
         """A function of i that multiplies so many tokens with copy i of a matrix; copies take turns."""
-        x, out = self.activations(tokens, weights[0].cols), self.activations(tokens, weights[0].rows)
+        x, out = self.normed(tokens, weights[0].cols), self.activations(tokens, weights[0].rows)
         tile = _tile(self, tokens)
         return lambda i: self.kernels.linear(x, weights[i % len(weights)], out, tile)
+
+    def normed(self, tokens: int, width: int) -> torch.Tensor:
+        """Activations that a norm has handed over, as in a model: the next product's launches quantise nothing."""
+        x = self.activations(tokens, width)
+        if tokens <= SMALL_BATCH:
+            self.kernels.rms_norm(x.float(), torch.ones(width, device=self.device), NORM_EPS, x)
+        return x
 
     def activations(self, tokens: int, width: int) -> torch.Tensor:
         """Random [tokens, width] in the kernels' activation type."""
