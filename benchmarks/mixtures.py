@@ -69,13 +69,14 @@ def in_vram(tests: str) -> Peer:
     return Peer("llama.cpp", f"-ngl 99 -fa on -lm none -b 4096 -ub 4096 {tests}")
 
 
-PROMPTS, ANSWER, REPACKED = "-p 512,4096 -n 0 -r 1", "-p 0 -n 64 -r 2", "-rtr 1 -p 0 -n 64 -gp 16384,32 -r 1"
+PROMPTS, REPACKED = "-p 512,4096 -n 0 -r 1", "-rtr 1 -p 0 -n 64 -r 2"
+REPACKED_DEEP = "-rtr 1 -p 0 -n 0 -gp 16384,32 -r 1"
 ROWS: dict[str, Row] = {
     "30b-6000": Row(
         "qwen3-30b-a3b", Case(6000, *SHALLOW, {"pp512": 2600, "pp4096": 14000, "tg64": 90}),
         (left_to_cpu(42, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(34, REPACKED), fitted(PROMPTS)),
     ),
-    "30b-6000-deep": Row("qwen3-30b-a3b", Case(6000, *DEEP, {})),
+    "30b-6000-deep": Row("qwen3-30b-a3b", Case(6000, *DEEP, {}), (left_to_cpu(34, REPACKED_DEEP),)),
     "30b-6000-16-users": Row("qwen3-30b-a3b", Case(6000, *CROWD, {"tg16 @ d1024 x16": 180})),
     "30b-vram": Row(
         "qwen3-30b-a3b", Case(26000, *SHALLOW, {"pp512": 12000, "pp4096": 25000, "tg64": 450}),
@@ -85,26 +86,30 @@ ROWS: dict[str, Row] = {
         "gpt-oss-20b", Case(4000, *SHALLOW, {"pp512": 3400, "pp4096": 16000, "tg64": 75}),
         (left_to_cpu(19, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(19, REPACKED)),
     ),
-    "oss20-4000-deep": Row("gpt-oss-20b", Case(4000, *DEEP, {})),
+    "oss20-4000-deep": Row("gpt-oss-20b", Case(4000, *DEEP, {}), (left_to_cpu(19, REPACKED_DEEP),)),
     "oss20-vram": Row(
         "gpt-oss-20b", Case(26000, *SHALLOW, {"pp512": 12000, "pp4096": 25000, "tg64": 450}),
         (in_vram("-p 512,4096 -n 64 -r 2"),),
     ),
     "oss120-8000": Row(
         "gpt-oss-120b", Case(8000, *SHALLOW, {"pp512": 900, "pp4096": 5200, "tg64": 65}),
-        (fitted(PROMPTS), left_to_cpu(21, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(21, f"-rtr 1 {ANSWER}")), 24,
+        (fitted(PROMPTS), left_to_cpu(21, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(21, REPACKED)), 24,
     ),
     "next-12000": Row(
         "qwen3-next-80b-a3b", Case(12000, *SHALLOW, {"pp512": 1000, "pp4096": 5000, "tg64": 88}),
         (fitted(PROMPTS), left_to_cpu(37, REPACKED)),
     ),
-    "next-12000-deep": Row("qwen3-next-80b-a3b", Case(12000, *DEEP, {"tg32 @ d16384": 80})),
+    "next-12000-deep": Row(
+        "qwen3-next-80b-a3b", Case(12000, *DEEP, {"tg32 @ d16384": 80}), (left_to_cpu(37, REPACKED_DEEP),)
+    ),
     "next-12000-long": Row("qwen3-next-80b-a3b", Case(12000, *LONG, {"pp16384": 9000})),
     "35b-6000": Row(
         "qwen3.5-35b-a3b", Case(6000, *SHALLOW, {"pp512": 2200, "pp4096": 11000, "tg64": 120}),
         (fitted(PROMPTS), left_to_cpu(31, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(31, REPACKED)),
     ),
-    "35b-6000-deep": Row("qwen3.5-35b-a3b", Case(6000, *DEEP, {"tg32 @ d16384": 105})),
+    "35b-6000-deep": Row(
+        "qwen3.5-35b-a3b", Case(6000, *DEEP, {"tg32 @ d16384": 105}), (left_to_cpu(31, REPACKED_DEEP),)
+    ),
     "35b-6000-16-users": Row("qwen3.5-35b-a3b", Case(6000, *CROWD, {"tg16 @ d1024 x16": 230})),
     "35b-vram": Row(
         "qwen3.5-35b-a3b", Case(26000, *SHALLOW, {"pp512": 9000, "pp4096": 20000, "tg64": 350}),
@@ -122,7 +127,9 @@ ROWS: dict[str, Row] = {
         "qwen3.5-122b-a10b", Case(8000, *SHALLOW, {"pp512": 850, "pp4096": 5600, "tg64": 70}),
         (fitted(PROMPTS), left_to_cpu(20, REPACKED)), 24,
     ),
-    "122b-8000-deep": Row("qwen3.5-122b-a10b", Case(8000, *DEEP, {"tg32 @ d16384": 62}), layers=24),
+    "122b-8000-deep": Row(
+        "qwen3.5-122b-a10b", Case(8000, *DEEP, {"tg32 @ d16384": 62}), (left_to_cpu(20, REPACKED_DEEP),), 24
+    ),
 }  # fmt: skip
 
 
