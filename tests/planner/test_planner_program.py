@@ -114,7 +114,7 @@ def tier_of_groups(groups: int, slots: int, kind: str) -> TierProblem:
     return tier
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_counts_reach_the_seconds_that_they_take_and_no_more(kind, groups, monkeypatch):
     rng = random.Random(groups)

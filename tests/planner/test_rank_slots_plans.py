@@ -46,6 +46,7 @@ WAYS = {
     "unequal layers": ("layer", (15, 8), (3.0, 1.0)),
     "one rank's experts all in VRAM": ("layer", (40, 8), ()),
 }
+REPEATING = ("unequal layers", "one rank's experts all in VRAM")  # what others show, and no other test plans
 
 
 def work_of(way: str) -> Workload:
@@ -78,7 +79,7 @@ def check_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> Non
     assert from_json(Variant, to_json(variant)) == variant
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in REPEATING else w for w in WAYS])
 def test_each_rank_has_slots_for_what_it_holds_and_all_take_less_time(way: str, quick_search: None) -> None:
     without, variant = plan_way(way)
     assert round_seconds(variant) < 0.97 * round_seconds(without)
@@ -162,7 +163,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, RoutingRecord]:
 
 def test_no_plan_with_slots_is_slower_than_without(quick_search: None, share: float) -> None:
     better = 0
-    for seed in range(22, 22 + max(6, int(10 * share))):
+    for seed in range(22, 22 + max(3, int(10 * share))):
         spec, work, record = random_case(seed)
         try:
             without, variant = plan_both(spec, work, record)

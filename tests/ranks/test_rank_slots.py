@@ -97,7 +97,7 @@ def check_walk(variant: Variant, walks: list[Walk]) -> None:
     assert any(rank.caches for rank in variant.ranks)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [slow(way) if "slices" in way else way for way in WAYS])
 def test_ranks_find_in_their_slots_what_a_replay_finds(way: str) -> None:
     variant = plan_way(way)
     walks = run_variant(FILE, variant, walk_text, records=True)
@@ -108,7 +108,8 @@ def test_ranks_find_in_their_slots_what_a_replay_finds(way: str) -> None:
         assert hits == pytest.approx(walks[0].hits[experts.rank].hits)
 
 
-@pytest.mark.parametrize("way", ["unequal slices", slow("layers")])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["unequal slices", "layers"])
 def test_processes_on_cpus(tmp_path: Path, way: str) -> None:
     variant = plan_way(way)
     (tmp_path / "plan.json").write_text(json.dumps(to_json(variant)))

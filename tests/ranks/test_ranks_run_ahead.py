@@ -103,10 +103,10 @@ def talk_of_all_kinds(engine: Engine) -> tuple[list[list[float]], int]:
 @pytest.mark.parametrize(
     ("mode", "shares", "way", "attention", "gathers"),
     [
-        ("tensor", (3.0, 1.0), WAYS[2], "cpu", True),
+        pytest.param("tensor", (3.0, 1.0), WAYS[2], "cpu", True, marks=pytest.mark.slow),
         pytest.param("tensor", (1.0, 0.0, 2.0), WAYS[6], "pinned", True, marks=pytest.mark.slow),
         ("layer", (1.0, 1.0), WAYS[2], "pinned", False),
-        ("layer", (1.0, 0.0, 1.0), WAYS[4], "cpu", True),
+        pytest.param("layer", (1.0, 0.0, 1.0), WAYS[4], "cpu", True, marks=pytest.mark.slow),
     ],
 )
 def test_lanes_that_are_behind_their_threads_and_replay_what_was_captured_give_these_bits_too(

@@ -62,7 +62,10 @@ def expected(oss: Path) -> np.ndarray:
         return moe_logits(file.spec.config, read_weights(file), LONG)
 
 
-@pytest.mark.parametrize(("tokens", "prompt"), [((1, 16), 140), ((1, 64), 100), ((1, 16, 128), 148), ((1, 3), 120)])
+@pytest.mark.parametrize(
+    ("tokens", "prompt"),
+    [((1, 16), 140), ((1, 64), 100), ((1, 16, 128), 148), pytest.param((1, 3), 120, marks=pytest.mark.slow)],
+)
 def test_gpt_oss_in_micro_batches_of_any_size(
     oss: Path, expected: np.ndarray, tokens: tuple[int, ...], prompt: int
 ) -> None:

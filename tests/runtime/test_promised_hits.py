@@ -67,6 +67,7 @@ def plan_by_text(text: list[int]) -> tuple[RoutingRecord, ModelSpec, Variant]:
     return record, spec, plan_variant(spec, PROFILE, WORK)
 
 
+@pytest.mark.slow
 def test_slots_find_in_other_text_what_the_replay_of_a_record_promised() -> None:
     """Of text in which words come again soon."""
     record, spec, without = plan_by_text(write_text(1500, 1, 0.6))
