@@ -82,6 +82,7 @@ ROWS: dict[str, Row] = {
         "qwen3-30b-a3b", Case(26000, *SHALLOW, {"pp512": 12000, "pp4096": 25000, "tg64": 450}),
         (in_vram("-p 512,4096 -n 64 -r 2"),),
     ),
+    "30b-vram-deep": Row("qwen3-30b-a3b", Case(26000, *DEEP, {}), (in_vram("-p 0 -n 32 -d 16384 -r 1"),)),
     "oss20-4000": Row(
         "gpt-oss-20b", Case(4000, *SHALLOW, {"pp512": 3400, "pp4096": 16000, "tg64": 75}),
         (left_to_cpu(19, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(19, REPACKED)),
@@ -91,10 +92,12 @@ ROWS: dict[str, Row] = {
         "gpt-oss-20b", Case(26000, *SHALLOW, {"pp512": 12000, "pp4096": 25000, "tg64": 450}),
         (in_vram("-p 512,4096 -n 64 -r 2"),),
     ),
+    "oss20-vram-deep": Row("gpt-oss-20b", Case(26000, *DEEP, {}), (in_vram("-p 0 -n 32 -d 16384 -r 1"),)),
     "oss120-8000": Row(
         "gpt-oss-120b", Case(8000, *SHALLOW, {"pp512": 900, "pp4096": 5200, "tg64": 65}),
         (fitted(PROMPTS), left_to_cpu(21, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(21, REPACKED)), 24,
     ),
+    "oss120-8000-deep": Row("gpt-oss-120b", Case(8000, *DEEP, {}), (left_to_cpu(21, REPACKED_DEEP),), 24),
     "next-12000": Row(
         "qwen3-next-80b-a3b", Case(12000, *SHALLOW, {"pp512": 1000, "pp4096": 5000, "tg64": 88}),
         (fitted(PROMPTS), left_to_cpu(37, REPACKED)),
