@@ -84,6 +84,7 @@ def experts(tmp_path: Path) -> World:
     return make_world(tmp_path, arch="qwen3moe", qtype="Q4_0", n_experts=16, n_used=4, d_expert=128, n_layers=4)
 
 
+@pytest.mark.slow
 def test_a_model_of_experts_is_planned_by_trial_and_benched_beside_published_ways(
     experts: World, capsys: pytest.CaptureFixture
 ) -> None:

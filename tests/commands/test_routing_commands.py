@@ -205,7 +205,8 @@ def test_a_report_follows_a_runs_hits_over_time(
     refused(cli_report.main([*files, "-m", str(make_world(dense).model)]), capsys, "has no routed experts; leave out")
 
 
-@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
 def test_ranks_record_plan_explain_run_and_measure_slots(
     mode: str, world: World, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

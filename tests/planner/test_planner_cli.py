@@ -216,6 +216,7 @@ def test_ratios_are_chosen_and_the_others_named(plan):
     assert all(c.way in out for c in variant.considered) and "the chosen one first" in out
 
 
+@pytest.mark.slow
 def test_modes_are_compared_and_explained(plan):
     code, out, err, registry = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "auto", "--explain")
     (variant,) = load_registry(registry).variants

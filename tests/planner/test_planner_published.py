@@ -146,6 +146,7 @@ def test_the_fastest_rival_is_the_published_plan_with_the_least_seconds() -> Non
     assert fastest_rival(task, rival) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_a_round_is_improved_within_the_seconds_that_its_micro_batches_may_take() -> None:
     """The best round has a shorter switch and slower micro-batches; with no slower ones there is a better one, too."""

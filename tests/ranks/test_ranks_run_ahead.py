@@ -63,7 +63,11 @@ def count_walks_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("attention", ["pinned", "cpu"])
-@pytest.mark.parametrize("way", [WAYS[2], WAYS[3], WAYS[4], WAYS[6]], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [WAYS[2], pytest.param(WAYS[3], marks=pytest.mark.slow), WAYS[4], pytest.param(WAYS[6], marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize(("mode", "shares"), GROUPS)
 def test_ranks_that_run_ahead_give_the_bits_and_bytes_of_the_plain_walk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shares: tuple[float, ...], way: tuple, attention: str

@@ -146,8 +146,9 @@ def test_hosts_do_not_share_memory_and_find_the_cable(tmp_path: Path) -> None:
     assert (tmp_path / "network-1").read_text() == "gloo cable1"
 
 
+@pytest.mark.slow
 @needs_namespaces
-@pytest.mark.parametrize("mode", [pytest.param("layer", marks=pytest.mark.slow), "tensor"])
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=3)
     with open_engine(path, context=256, tokens=(4, 16)) as one:

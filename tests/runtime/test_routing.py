@@ -91,7 +91,9 @@ def test_recording_changes_no_bit_of_the_logits(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "way", [*WAYS[::2], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1::2])], ids=str
+)
 def test_experts_in_an_order_of_popularity_give_the_logits_of_the_model(way: tuple, rule: Experts) -> None:
     """Also with equal scores: routers keep their rows, so that ties go to the lower number as before."""
     file = skew_routers(ExpertsFile(rule), 1.0)

@@ -412,6 +412,7 @@ def test_auto_runs_what_it_settles_on_when_that_is_one_device(world, capsys):
     assert out.count("Plans that were run") == 2 and "not validated" not in err and "predicted only" not in err
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_run_does_not_give_way_to_a_predicted_one_silently(world, capsys):
     assert plan(world, "--validate") == 0 and "predicted only" not in capsys.readouterr().err
     assert plan(world, "--no-validate") == 0
