@@ -83,6 +83,35 @@ def meet(peers, state, late, epoch, program, patience, RANKS: tl.constexpr, RANK
 
 
 @triton.jit
+def push(
+    value, mask, peers, epoch, program, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Store the same into this rank's place in every peer's memory."""
+    column = tl.arange(0, value.shape[0])
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, KIND) + column, value, mask=mask)
+
+
+@triton.jit
+def add_parts(
+    own, mask, peers, epoch, program, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    WIRE: tl.constexpr,
+):  # fmt: skip
+    """The sum of this rank's part and those that have come, in rank order, float32."""
+    column = tl.arange(0, own.shape[0])
+    added = tl.zeros([own.shape[0]], tl.float32)
+    for source in tl.static_range(RANKS):
+        if source == RANK:
+            added += own.to(tl.float32)
+        else:
+            here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
+            added += tl.load(here + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return added
+
+
+@triton.jit
 def sum_one_shot_kernel(
     part, target, n, peers, state, late, patience, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     WIRE: tl.constexpr, EACH: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -98,9 +127,7 @@ def sum_one_shot_kernel(
     column = tl.arange(0, EACH)
     there = column < tl.minimum(n - start, EACH).to(tl.int32)
     value = tl.load(part + start + column, mask=there, other=0.0).to(WIRE)
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE) + column, value, mask=there)
+    push(value, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
     while start < n:
         following = start + tl.num_programs(0) * EACH
         then = column < tl.minimum(n - following, EACH).to(tl.int32)
@@ -110,17 +137,8 @@ def sum_one_shot_kernel(
         if ACCUMULATE:
             before = tl.load(onto, mask=there, other=0.0)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                place = place_of(peers, peer, RANK, epoch + 1, program, PARTS, RANKS, WIRE)
-                tl.store(place + column, coming, mask=then)
-        added = tl.zeros([EACH], tl.float32)
-        for source in tl.static_range(RANKS):
-            if source == RANK:
-                added += value.to(tl.float32)
-            else:
-                here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
-                added += tl.load(here + column, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+        push(coming, then, peers, epoch + 1, program, PARTS, RANKS, RANK, WIRE)
+        added = add_parts(value, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
         if ACCUMULATE:
             added = before + added
         tl.store(onto, added, mask=there)
@@ -161,18 +179,10 @@ def sum_two_shot_kernel(
                 onto = target + start + source * EACH + column
                 before += (tl.load(onto, mask=column < left - source * EACH, other=0.0),)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
-        added = tl.zeros([EACH], tl.float32)
-        for source in tl.static_range(RANKS):
-            if source == RANK:
-                added += own.to(tl.float32)
-            else:
-                here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
-                added += tl.load(here + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        added = add_parts(own, mask, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
         epoch += 1
         ours = added.to(WIRE)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE) + column, ours, mask=mask)
+        push(ours, mask, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
         for source in tl.static_range(RANKS):
             theirs = column < left - source * EACH
@@ -211,10 +221,7 @@ def gather_kernel(
         width = tl.load(bounds + RANK + 1).to(tl.int64) - first
         own = at // tl.maximum(width, 1) * total + first + at % tl.maximum(width, 1)
         value = tl.load(table + own, mask=at < rows * width, other=0.0)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                there = place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, tl.float32)
-                tl.store(there + column, value, mask=at < rows * width)
+        push(value, at < rows * width, peers, epoch, program, PARTS, RANKS, RANK, tl.float32)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
         for source in tl.static_range(RANKS):
             if source != RANK:
