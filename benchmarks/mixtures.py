@@ -70,7 +70,7 @@ def in_vram(tests: str) -> Peer:
 
 
 PROMPTS, REPACKED = "-p 512,4096 -n 0 -r 1", "-rtr 1 -p 0 -n 64 -r 2"
-REPACKED_DEEP = "-rtr 1 -p 0 -n 0 -gp 16384,32 -r 1"
+ANSWER_DEEP, REPACKED_DEEP = "-p 0 -n 32 -d 16384 -r 1", "-rtr 1 -p 0 -n 0 -gp 16384,32 -r 1"
 ROWS: dict[str, Row] = {
     "30b-6000": Row(
         "qwen3-30b-a3b", Case(6000, *SHALLOW, {"pp512": 2600, "pp4096": 14000, "tg64": 90}),
@@ -82,7 +82,7 @@ ROWS: dict[str, Row] = {
         "qwen3-30b-a3b", Case(26000, *SHALLOW, {"pp512": 12000, "pp4096": 25000, "tg64": 450}),
         (in_vram("-p 512,4096 -n 64 -r 2"),),
     ),
-    "30b-vram-deep": Row("qwen3-30b-a3b", Case(26000, *DEEP, {}), (in_vram("-p 0 -n 32 -d 16384 -r 1"),)),
+    "30b-vram-deep": Row("qwen3-30b-a3b", Case(26000, *DEEP, {}), (in_vram(ANSWER_DEEP),)),
     "oss20-4000": Row(
         "gpt-oss-20b", Case(4000, *SHALLOW, {"pp512": 3400, "pp4096": 16000, "tg64": 75}),
         (left_to_cpu(19, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(19, REPACKED)),
@@ -92,7 +92,7 @@ ROWS: dict[str, Row] = {
         "gpt-oss-20b", Case(26000, *SHALLOW, {"pp512": 12000, "pp4096": 25000, "tg64": 450}),
         (in_vram("-p 512,4096 -n 64 -r 2"),),
     ),
-    "oss20-vram-deep": Row("gpt-oss-20b", Case(26000, *DEEP, {}), (in_vram("-p 0 -n 32 -d 16384 -r 1"),)),
+    "oss20-vram-deep": Row("gpt-oss-20b", Case(26000, *DEEP, {}), (in_vram(ANSWER_DEEP),)),
     "oss120-8000": Row(
         "gpt-oss-120b", Case(8000, *SHALLOW, {"pp512": 900, "pp4096": 5200, "tg64": 65}),
         (fitted(PROMPTS), left_to_cpu(21, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(21, REPACKED)), 24,
@@ -116,15 +116,17 @@ ROWS: dict[str, Row] = {
     "35b-6000-16-users": Row("qwen3.5-35b-a3b", Case(6000, *CROWD, {"tg16 @ d1024 x16": 230})),
     "35b-vram": Row(
         "qwen3.5-35b-a3b", Case(26000, *SHALLOW, {"pp512": 9000, "pp4096": 20000, "tg64": 350}),
-        (in_vram("-p 512,4096 -n 64 -r 2"), in_vram("-p 0 -n 32 -d 16384 -r 1")),
+        (in_vram("-p 512,4096 -n 64 -r 2"),),
     ),
-    "35b-vram-deep": Row("qwen3.5-35b-a3b", Case(26000, *DEEP, {"tg32 @ d16384": 320})),
+    "35b-vram-deep": Row(
+        "qwen3.5-35b-a3b", Case(26000, *DEEP, {"tg32 @ d16384": 320}), (in_vram(ANSWER_DEEP),)
+    ),
     "27b-8000": Row(
         "qwen3.5-27b", Case(8000, *SHALLOW, {"pp512": 3300, "pp4096": 9000, "tg64": 13.5}),
         (fitted("-p 4096 -n 0 -r 1"), fitted("-p 512 -n 64 -r 2", large=False)),
     ),
     "27b-8000-deep": Row(
-        "qwen3.5-27b", Case(8000, *DEEP, {"tg32 @ d16384": 12}), (fitted("-p 0 -n 32 -d 16384 -r 1", large=False),)
+        "qwen3.5-27b", Case(8000, *DEEP, {"tg32 @ d16384": 12}), (fitted(ANSWER_DEEP, large=False),)
     ),
     "122b-8000": Row(
         "qwen3.5-122b-a10b", Case(8000, *SHALLOW, {"pp512": 850, "pp4096": 5600, "tg64": 70}),
