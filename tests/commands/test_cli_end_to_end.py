@@ -367,10 +367,10 @@ def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:
     plan(world, "--vram", world.budget, "-np", 2)
     for form in ("md", "csv"):
         capsys.readouterr()
-        call = ["-m", str(world.model), "--vram", "6", "-p", "16", "-n", "0", "-npl", "1,2", "-r", "1", "-o", form]
+        call = ["-m", str(world.model), "--vram", "6", "-p", "8,16", "-n", "0", "-npl", "1,2", "-r", "1", "-o", form]
         assert cli_bench.main(call) == 0
         said = capsys.readouterr().out
-        assert len(said.splitlines()) == {"md": 2, "csv": 1}[form] + 2
+        assert len(said.splitlines()) == {"md": 2, "csv": 1}[form] + 4
         assert "pp16 x2" in said and "predicted" in said
 
 

@@ -79,7 +79,6 @@ def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(report):
         assert held in page
 
 
-@pytest.mark.slow
 def test_the_page_says_how_ranks_held_the_model_and_in_which_type_they_summed(tmp_path):
     one, layers = make_measurement(0, 8), make_measurement(0, 8, budget_mib=(1, 2), split_mode="layer")
     tensor = make_measurement(0, 8, budget_mib=(1, 2), split_mode="tensor", reduce_dtype="f16")

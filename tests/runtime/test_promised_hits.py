@@ -80,7 +80,6 @@ def test_slots_find_in_other_text_what_the_replay_of_a_record_promised() -> None
     assert course.expected_slots == pytest.approx(run.expected, abs=MOST) and course.ends[-1] == 1000
 
 
-@pytest.mark.slow
 def test_popular_experts_serve_of_other_text_what_a_plan_expects() -> None:
     """Of text without a memory, in which some words are common."""
     _, spec, variant = plan_by_text(write_text(1500, 1, 0.0))
