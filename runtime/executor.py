@@ -89,7 +89,7 @@ class Executor:
                 self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
             graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
-            self.walks = WalkMaker(means, self.residents, states, graphs, plan.tiers[-1].tokens)
+            self.walks = WalkMaker(means, self.residents, states, graphs)
         except BaseException:
             self._unlock_host_memory()
             raise
@@ -158,7 +158,9 @@ class Executor:
         side = make_side(self._acc_kernels, carved.space, self.spec.config)
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
         sequences = self.states.sequences if self.spec.config.delta else 0
-        in_force = TierInForce(tier.tokens, side, carved, sequences, bound=bound)
+        first = self.spec.units[0]
+        looks_up = bool(first.tensors) and tier.placement(first.name).where != "cpu"
+        in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)
         self._in_force = tier, in_force
         pins, states = self.residents.settle(tier)
         for step in self._program(tier, False)[0].entering:

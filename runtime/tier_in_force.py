@@ -87,12 +87,14 @@ class StagedState:
 @dataclass
 class TierInForce:
     """Views of the arena and lane events while a tier for micro-batches of up to `tokens` tokens is in force.
-    sequences: how many the engine has, where a gated delta net asks for them; else 0."""
+    sequences: how many the engine has, where a gated delta net asks for them; else 0. looks_up: whether the
+    accelerator has the embedding."""
 
     tokens: int
     side: Side
     carved: Carved
     sequences: int = 0
+    looks_up: bool = False
     arrived: dict[int, Any] = field(default_factory=dict)  # slot -> event of the copy into it
     stage_free: list[Any] = field(default_factory=list)  # events after which a fetch may write to the state stage
     stage_ready: list[Any] = field(default_factory=list)  # events after which a unit may use the state stage
@@ -136,6 +138,11 @@ class TierInForce:
             fill_sequences(segments, draft.slots, draft.offsets)
         draft.wanted.numpy()[:] = wanted + wanted[-1:] * (filled[1] - len(wanted))
         return draft, here, there
+
+    def ids_rows(self, filled: int) -> torch.Tensor:
+        """Where the token ids of so many rows lie on the accelerator while it looks them up, int64: a rank's part of a
+        sum comes there later."""
+        return self.side.space.tensors["branch"].flatten()[: 2 * filled].view(torch.int64)
 
     def spans_of(self, n: int) -> Any:
         """Where RowIndex.spans lie of all micro-batches of n segments."""

@@ -350,8 +350,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
             if step.source == "link":
                 return _Machine.compute_in_place, step, 0.0, unit
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
-            launch = 0.0 if step.position == "first" else costs.launch
-            return kind, step, unit.acc, unit.issue + launch
+            return kind, step, unit.acc, unit.issue + costs.launch
         case Compute():
             return _Machine.compute_part, step, 0.0, costs.divided(step.unit, step.share)
         case CopyIn():

@@ -235,17 +235,23 @@ def price_baseline(
 
 
 def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
-    """Every unit pinned, the embedding looked up on the host, all KV in VRAM."""
-    tiers = tuple(whole_tier(room, c.load.tokens) for c in costs)
-    pins = tuple(u.name for u in room.spec.units if not u.kind.is_looked_up)
-    kv = tuple(u.name for u in room.spec.units if u.kind.state)
-    seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
-    return Candidate("all in VRAM", Residency(pins, kv), tiers, seconds, plan_seconds(room, tiers, seconds, costs))
+    """Every unit pinned, all KV in VRAM; the embedding too where it fits and its rows are faster looked up there."""
+    found = []
+    for embedding in ("cpu", "pinned"):
+        tiers = tuple(whole_tier(room, c.load.tokens, embedding) for c in costs)
+        if embedding == "pinned" and any(tier.buffers.total > room.arena for tier in tiers):
+            break
+        pins = tuple(u.name for u in room.spec.units if not u.kind.is_looked_up or embedding == "pinned")
+        kv = tuple(u.name for u in room.spec.units if u.kind.state)
+        seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
+        total = plan_seconds(room, tiers, seconds, costs)
+        found.append(Candidate("all in VRAM", Residency(pins, kv), tiers, seconds, total))
+    return min(found, key=lambda candidate: candidate.total)
 
 
-def whole_tier(room: Room, tokens: int) -> TierPlan:
-    """The tier that keeps everything but the embedding in VRAM, whether it fits or not."""
-    where = {u.name: "cpu" if u.kind.is_looked_up else "pinned" for u in room.spec.units}
+def whole_tier(room: Room, tokens: int, embedding: str = "cpu") -> TierPlan:
+    """The tier that keeps everything in VRAM, but for an embedding that is on the host, whether it fits or not."""
+    where = {u.name: embedding if u.kind.is_looked_up else "pinned" for u in room.spec.units}
     return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind.state), 0)
 
 

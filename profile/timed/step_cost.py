@@ -68,10 +68,10 @@ class NoKernels:
         """What reading has taken so far."""
         return self._reads.seconds if self._reads is not None else 0.0
 
-    def _nothing(self, *arguments: Any) -> None:
+    def _nothing(self, *arguments: Any, **more: Any) -> None:
         pass
 
-    forget = rms_norm = leave_norm = linear = linear_group = gate_up = rope_store = _nothing
+    forget = look_up = rms_norm = leave_norm = linear = linear_group = gate_up = rope_store = _nothing
 
     def attention(self, *arguments: Any) -> None:
         if self._reads is not None:

@@ -14,7 +14,6 @@ from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timing_loop import Pace, graph_seconds, mean_seconds, median_seconds
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.row_index import make_rows
-from pshard.runtime.memory.weights import lookup_rows
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.units.attention import ATTENTION_PIECES
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
@@ -23,7 +22,7 @@ from pshard.units.state import CellState, StateShape
 
 NORM_EPS = 1e-6
 EMBEDDING_ROWS = 16384
-DOUBTFUL, LEAST_DOUBT = 1.25, 2e-5  # times, and seconds, that a timing may exceed what its neighbours allow
+DOUBTFUL, LEAST_DOUBT = 1.25, 8e-6  # times, and seconds, that a timing may exceed what its neighbours allow
 AGAIN = 3  # times that a doubtful one is measured more
 UNLIKE, LARGE = 1.4, 1 << 24  # times as long for each weight as another matrix of at least so many takes
 LOOKS = 8  # slow calls that measuring such ones again may take
@@ -200,8 +199,12 @@ def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(EMBEDDING_ROWS, (8, tokens), generator=generator).to(bench.device)
     out = torch.empty(tokens, tables[0].cols, device=bench.device)
-    cuda = bench.device.type == "cuda"
-    return median_seconds(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out), bench.pace, cuda)
+
+    def run(i: int) -> None:
+        bench.kernels.look_up(tables[i % len(tables)], ids[i % len(ids)], out)
+
+    on_host = bench.device.type == "cpu" and not bench.rehearses
+    return median_seconds(run, bench.pace, False) if on_host else bench.median(run, tokens)
 
 
 def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:

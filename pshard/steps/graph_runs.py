@@ -36,7 +36,7 @@ def find_runs(body: Sequence[Step]) -> Iterator[tuple[int, int]]:
     with_host_kv = {step.unit for step in body if type(step) is WriteBack}
     begin = -1
     for i, step in enumerate(body):
-        if type(step) is Compute and step.on == "acc" and step.position != "first":
+        if type(step) is Compute and step.on == "acc":
             if begin >= 0 and (step.slot is not None or step.unit in with_host_kv):
                 yield begin, i
                 begin = i

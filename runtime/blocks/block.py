@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig
 from pshard.runtime.kernels.api import Kernels, NormKernels, Packed, RopeTable, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PendingSum:
-    """Ranks' parts, float32 [M, D], whose sum the unit that follows adds to `hidden` as it normalises it."""
+    """Ranks' parts [M, D], see `Group.part_dtype`, whose sum the unit that follows adds to `hidden` as it normalises
+    it."""
 
     exchange: "PeerExchange"
     part: torch.Tensor
@@ -35,10 +37,10 @@ class PendingSum:
 class Residual:
     """How a unit meets the residual stream, its side's `hidden`.
 
-    entering: what it adds to hidden before it reads it. part: float32 [M, D], where its result goes when it is a
-    rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes it. begun:
-    the unit before has left its own part there, to which it is added. following: weights of the norm by which the unit
-    that follows begins, where the product that adds to hidden may leave it.
+    entering: what it adds to hidden before it reads it. part: [M, D], see `Group.part_dtype`, where its result goes
+    when it is a rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes
+    it. begun: the unit before has left its own part there, to which it is added. following: weights of the norm by
+    which the unit that follows begins, where the product that adds to hidden may leave it.
     """
 
     entering: PendingSum | None = None
@@ -86,7 +88,8 @@ class LogitRows(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """A micro-batch on one side: where its rows stand, its token ids (int64 [M], on the host), and its logits."""
+    """A micro-batch on one side: where its rows stand, its token ids there (int64 [M]; on the accelerator also of rows
+    that only fill it, and only where it looks them up), and its logits."""
 
     side: Side
     rows: RowIndex
@@ -145,14 +148,16 @@ class Block:
 def normalise(
     side: Side, weight: torch.Tensor, n: int, residual: Residual, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMS norm of hidden [n, D], to which what enters is added first; out None: the side's `normed`."""
-    hidden, eps = side.space.rows("hidden", n), side.config.norm_eps
-    normed = side.space.rows("normed", n) if out is None else out
+    """RMS norm of hidden [n, D], to which what enters is added first; out None: the side's `normed`. Otherwise products
+    of many rows will want it placed there."""
+    hidden, eps, normed = side.space.rows("hidden", n), side.config.norm_eps, side.space.rows("normed", n)
+    out, rounded = (normed, None) if out is None else (out, normed if n > SMALL_BATCH else None)
     if (sums := residual.entering) is None:
-        side.kernels.rms_norm(hidden, weight, eps, normed)
+        side.kernels.rms_norm(hidden, weight, eps, out, rounded=rounded)
     else:
-        cast(SumKernels, side.kernels).sum_rms_norm(sums.exchange, sums.part, sums.wire, hidden, weight, eps, normed)
-    return normed
+        kernels = cast(SumKernels, side.kernels)
+        kernels.sum_rms_norm(sums.exchange, sums.part, sums.wire, hidden, weight, eps, out, rounded)
+    return out
 
 
 def announce_norm(side: Side, residual: Residual) -> None:

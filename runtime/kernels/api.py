@@ -172,7 +172,33 @@ class RopeTable:
     pairing: str
 
 
-class Kernels(Protocol):
+class RowKernels(Protocol):
+    """What moves or scales rows of activations."""
+
+    def look_up(self, table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """out[M, D] = rows `ids` (int64 [M], all of them rows of the table) of table [rows, D], as the file defines
+        them: float32, the same bits on every device. out contiguous."""
+        ...
+
+    def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[M, n] = rows[M, n], float32 that another side computed, as act_dtype. Row strides free."""
+        ...
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        """x[M, n] *= sigmoid(gate[M, n]), act_dtype. Row strides free."""
+        ...
+
+    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
+        """x[M, n] *= table[position[M]], x act_dtype, table float32 [positions], position int32. Row strides free."""
+        ...
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
+        strides free."""
+        ...
+
+
+class Kernels(RowKernels, Protocol):
     """One device's kernels."""
 
     act_dtype: torch.dtype
@@ -187,11 +213,18 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(
-        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        accumulate: bool = False,
+        rounded: torch.Tensor | None = None,
     ) -> None:
         """out[M, D] = (out if accumulate else 0) + hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D].
 
-        hidden, weight float32; out float32 or act_dtype, and not hidden.
+        hidden, weight float32; out float32 or act_dtype, and not hidden. rounded: where `place` will put `out`, of more
+        than SMALL_BATCH rows that are not added: it may be done by then.
         """
         ...
 
@@ -290,23 +323,6 @@ class Kernels(Protocol):
         (u + 1). The order of sums depends on shapes and routes only. scratch: what pshard.units.moe.experts lists, and
         for float32 x "normed" [M, D] of act_dtype.
         """
-        ...
-
-    def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """out[M, n] = rows[M, n], float32 that another side computed, as act_dtype. Row strides free."""
-        ...
-
-    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        """x[M, n] *= sigmoid(gate[M, n]), act_dtype. Row strides free."""
-        ...
-
-    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
-        """x[M, n] *= table[position[M]], x act_dtype, table float32 [positions], position int32. Row strides free."""
-        ...
-
-    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-        """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
-        strides free."""
         ...
 
     def rope_store(
@@ -463,6 +479,8 @@ class SumKernels(Kernels, Protocol):
         weight: torch.Tensor,
         eps: float,
         out: torch.Tensor,
+        rounded: torch.Tensor | None = None,
     ) -> None:
-        """hidden[M, D] += sum of the ranks' part[M, D], float32; then as `rms_norm`. See `PeerExchange.sum_rows`."""
+        """hidden[M, D] += sum of the ranks' part[M, D], which is float32 or, of more than SMALL_BATCH rows, bfloat16;
+        then as `rms_norm`. See `PeerExchange.sum_rows` and `sum_many_rows`."""
         ...

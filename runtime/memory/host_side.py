@@ -25,6 +25,7 @@ class HostSide:
 
     Attributes:
         side: computes what the plan leaves to the CPU; its hidden rows are those of any micro-batch.
+        ids: int64, tokens of any micro-batch, all in the vocabulary.
         index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat, of the micro-batch
             under way; lent: places for those of a token of each sequence, which leave with whoever asked for them.
         rows: float32, flat: what the CPU has computed of a divided unit.
@@ -34,6 +35,7 @@ class HostSide:
     """
 
     side: Side
+    ids: torch.Tensor
     index: torch.Tensor
     logits: torch.Tensor
     lent: LentRows
@@ -51,6 +53,7 @@ class HostSide:
         tiers, config = plan.tiers, spec.config
         largest = tiers[-1].tokens
         hidden = self.allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
+        self.ids = self.allocate(largest * 8).view(torch.int64)
         self.index = self.allocate(shared_index_words(spec, largest, shape) * 4).view(torch.int32)
         self.logits = self.allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
         self.lent = LentRows(config.vocab, shape.sequences, self.allocate)

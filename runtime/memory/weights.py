@@ -11,12 +11,11 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
-from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, record_nbytes
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels import layout
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.kernels.unpack import plain_rows, unpack
 from pshard.runtime.memory.host.fresh_memory import FilledMemory
 from pshard.runtime.memory.host.host_arena import arrange_blobs
 from pshard.runtime.memory.host.host_memory import as_tensor, map_memory
@@ -346,24 +345,3 @@ def _pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(pack, range(0, tensor.rows, step)))
-
-
-LOOKUP_IDS = 64  # looked up at once where whole records are unpacked: bounds the temporaries
-
-
-def lookup_rows(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = row ids[i] of the matrix as float32. ids int64 [M], out [M, cols], all on the table's device."""
-    if table.data.device.type == "cpu" and native.is_available():
-        native.get_rows(table, ids.contiguous(), ids.numel(), out)
-    elif (rows := plain_rows(table)) is not None:
-        out.copy_(rows[ids])
-    elif ids.numel() > LOOKUP_IDS:
-        for part, rows_out in zip(ids.split(LOOKUP_IDS), out.split(LOOKUP_IDS)):
-            lookup_rows(table, part, rows_out)
-    else:
-        stride = record_nbytes(table.qtype, table.cols)
-        records = table.data[: -(-table.rows // ROW_BLOCK) * stride].view(-1, stride)[ids // ROW_BLOCK].reshape(-1)
-        values = unpack(Packed(records, table.qtype, ROW_BLOCK * ids.numel(), table.cols))
-        out.copy_(
-            values.view(ids.numel(), ROW_BLOCK, -1)[torch.arange(ids.numel(), device=ids.device), ids % ROW_BLOCK]
-        )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.errors import UserError
 from pshard.machine import CollectiveTiming
 from pshard.runtime.devices.numa import bind_memory, place_rank, read_nodes, read_pci_node, read_siblings
@@ -80,13 +81,18 @@ class Group:
         """The ways in which parts of that shape may be summed on the device."""
         return (self.backend,)
 
+    def part_dtype(self, rows: int, columns: int) -> torch.dtype:
+        """What a kernel may leave a part of that shape in for `add_sum`: float32, or what it is rounded to anyway."""
+        return torch.float32
+
     def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
-        """hidden += sum of the ranks' parts, contiguous float32 [rows, columns]; `part` is lost. Raises RankLost."""
+        """hidden += sum of the ranks' parts, contiguous [rows, columns], hidden float32, part float32 or of
+        `part_dtype`; `part` is lost. Raises RankLost."""
         self.all_reduce(part)
         hidden.add_(part)
 
     def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
-        """What sums parts of that shape row by row on the GPU, so that a norm can go with it; None: nothing does."""
+        """What sums parts of that shape by whole rows on the GPU, so that a norm can go with it; None: nothing does."""
         return None
 
     def pushes(self, part: torch.Tensor) -> bool:
@@ -211,8 +217,17 @@ class TorchGroup(Group):
         else:
             super().add_sum(hidden, part)
 
+    def part_dtype(self, rows: int, columns: int) -> torch.dtype:
+        # kernels of few rows give float32; of more they give bfloat16 or that
+        rounds = rows > SMALL_BATCH and self.algorithm(rows, columns) != "nccl"
+        return torch.bfloat16 if rounds and wire_type(self.reduce_dtype, rows, True) == "bf16" else torch.float32
+
     def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
-        return self._peers if self.algorithm(rows, columns) == "rows" else None
+        algorithm = self.algorithm(rows, columns)
+        if self._peers is None or algorithm in ("nccl", "rows"):
+            return self._peers if algorithm == "rows" else None
+        fits = rows > SMALL_BATCH and self._peers.takes_norms(columns, wire_type(self.reduce_dtype, rows, True))
+        return self._peers if fits else None
 
     def pushes(self, part: torch.Tensor) -> bool:
         rows, columns = part.shape

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.gpu.exchange import triton_exchange as kernels
+from pshard.runtime.kernels.gpu.exchange import triton_norm_sum as norm_sum
 from pshard.runtime.kernels.gpu.exchange import triton_row_sum as row_sum
 
 ONE_SHOT, TWO_SHOT, BY_ROWS = "one-shot", "two-shot", "rows"  # names in the profile
@@ -55,6 +56,10 @@ class PeerExchange:
         """Whether `sum_rows` can sum [rows, cols]."""
         return rows <= row_sum.ROWS and cols <= row_sum.MAX_COLS
 
+    def takes_norms(self, cols: int, wire: str) -> bool:
+        """Whether `sum_many_rows` can sum rows of so many columns: of two ranks, for which one shot is the best."""
+        return self.size == 2 and norm_sum.rows_at_once(cols, wire) > 0
+
     def push(self, part: torch.Tensor, wire: str) -> dict[str, Any]:
         """Arguments of a kernel that writes `part` and pushes it on the way (`push_part`). It is the next that the
         stream runs before the part's sum by rows."""
@@ -90,15 +95,34 @@ class PeerExchange:
             QUANTISE=quantised[0] is not None, num_warps=row_sum.WARPS,
         )  # fmt: skip
 
+    def sum_many_rows(
+        self,
+        part: torch.Tensor,
+        hidden: torch.Tensor,
+        wire: str,
+        norm: tuple[torch.Tensor, float, torch.Tensor],
+        rounded: torch.Tensor | None = None,
+    ) -> None:
+        """hidden += sum of the ranks' parts, contiguous [rows, cols], hidden float32; then the norm of it, as
+        `sum_rows` does. rounded: where the norm is left once more, in another type."""
+        (rows, cols), (weight, eps, out) = part.shape, norm
+        together = norm_sum.rows_at_once(cols, wire)
+        norm_sum.sum_norm_kernel[(min(kernels.LAUNCHED, triton.cdiv(rows, together)),)](
+            part, hidden, weight, out, out.stride(0), rows, cols, *self._common(), eps=eps, rounded=rounded,
+            rounded_stride=0 if rounded is None else rounded.stride(0), PARTS=kernels.parts_at(self.size),
+            RANKS=self.size, RANK=self.rank, WIRE=WIRES[wire], ROWS=together, WIDE=triton.next_power_of_2(cols),
+            ROUND=rounded is not None, num_warps=kernels.warps_for(kernels.elements_at_once(wire)),
+        )  # fmt: skip
+
     def sum(self, part: torch.Tensor, target: torch.Tensor, algorithm: str, wire: str, accumulate: bool) -> None:
-        """target (+)= sum of the ranks' parts, contiguous float32 of any shape; part may be target."""
+        """target (+)= sum of the ranks' parts, contiguous, of any shape; target float32, and part may be it."""
         if algorithm == BY_ROWS:
             return self.sum_rows(part, target, wire, accumulate)
         n = part.numel()
         kernel, each, pieces = kernels.sum_one_shot_kernel, kernels.elements_at_once(wire), 1
         if algorithm == TWO_SHOT:
             kernel, pieces = kernels.sum_two_shot_kernel, self.size
-        kernel[(min(kernels.PROGRAMS, triton.cdiv(n, each * pieces)),)](
+        kernel[(min(kernels.LAUNCHED, triton.cdiv(n, each * pieces)),)](
             part, target, n, *self._common(), PARTS=kernels.parts_at(self.size), RANKS=self.size, RANK=self.rank,
             WIRE=WIRES[wire], EACH=each, ACCUMULATE=accumulate, num_warps=kernels.warps_for(each),
         )  # fmt: skip
@@ -110,7 +134,7 @@ class PeerExchange:
             bounds = [sum(widths[:r]) for r in range(self.size + 1)]
             self._bounds[widths] = torch.tensor(bounds, dtype=torch.int32, device=table.device)
         rows, most = table.shape[0], table.shape[0] * max(widths)
-        programs = min(kernels.PROGRAMS, triton.cdiv(most, kernels.BLOCK))
+        programs = min(kernels.LAUNCHED, triton.cdiv(most, kernels.BLOCK))
         kernels.gather_kernel[(programs,)](
             table, rows, most, self._bounds[widths], *self._common(), PARTS=kernels.parts_at(self.size),
             RANKS=self.size, RANK=self.rank, num_warps=kernels.warps_for(kernels.BLOCK),

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.row_index import list_spans
@@ -53,15 +51,15 @@ class ReadyWalk:
 
 
 class WalkMaker:
-    """Makes walks, one after the other, for micro-batches of up to `most` tokens.
+    """Makes walks, one after the other.
 
     Attributes:
         exact: whether small micro-batches are computed so that no bit of a row depends on the other rows.
     """
 
-    def __init__(self, means: Means, residents: Residents, states: StateShape, graphs: PromptGraphs, most: int) -> None:
+    def __init__(self, means: Means, residents: Residents, states: StateShape, graphs: PromptGraphs) -> None:
         self._means, self._residents, self._states, self._graphs = means, residents, states, graphs
-        self._ids = torch.empty(most, dtype=torch.int64)
+        self._ids = means.host.ids
         self._next: ReadyWalk | None = None
         self.exact = False
 
@@ -101,7 +99,11 @@ class WalkMaker:
         spans = tier.spans_of(len(segments))
         on_host = here.rows(segments, cells, config.window, spans)
         rows = on_host, there.rows(segments, bound, config.window, spans, told=not exact)
-        batch = MicroBatch(self._ids[:tokens], segments, *rows, (there.memory, here.memory))
+        unsent, ids = [(there.memory, here.memory)], self._ids[:tokens]
+        acc_ids = tier.ids_rows(filled[0]) if tier.looks_up else ids
+        if tier.looks_up:
+            unsent.append((acc_ids, self._ids[: filled[0]]))
+        batch = MicroBatch(ids, acc_ids, segments, *rows, tuple(unsent))
         logits = Logits(self._means, tier, (here.wanted, there.wanted), len(logit_rows))
         walk = AheadWalk(self._means, self._residents, tier, batch, logits, self._graphs)
         numbers = [number for span in list_spans(segments) for number in span]

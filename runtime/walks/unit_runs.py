@@ -41,12 +41,15 @@ class UnitRuns:
         entering: PendingSum | None = None,
         leaving: PendingSum | None = None,
         following: torch.Tensor | None = None,
+        part: torch.Tensor | None = None,
     ) -> None:
-        """The unit's kernels. entering, leaving, following: see Residual."""
+        """The unit's kernels. entering, leaving, following: see Residual. part: where a part of a sum goes, if not to
+        `branch` as float32."""
         unit = self.bind(step)
         work = self._work[step.on]
         if unit.is_partial:
-            unit.run(work, Residual(entering, work.side.space.rows("branch", work.rows.tokens), leaving, unit.begun))
+            part = work.side.space.rows("branch", work.rows.tokens) if part is None else part
+            unit.run(work, Residual(entering, part, leaving, unit.begun))
         else:
             alone = entering is None and following is None
             unit.run(work, ALONE if alone else Residual(entering, following=following))
@@ -60,18 +63,33 @@ class UnitRuns:
         it where there is a kernel for both."""
         if self._means.device.kind == "cpu":
             self._means.meanwhile.begin()
-        entering = None
+        entering = part = None
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):
-                leaving = self._sum_for(second) if isinstance(following, AllReduce) else None
+                part = self._find_part(step) if isinstance(following, AllReduce) else None
+                leaving = None if part is None else self._sum_for(second, part)
                 if leaving is not None and not self._means.group.pushes(leaving.part):
                     leaving = None
-                self.run(step, entering, leaving, self._norm_after(step, following))
+                self.run(step, entering, leaving, self._norm_after(step, following), part)
                 entering = None
             else:
-                entering = self._sum_for(following)
+                part = self._acc_rows("branch") if part is None else part
+                entering = self._sum_for(following, part)
                 if entering is None:
-                    self.add_sum("acc", step.unit)
+                    self.add_sum("acc", step.unit, part)
+                part = None
+
+    def _acc_rows(self, name: str) -> torch.Tensor:
+        return self._tier.side.space.rows(name, self._work["acc"].rows.tokens)
+
+    def _find_part(self, step: Compute) -> torch.Tensor:
+        """Where the part of a sum that comes next goes: `branch`, as float32 or as what it is rounded to anyway where
+        the unit alone, all at once, makes it."""
+        part = self._acc_rows("branch")
+        if step.on != "acc" or step.part or step.unit in self._means.sum_rows or self.bind(step).begun:
+            return part
+        dtype = self._means.group.part_dtype(*part.shape)
+        return part.flatten().view(dtype)[: part.numel()].view(part.shape)
 
     def _norm_after(self, step: Compute, following: Compute | AllReduce | None) -> torch.Tensor | None:
         """Weights of the norm that the step's last product may leave for the unit that follows."""
@@ -80,22 +98,21 @@ class UnitRuns:
             return None
         return self.bind(following).norm if self.bind(step).leaves else None
 
-    def _sum_for(self, following: Compute | AllReduce | None) -> PendingSum | None:
-        """What `following` is to add as it normalises; None when the sum must be made by itself."""
+    def _sum_for(self, following: Compute | AllReduce | None, part: torch.Tensor) -> PendingSum | None:
+        """What `following` is to add of parts as it normalises; None when the sum must be made by itself."""
         side, group = self._tier.side, self._means.group
         if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._means.spec.sum_norms:
             return None
-        part = side.space.rows("branch", self._work["acc"].rows.tokens)
         unit, exchange = self._means.spec.unit(following.unit), group.row_exchange(*part.shape)
         if exchange is None or not unit.tensors or not unit.kind.adds:
             return None
         return PendingSum(exchange, part, group.wire(part))
 
-    def add_sum(self, on: str, unit: str) -> None:
+    def add_sum(self, on: str, unit: str, part: torch.Tensor | None = None) -> None:
         """The sum of the ranks' parts of a unit onto the residual stream of a side, normalised first where the model
-        does so."""
+        does so. part: None: `branch`."""
         side, group, n = self._work[on].side, self._means.group, self._work[on].rows.tokens
-        hidden, part = (side.space.rows(name, n) for name in ("hidden", "branch"))
+        hidden, part = side.space.rows("hidden", n), side.space.rows("branch", n) if part is None else part
         row = self._means.sum_rows.get(unit)
         if row is None:
             group.add_sum(hidden, part)

@@ -38,15 +38,16 @@ from pshard.units.divide_unit import divide_unit
 
 @dataclass
 class MicroBatch:
-    """What is to be computed: token ids (int64 [M] on the host), where their rows stand on either side (on the
-    accelerator maybe more, that only fill it), and where the index that says so lies on the device and on the host: the
-    first launch brings it."""
+    """What is to be computed: token ids (int64 [M] on either side), where their rows stand there (on the accelerator
+    maybe more, that only fill it), and what the first launch brings, as places on the device and on the host: the index
+    that says so, and the ids where it looks them up."""
 
     ids: torch.Tensor
+    acc_ids: torch.Tensor
     segments: tuple[Segment, ...]
     host_rows: RowIndex
     acc_rows: RowIndex
-    unsent: tuple[torch.Tensor, torch.Tensor] | None
+    unsent: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class PromptGraphs:
@@ -86,7 +87,7 @@ class Walk:
         self._host_space, self._acc_space = means.host.side.space, tier.side.space
         work = {
             "cpu": Work(means.host.side, batch.host_rows, batch.ids, logits),
-            "acc": Work(tier.side, batch.acc_rows, batch.ids, logits),
+            "acc": Work(tier.side, batch.acc_rows, batch.acc_ids, logits),
         }
         self._units = UnitRuns(means, residents, tier, work)
         self._side = "cpu"
@@ -137,7 +138,7 @@ class Walk:
                 self._units.run_all((step,))
 
     def _launch(self, launch: Launch) -> None:
-        tier, logits, index = self._tier, self.logits, self.batch.unsent
+        tier, logits, unsent = self._tier, self.logits, self.batch.unsent
         if isinstance(first := launch.steps[0], Compute):
             self._wait_for_inputs(first)
         if tier.arriving:
@@ -147,7 +148,7 @@ class Walk:
         # a prompt's launches do not depend on the cells
         cells = self.batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
         output = launch.gives_logits
-        wanted = logits.made if output or index is not None else 0  # the others' work is the same
+        wanted = logits.made if output or unsent else 0  # the others' work is the same
         key = (tier.tokens, launch.name, self._filled, wanted, cells, self.batch.acc_rows.longest)
         repeats = self._repeats(key, launch)
         leaving = launch.leaves if repeats else ()
@@ -155,8 +156,8 @@ class Walk:
 
         def work() -> None:
             tier.side.kernels.forget()
-            if index is not None:
-                self._device.send(*index)
+            for there, here in unsent:
+                self._device.send(there, here)
             for name in launch.brought:
                 self._send(name)
             self._run_units(launch)
@@ -166,7 +167,7 @@ class Walk:
         self._device.repeat(key, repeats, work)
         if written and logits.is_brought:
             logits.bring()
-        self.batch.unsent = None
+        self.batch.unsent = ()
         self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in launch.brought)
         self._means.transfers.link_bytes += sum(map(self._count_read, launch.reading))
         self._left = self._device.mark() if leaving or written else None

@@ -55,12 +55,12 @@ class AheadWalk(Walk):
         return self.logits.kept
 
     def _run_stretch(self, stretch: Stretch, relay: Relay) -> None:
-        tier, logits, index = self._tier, self.logits, self.batch.unsent
+        tier, logits, unsent = self._tier, self.logits, self.batch.unsent
         first = stretch.launches[0].steps[0] if stretch.launches else None
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
         output = any(launch.gives_logits for launch in stretch.launches)
-        wanted = logits.made if output or index is not None else 0  # the others' work is the same
+        wanted = logits.made if output or unsent else 0  # the others' work is the same
         rows = self.batch.acc_rows
         key = (tier.tokens, stretch.name, self._filled, wanted, rows.cells, rows.longest)
         written = output and logits.has_some()
@@ -68,15 +68,15 @@ class AheadWalk(Walk):
 
         def work() -> None:
             tier.side.kernels.forget()
-            if index is not None:
-                self._device.send(*index)
+            for there, here in unsent:
+                self._device.send(there, here)
             for part in stretch.parts:
                 self._do_part(part, relay)
 
         self._device.repeat(key, True, work)
         if delivering:
             logits.bring()
-        self._side, self.batch.unsent = "acc", None
+        self._side, self.batch.unsent = "acc", ()
         self._means.transfers.link_bytes += sum(map(self._count_bytes, stretch.parts))
         if output:
             if written:

@@ -123,6 +123,18 @@ def test_dequantised_rows_are_the_weights(kernels: cuda.CudaKernels, qtype: str)
 
 
 @needs_kernels
+@pytest.mark.parametrize("cols", [256, 2816])
+@pytest.mark.parametrize("qtype", TYPES)
+def test_rows_are_looked_up_to_the_bit(kernels: cuda.CudaKernels, qtype: str, cols: int) -> None:
+    weight, _ = random_weight(qtype, 40, cols, seed=17)
+    ids = torch.tensor([0, 15, 16, 39, 7, 7], device=DEVICE)
+    out, wanted = poisoned(6, cols, dtype=torch.float32), poisoned(6, cols, dtype=torch.float32)
+    kernels.look_up(weight, ids, out)
+    PlainKernels().look_up(weight, ids, wanted)  # ranks, of which one has the table on its host, must see the same bits
+    assert torch.equal(out, wanted) and wanted.isfinite().all()
+
+
+@needs_kernels
 @pytest.mark.parametrize("qtype", ["Q4_0", "Q6_K", "BF16", "F16"])
 def test_large_batches_go_tile_by_tile(kernels: cuda.CudaKernels, qtype: str) -> None:
     rows, cols, tokens = 80, 256, 70

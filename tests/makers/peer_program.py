@@ -67,7 +67,7 @@ def rounds(exchange: Any, out: Path) -> None:
     """The same by one program, which takes several rounds."""
     from pshard.runtime.kernels.gpu.exchange import triton_exchange
 
-    triton_exchange.PROGRAMS = 1
+    triton_exchange.LAUNCHED = 1
     sums(exchange, out)
 
 
@@ -76,6 +76,23 @@ def norms(exchange: Any, out: Path) -> None:
     normed = torch.zeros(3, 128)
     exchange.sum_rows(part, hidden, "f32", True, (weight, 1e-5, normed[:, :96]))
     torch.save([hidden, normed], out / f"norms-{exchange.rank}.pt")
+
+
+MANY = [(7, 96, "f32", torch.float32), (5, 2000, "bf16", torch.bfloat16), (9, 1500, "bf16", torch.float32)]
+
+
+def many(exchange: Any, out: Path) -> None:
+    """Sums of whole rows with their norm, by two programs, which take several rounds."""
+    from pshard.runtime.kernels.gpu.exchange import triton_exchange
+
+    triton_exchange.LAUNCHED, results = 2, []
+    for seed, (rows, cols, wire, dtype) in enumerate(MANY):
+        part, hidden = summand(exchange.rank, (rows, cols), seed).to(dtype), summand(9, (rows, cols), seed)
+        normed, rounded = torch.zeros(rows, cols + 8), torch.zeros(rows, cols, dtype=torch.bfloat16)
+        norm = summand(9, (cols,), 2), 1e-5, normed[:, :cols]
+        exchange.sum_many_rows(part, hidden, wire, norm, rounded if seed else None)
+        results.append((hidden, normed, rounded))
+    torch.save(results, out / f"many-{exchange.rank}.pt")
 
 
 def pushes(exchange: Any, out: Path) -> None:

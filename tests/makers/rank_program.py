@@ -164,6 +164,23 @@ def gpu_norms(group: Group, out: Path) -> None:
     torch.save(found, out / f"gpu_norms-{group.rank}.pt")
 
 
+def gpu_many_rows(group: Group, out: Path) -> None:
+    """Sums of whole rows of prompts with their norm, from parts of both types, each twice: [(hidden, normed, rounded)]."""
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    kernels, found = CudaKernels("cuda", 64), []
+    for shape in ((65, 2048), (300, 2880), (4096, 2048), (700, 4096)):
+        exchange, weight = group.row_exchange(*shape), partial(8, shape[1:]).cuda()
+        assert exchange is not None and group.part_dtype(*shape) is torch.bfloat16
+        for dtype in (torch.float32, torch.bfloat16):
+            hidden, part = partial(9, shape).cuda(), partial(group.rank, shape).cuda().to(dtype)
+            normed, rounded = torch.empty_like(hidden), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            kernels.sum_rms_norm(exchange, part, "bf16", hidden, weight, 1e-5, normed, rounded)
+            found.append((hidden.cpu(), normed.cpu(), rounded.cpu()))
+    group.check()
+    torch.save(found, out / f"gpu_many_rows-{group.rank}.pt")
+
+
 def gpu_pushes(group: Group, out: Path) -> None:
     """Parts that leave for the peers from the product that makes them, and ones that do not: [(part, hidden)]."""
     from random_weights import random_weight

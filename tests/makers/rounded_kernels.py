@@ -17,7 +17,7 @@ class RoundedKernels(PlainKernels):
     """Float32 arithmetic between bfloat16 activations: norms, every product (the CPU's library GEMM returns bfloat16),
     gate times up, attention's output and its weights as they enter the tensor cores."""
 
-    def rms_norm(self, hidden, weight, eps, out, accumulate=False):
+    def rms_norm(self, hidden, weight, eps, out, accumulate=False, **_):
         super().rms_norm(hidden, weight, eps, out, accumulate)
         out.copy_(rounded(out))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,8 @@ def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespa
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
     logits: Any = SimpleNamespace(made=1, kept=[], is_brought=False, fits=lambda: True)
     rows: Any = SimpleNamespace(tokens=1, cells=1024, longest=0)
-    batch = MicroBatch(torch.zeros(1, dtype=torch.int64), (), rows, rows, None)
+    ids = torch.zeros(1, dtype=torch.int64)
+    batch = MicroBatch(ids, ids, (), rows, rows, ())
     walk = Walk(means, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
     walk._side = "acc"
     return walk
@@ -128,15 +130,16 @@ def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators()
     slot, host = Compute("ffn.0", "acc", "slot", 0), Compute("ffn.0", "cpu", "host")
     to_acc, to_cpu = Handoff("acc", 8), Handoff("cpu", 8)
     copy, free, back = CopyIn("ffn.0", 0, 8), Free(0), WriteBack("attention.0", 8)
-    entered = Launch((a, sum_a, f, sum_f, o), enters=("hidden",), leaves=())
-    assert group_launches((embedding, to_acc, a, sum_a, f, sum_f, o, to_cpu)) == (embedding, entered, to_cpu)
+    assert group_launches((embedding, a, sum_a, f, o, to_cpu)) == (Launch((embedding, a, sum_a, f, o)), to_cpu)
+    looked_up, entered = replace(embedding, on="cpu"), Launch((a, sum_a, f, sum_f, o), enters=("hidden",), leaves=())
+    assert group_launches((looked_up, to_acc, a, sum_a, f, sum_f, o, to_cpu)) == (looked_up, entered, to_cpu)
     got = group_launches((a, slot, free, copy, o))
     assert got == (Launch((a,)), Launch((slot,)), free, copy, Launch((o,)))
     assert group_launches((f, a, back, f)) == (Launch((f,)), Launch((a,)), back, Launch((f,)))
     # a CPU unit's part of a sum goes to the accelerator at the beginning of a run; a hand-off alone stays one
-    got = group_launches((a, sum_a, to_cpu, host, to_acc, sum_f, o, to_acc, embedding))
+    got = group_launches((a, sum_a, to_cpu, host, to_acc, sum_f, o, to_acc, host))
     first, second = Launch((a, sum_a), leaves=("hidden",)), Launch((sum_f, o), enters=("hidden",))
-    assert got == (first, to_cpu, host, second, to_acc, embedding)
+    assert got == (first, to_cpu, host, second, to_acc, host)
 
 
 def test_what_prompts_launch_again_is_captured_and_leaves_graphs_to_small_batches() -> None:

@@ -47,6 +47,19 @@ def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
         assert float(((normed.double() - wanted) ** 2).sum() / (wanted**2).sum()) < 1e-5  # bfloat16
 
 
+def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
+    done = run_ranks("gpu_many_rows@peers", 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, other = (torch.load(tmp_path / f"gpu_many_rows-{r}.pt") for r in range(2))
+    for i, (hidden, normed, rounded) in enumerate(first):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first[i], other[i], strict=True))
+        parts = [partial(r, hidden.shape).to(torch.bfloat16).float() for r in range(2)]
+        assert torch.equal(hidden, partial(9, hidden.shape) + (parts[0] + parts[1]))
+        factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+        torch.testing.assert_close(normed.double(), hidden.double() * factor * partial(8, hidden.shape[1:]))
+        assert torch.equal(rounded, normed.to(torch.bfloat16))
+
+
 def test_a_part_that_leaves_from_its_product_gives_the_same_sum(tmp_path: Path) -> None:
     done = run_ranks("gpu_pushes@peers", 2, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import open_engine
 from model_files import write_gguf
-from peer_program import SUMS, summand
+from peer_program import MANY, SUMS, summand
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
@@ -46,7 +46,7 @@ def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(scenario: str, r
         rounding = 2.0**-6 * max(p.abs().max() for p in parts) if wire == "bf16" else 0.0  # the interpreter cuts off
         for i, want in ((2 * seed, onto), (2 * seed + 1, total)):
             torch.testing.assert_close(results[0][i], want, rtol=0, atol=rounding, msg=f"{shape} {algorithm} {wire}")
-            assert all(torch.equal(found[i], results[0][i]) for found in results)
+            assert all(torch.equal(found[i], results[0][i]) for found in results), f"{shape} {algorithm} {wire}"
 
 
 def test_a_sum_may_add_and_normalise_at_once(tmp_path: Path) -> None:
@@ -58,6 +58,27 @@ def test_a_sum_may_add_and_normalise_at_once(tmp_path: Path) -> None:
         assert torch.equal(got, hidden)
         torch.testing.assert_close(got_normed[:, :96].double(), normed, rtol=1e-5, atol=1e-5)
         assert not got_normed[:, 96:].any()
+
+
+def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
+    run_ranks("many", 2, tmp_path)
+    found = [torch.load(tmp_path / f"many-{rank}.pt") for rank in range(2)]
+    for seed, (rows, cols, wire, dtype) in enumerate(MANY):
+        parts = [summand(rank, (rows, cols), seed).to(dtype).to(WIRES[wire]).float() for rank in range(2)]
+        hidden = summand(9, (rows, cols), seed) + (parts[0] + parts[1])
+        factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+        normed = hidden.double() * factor * summand(9, (cols,), 2)
+        # the interpreter cuts off where a GPU rounds
+        cut = 2.0**-6 * max(p.abs().max() for p in parts) if dtype.itemsize > WIRES[wire].itemsize else 0.0
+        assert all(torch.equal(one, other) for one, other in zip(found[0][seed], found[1][seed]))
+        got, out, rounded = found[0][seed]
+        torch.testing.assert_close(got, hidden, rtol=0, atol=cut)
+        torch.testing.assert_close(out[:, :cols].double(), normed, rtol=1e-5 + cut, atol=1e-5 + cut)
+        assert not out[:, cols:].any()
+        if seed:
+            torch.testing.assert_close(rounded.float(), out[:, :cols], rtol=2.0**-7, atol=0)
+        else:
+            assert not rounded.any()
 
 
 def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ class HostKernels(PlainKernels):
     fills = False  # rows are not skipped here, and more of them cost a CPU more
     recordable = True
 
+    def look_up(self, table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
+        native.get_rows(table, ids, ids.numel(), out)
+
     def linear(
         self,
         x: torch.Tensor,
@@ -243,7 +246,13 @@ class HostKernels(PlainKernels):
         native.scale_rows(x, (x.shape[0], x.shape[1]), strides, hidden, weight, hidden.shape[1])
 
     def rms_norm(
-        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        accumulate: bool = False,
+        rounded: torch.Tensor | None = None,
     ) -> None:
         (tokens, width), strides = hidden.shape, (hidden.stride(0), out.stride(0))
         native.rms_norm(hidden, weight, eps, tokens, width, out, strides=strides, accumulate=accumulate)

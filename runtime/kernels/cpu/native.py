@@ -19,6 +19,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.cpu.sources import digest_sources
 from pshard.units.kv_cells import kv_nbytes
@@ -397,7 +399,8 @@ def dequantize(
 def get_rows(weight: "Packed", ids: Buffer, n: int, out: Buffer) -> None:
     """Look up n rows (i64 ids, each in [0, rows)) of a packed matrix: out f32 [n, cols], exactly the GGUF values."""
     address = _at(ids)
-    for i in (ctypes.c_int64 * n).from_address(address) if n else ():
+    asked = np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(address)) if n else np.zeros(1, np.int64)
+    for i in (asked.min(), asked.max()):
         if not 0 <= i < weight.rows:
             raise IndexError(f"row {i} of a matrix of {weight.rows} rows")
     _function("get_rows")(*_packed(weight), weight.rows, weight.cols, address, n, _at(out))

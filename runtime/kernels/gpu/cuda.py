@@ -53,7 +53,7 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
 
     def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device)
-        self._wanted = self._left = None
+        self._wanted = self._left = self._placed = None
         self.use_tiles(tiles)
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
@@ -74,10 +74,16 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         weight: torch.Tensor,
         eps: float,
         out: torch.Tensor,
+        rounded: torch.Tensor | None = None,
     ) -> None:
         """See `SumKernels.sum_rms_norm`."""
-        ready = self._activations.hand_over(out)
-        exchange.sum_rows(part, hidden, wire, True, (weight, eps, out), ready or NOT_QUANTISED)
+        ready, norm = self._activations.hand_over(out), (weight, eps, out)
+        self._placed = None
+        if part.shape[0] > SMALL_BATCH:
+            exchange.sum_many_rows(part, hidden, wire, norm, rounded)
+            self._placed = None if rounded is None else (out, rounded)
+        else:
+            exchange.sum_rows(part, hidden, wire, True, norm, ready or NOT_QUANTISED)
 
     def linear_part(
         self,
@@ -96,6 +102,11 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         else:
             quantised, push = self._activations.quantise(x), exchange.push(part, wire)
             self._few_rows.multiply(quantised, (weight,), part, (bias,), False, push)
+
+    def look_up(self, table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Kernels.look_up`."""
+        self._activations.ready = None
+        many_rows.look_up(table, ids, out)
 
     def linear(
         self,

@@ -14,10 +14,11 @@ class NormsOnGpu:
     _activations: Activations
     _wanted: tuple[torch.Tensor, float] | None  # what `leave_norm` was told
     _left: tuple[Quantised, Unscaled] | None  # what a product has left for the norm that comes next
+    _placed: tuple[torch.Tensor, torch.Tensor] | None  # the last norm that was rounded, and where
 
     def forget(self) -> None:
         """See `Kernels.forget`."""
-        self._activations.ready = self._wanted = self._left = None
+        self._activations.ready = self._wanted = self._left = self._placed = None
 
     def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
         """See `NormKernels.leave_norm`."""
@@ -46,10 +47,16 @@ class NormsOnGpu:
         return True
 
     def rms_norm(
-        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        accumulate: bool = False,
+        rounded: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.rms_norm`."""
-        tokens, cols = hidden.shape
+        (tokens, cols), self._placed = hidden.shape, None
         if not accumulate and self._takes_left(hidden, weight, eps, out):
             return
         block = triton.next_power_of_2(cols)
@@ -57,6 +64,8 @@ class NormsOnGpu:
             self._activations.ready = self._left = None
         ready = None if accumulate else self._activations.hand_over(out)
         triton_rows.rms_norm_kernel[(tokens,)](
-            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED), BLOCK=block,
-            ADD=accumulate, QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
+            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED),
+            again=rounded, again_stride=0 if rounded is None else rounded.stride(0), BLOCK=block, ADD=accumulate,
+            ROUND=rounded is not None, QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
+        self._placed = None if rounded is None else (out, rounded)

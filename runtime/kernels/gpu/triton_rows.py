@@ -9,12 +9,12 @@ from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 
 @triton.jit
 def rms_norm_kernel(
-    hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr,
+    hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums, again, again_stride,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Program m: out[m] = hidden[m] * rsqrt(mean(hidden[m]^2) + eps) * weight, in float32. BLOCK >= cols.
 
-    ADD: it is added to what is there.
+    ADD: it is added to what is there. ROUND: it is left in `again` as well, in another type.
     QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
     """
     m = tl.program_id(0).to(tl.int64)
@@ -27,6 +27,8 @@ def rms_norm_kernel(
         value += tl.load(out + m * out_stride + column, mask=mask, other=0.0).to(tl.float32)
     rounded = value.to(out.dtype.element_ty)
     tl.store(out + m * out_stride + column, rounded, mask=mask)
+    if ROUND:
+        tl.store(again + m * again_stride + column, value.to(again.dtype.element_ty), mask=mask)
     if QUANTISE:
         chunk = tl.arange(0, BLOCK // 32)
         tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))

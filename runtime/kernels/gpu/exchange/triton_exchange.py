@@ -20,7 +20,8 @@ import triton.language as tl
 from pshard.runtime.kernels.gpu.exchange.triton_row_sum import words_nbytes
 
 BLOCK = 2048  # elements of four bytes that a program exchanges at once
-PROGRAMS = 512
+PROGRAMS = 512  # that there are places for
+LAUNCHED = PROGRAMS  # of one launch, at most
 FAILED = PROGRAMS  # place in `state`
 _HELD = tl.constexpr(4)  # ranks, up to which registers hold all of what a round adds to
 _BLOCK, _PROGRAMS, _FAILED = tl.constexpr(BLOCK), tl.constexpr(PROGRAMS), tl.constexpr(FAILED)
@@ -84,30 +85,28 @@ def meet(peers, state, late, epoch, program, patience, RANKS: tl.constexpr, RANK
 
 @triton.jit
 def push(
-    value, mask, peers, epoch, program, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    value, at, mask, peers, epoch, program, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Store the same into this rank's place in every peer's memory."""
-    column = tl.arange(0, value.shape[0])
+    """Store the same into this rank's place in every peer's memory, at offsets `at` there."""
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, KIND) + column, value, mask=mask)
+            tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, KIND) + at, value, mask=mask)
 
 
 @triton.jit
 def add_parts(
-    own, mask, peers, epoch, program, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    own, at, mask, peers, epoch, program, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     WIRE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of this rank's part and those that have come, in rank order, float32."""
-    column = tl.arange(0, own.shape[0])
-    added = tl.zeros([own.shape[0]], tl.float32)
+    """The sum of this rank's part and those that have come, from offsets `at` on, in rank order, float32."""
+    added = tl.zeros_like(own).to(tl.float32)
     for source in tl.static_range(RANKS):
         if source == RANK:
             added += own.to(tl.float32)
         else:
             here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
-            added += tl.load(here + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            added += tl.load(here + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     return added
 
 
@@ -127,7 +126,7 @@ def sum_one_shot_kernel(
     column = tl.arange(0, EACH)
     there = column < tl.minimum(n - start, EACH).to(tl.int32)
     value = tl.load(part + start + column, mask=there, other=0.0).to(WIRE)
-    push(value, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
+    push(value, column, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
     while start < n:
         following = start + tl.num_programs(0) * EACH
         then = column < tl.minimum(n - following, EACH).to(tl.int32)
@@ -137,8 +136,8 @@ def sum_one_shot_kernel(
         if ACCUMULATE:
             before = tl.load(onto, mask=there, other=0.0)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
-        push(coming, then, peers, epoch + 1, program, PARTS, RANKS, RANK, WIRE)
-        added = add_parts(value, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
+        push(coming, column, then, peers, epoch + 1, program, PARTS, RANKS, RANK, WIRE)
+        added = add_parts(value, column, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
         if ACCUMULATE:
             added = before + added
         tl.store(onto, added, mask=there)
@@ -179,10 +178,10 @@ def sum_two_shot_kernel(
                 onto = target + start + source * EACH + column
                 before += (tl.load(onto, mask=column < left - source * EACH, other=0.0),)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
-        added = add_parts(own, mask, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
+        added = add_parts(own, column, mask, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
         epoch += 1
         ours = added.to(WIRE)
-        push(ours, mask, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
+        push(ours, column, mask, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
         for source in tl.static_range(RANKS):
             theirs = column < left - source * EACH
@@ -221,7 +220,7 @@ def gather_kernel(
         width = tl.load(bounds + RANK + 1).to(tl.int64) - first
         own = at // tl.maximum(width, 1) * total + first + at % tl.maximum(width, 1)
         value = tl.load(table + own, mask=at < rows * width, other=0.0)
-        push(value, at < rows * width, peers, epoch, program, PARTS, RANKS, RANK, tl.float32)
+        push(value, column, at < rows * width, peers, epoch, program, PARTS, RANKS, RANK, tl.float32)
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
         for source in tl.static_range(RANKS):
             if source != RANK:

@@ -52,7 +52,7 @@ def _route_part(
     """given: both biases, and `begin`."""
     tokens, (partial, counters) = x.shape[0], scratch
     few = tokens <= FEW  # each has programs of its own then, and routing is one launch
-    together, block, depth = (1, 4, 256) if few else (64, 64, 32)
+    together, block, depth = (1, 4, 256) if few else (64, 32, 32) if rule.count <= 32 else (128, 64, 32)
     blocks, rows = triton.cdiv(rule.count, block), triton.cdiv(tokens, together)
     wanted = min(max(1, PROGRAMS // (blocks * rows)), PIECES, partial.numel() // (tokens * rule.count))
     each = align(triton.cdiv(router.cols, wanted), depth)

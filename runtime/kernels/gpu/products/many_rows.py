@@ -56,6 +56,21 @@ def dequantise(weight: Packed, first_row: int, out: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+def look_up(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """See `Kernels.look_up`."""
+    tokens, cols = out.shape
+    if table.qtype in PLAIN:
+        triton_dequant.look_up_plain_kernel[(triton.cdiv(cols, 1024), tokens)](
+            table.data.view(PLAIN[table.qtype]), ids, out, out.stride(0), cols, BLOCK=1024, num_warps=4
+        )
+        return
+    encoding, chunks = ENCODINGS[table.qtype], min(64, triton.next_power_of_2(cols // 32))
+    triton_dequant.look_up_kernel[(triton.cdiv(cols // 32, chunks), tokens)](
+        table.data, ids, out, out.stride(0), cols, *places(table.qtype, cols), BC=chunks, QTYPE=table.qtype,
+        LOW=encoding.low, HIGH=encoding.high, num_warps=max(1, chunks // 32),
+    )  # fmt: skip
+
+
 def _multiply_by_library(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
     """out (+)= x @ w.T, in place: bfloat16 inputs, float32 sums, out bfloat16 or float32."""
     if out.dtype == x.dtype:
