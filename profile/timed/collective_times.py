@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import CollectiveTiming
@@ -101,7 +102,7 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
     """Every algorithm in CUDA graphs, which is how a decode step makes its sums."""
     import torch
 
-    from pshard.runtime.ranks.peer_memory import BY_ROWS
+    from pshard.runtime.ranks.peer_memory import BY_ROWS, MANY_ROWS
 
     host = torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory()
     there, lane = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
@@ -119,11 +120,11 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
     for nbytes in sizes:
         columns = min(COLUMNS, nbytes // 4)
         tensor = torch.zeros(nbytes // 4 // columns, columns, device="cuda")
-        for algorithm in group.algorithms(*tensor.shape):
-            for dtype in ("f32", "bf16"):
-                group.reduce_dtype = dtype
+        for dtype in ("f32", "bf16"):
+            group.reduce_dtype = dtype
+            for algorithm in group.algorithms(*tensor.shape):
                 whole = (partial(group.all_reduce, tensor, algorithm),)
-                works = _sum_with_norm(group, tensor) if algorithm == BY_ROWS else whole
+                works = _sum_with_norm(group, tensor) if algorithm in (BY_ROWS, MANY_ROWS) else whole
                 timers = [_GpuTimer(group, work) for work in works]
                 for copies in (False, True):
                     seconds = max(time_of(timers[:2], copies), LEAST_SECONDS)
@@ -139,7 +140,8 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
 def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], None], ...]:
     """A product, the sum of its parts by rows and the norm of the sum; the same without the sum, as others need the
     norm too; and for one row of float32, as in decoding, with a part that leaves for the peers from its product (each
-    batch and type would be one more kernel to compile).
+    batch and type would be one more kernel to compile). Of many rows without the product, whose time does not hang on
+    what follows.
 
     Leaving so takes 1 us less on some machines, and on others for seconds at a time 8 us more: it is to be timed again
     and again, and its mean counts.
@@ -150,10 +152,14 @@ def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], N
     from pshard.runtime.kernels.api import Packed
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
-    exchange = group.row_exchange(*part.shape)
+    exchange, rows = group.row_exchange(*part.shape), part.shape[0]
     assert exchange is not None  # without timings it is the first choice
     kernels, hidden, wire = CudaKernels(part.device, part.shape[0]), torch.zeros_like(part), group.reduce_dtype
     weight, out = torch.ones(part.shape[1], device=part.device), torch.empty_like(part, dtype=CudaKernels.act_dtype)
+    if rows > SMALL_BATCH:
+        given = part.to(group.part_dtype(*part.shape))
+        return (lambda: kernels.sum_rms_norm(exchange, given, wire, hidden, weight, 1e-6, out),
+                lambda: kernels.rms_norm(hidden, weight, 1e-6, out))  # fmt: skip
     data = torch.zeros(packed_nbytes("Q4_0", part.shape[1], MADE_FROM), dtype=torch.uint8, device=part.device)
     matrix, x = Packed(data, "Q4_0", part.shape[1], MADE_FROM), out.new_zeros(part.shape[0], MADE_FROM)
 
@@ -172,7 +178,7 @@ def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], N
         kernels.linear_part(exchange, wire, x, matrix, part, data)
         sum_up()
 
-    return (with_sum, without, pushed) if wire == "f32" and part.shape[0] == 1 else (with_sum, without)
+    return (with_sum, without, pushed) if wire == "f32" and rows == 1 else (with_sum, without)
 
 
 class _GpuTimer:

@@ -89,12 +89,14 @@ class LogitRows(Protocol):
 @dataclass(frozen=True)
 class Work:
     """A micro-batch on one side: where its rows stand, its token ids there (int64 [M]; on the accelerator also of rows
-    that only fill it, and only where it looks them up), and its logits."""
+    that only fill it, and only where it looks them up), and its logits. exchange: through which ranks that all compute
+    the same may compute a part each; None: they don't."""
 
     side: Side
     rows: RowIndex
     ids: torch.Tensor
     logits: LogitRows
+    exchange: "PeerExchange | None" = None
 
 
 class Block:

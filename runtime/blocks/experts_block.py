@@ -1,12 +1,14 @@
 """Routed experts: each side adds up what those that it has give for the tokens that chose them."""
 
+from typing import cast
+
 import torch
 
 from pshard.model_config import ModelConfig
 from pshard.quant import packed_nbytes
 from pshard.runtime.blocks.block import Block, Residual, Side, Work, announce_norm
 from pshard.runtime.blocks.routed_rows import view_routed
-from pshard.runtime.kernels.api import ExpertWeights, Packed
+from pshard.runtime.kernels.api import ExpertWeights, Packed, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner
 from pshard.units.moe.routed import expert_buffers, rule_of
@@ -38,8 +40,16 @@ class ExpertsBlock(Block):
         return True
 
     def run(self, work: Work, weights: ExpertWeights, state: None, residual: Residual) -> None:
-        announce_norm(work.side, residual)
-        _add_experts(work, weights, *residual.target(work.side, work.rows.tokens))
+        side, n = work.side, work.rows.tokens
+        announce_norm(side, residual)
+        out, accumulate = residual.target(side, n)
+        if residual.leaving is None or accumulate:
+            _add_experts(work, weights, out, accumulate)
+        else:
+            x, routes = view_routed(side, work.rows)
+            cast(SumKernels, side.kernels).experts_part(
+                x, routes, weights, rule_of(side.config), out, _scratch(side, n)
+            )
 
     def run_share(self, work: Work, weights: ExpertWeights, residual: Residual, out: torch.Tensor | None) -> None:
         target = residual.target(work.side, work.rows.tokens) if out is None else (out, False)

@@ -17,6 +17,12 @@ def view_routed(side: Side, rows: RowIndex, filled: bool = False) -> tuple[torch
     return words[: n * d].view(n, d), Routes(ids.view(torch.int32), weights)
 
 
+def view_choices(side: Side, rows: RowIndex) -> torch.Tensor:
+    """The routes of all the accelerator's rows as they lie there: [2, rows * k], the words of ids, then of weights."""
+    most, d, used = rows.filled or rows.tokens, side.config.d_model, rule_of(side.config).used
+    return side.space.rows(ROUTED, most).flatten()[most * d :].view(2, most * used)
+
+
 def take_normed(side: Side, rows: RowIndex) -> tuple[torch.Tensor, Routes]:
     """The same, the hidden states as the side's products take them."""
     x, routes = view_routed(side, rows)

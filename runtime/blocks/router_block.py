@@ -1,16 +1,22 @@
 """A router: norm, scores of all experts, choice. What it finds stays beside the residual stream."""
 
+from itertools import pairwise
+
 import torch
 
 from pshard.runtime.blocks.block import Block, Residual, Work, normalise
-from pshard.runtime.blocks.routed_rows import view_routed
+from pshard.runtime.blocks.routed_rows import view_choices, view_routed
+from pshard.runtime.kernels.api import Routes
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.routed import rule_of
 from pshard.units.moe.router import BIAS, CHOICE_BIAS, NORM, WEIGHT
 
+DIVIDED_TOKENS = 2048  # from here on half of the scores take longer than bringing the other half's choices
+
 
 class RouterBlock(Block):
-    """Scores are of float32 hidden states on every side, so that as few choices as can be hang on rounding."""
+    """Scores are of float32 hidden states on every side, so that as few choices as can be hang on rounding. Ranks that
+    exchange them make some rows' choices each, of prompts; all must choose the same, whoever does."""
 
     def first_norm(self, weights: UnitWeights) -> torch.Tensor | None:
         return weights.vectors[NORM]
@@ -19,6 +25,14 @@ class RouterBlock(Block):
         side, n, vectors = work.side, work.rows.tokens, weights.vectors
         x, routes = view_routed(side, work.rows, filled=True)
         normalise(side, vectors[NORM], n, residual, x)
-        rule = rule_of(side.config)
+        rule, begin = rule_of(side.config), work.rows.begin
         biases = vectors.get(BIAS), vectors.get(CHOICE_BIAS)
-        side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, *biases, begin=work.rows.begin)
+        if work.exchange is None or n < DIVIDED_TOKENS:
+            side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, *biases, begin=begin)
+            return
+        ends = [n * rank // work.exchange.size for rank in range(work.exchange.size + 1)]
+        own = slice(*ends[work.exchange.rank :][:2])
+        part = Routes(routes.ids[own], routes.weights[own])
+        side.kernels.route(x[own], weights.matrices[WEIGHT], rule, part, *biases, begin=begin[own])
+        widths = tuple(rule.used * (end - start) for start, end in pairwise(ends))
+        work.exchange.gather(view_choices(side, work.rows), widths)

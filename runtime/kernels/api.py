@@ -470,6 +470,19 @@ class SumKernels(Kernels, Protocol):
         kernel brings its results to the peers as they are made. wire: as in that sum."""
         ...
 
+    def experts_part(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        part: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+    ) -> None:
+        """part[M, D] as `experts` gives it, for the `sum_rms_norm` of that very tensor, which comes next: where it can,
+        what the experts gave is added up no sooner than it leaves for the peers."""
+        ...
+
     def sum_rms_norm(
         self,
         exchange: "PeerExchange",

@@ -67,6 +67,11 @@ class Group:
     cores: tuple[int, ...] = ()
     reduce_dtype = "auto"
 
+    @property
+    def peers(self) -> "PeerExchange | None":
+        """The GPUs' memories, where all of them write into each other's."""
+        return None
+
     def wire(self, part: torch.Tensor) -> str:
         """What this part [rows, columns] is rounded to before it is summed: "f32", "bf16" or "f16"."""
         return wire_type(self.reduce_dtype, part.numel() // part.shape[-1], part.is_cuda)
@@ -196,8 +201,14 @@ class TorchGroup(Group):
         on_gpu = "peers" if self._peers else "nccl"
         self.backend = on_gpu if device == "cuda" else "shm" if self._exchange else "gloo"
 
+    @property
+    def peers(self) -> "PeerExchange | None":
+        return self._peers
+
     def algorithms(self, rows: int, columns: int) -> tuple[str, ...]:
-        return (*self._peers.algorithms(rows, columns), "nccl") if self._peers else (self.backend,)
+        if self._peers is None:
+            return (self.backend,)
+        return (*self._peers.algorithms(rows, columns, wire_type(self.reduce_dtype, rows, on_gpu=True)), "nccl")
 
     def algorithm(self, rows: int, columns: int) -> str:
         """How parts of that shape are summed on the GPU: a name of `runtime.peer_memory`, or "nccl"."""
@@ -218,16 +229,12 @@ class TorchGroup(Group):
             super().add_sum(hidden, part)
 
     def part_dtype(self, rows: int, columns: int) -> torch.dtype:
-        # kernels of few rows give float32; of more they give bfloat16 or that
+        # kernels of few rows give float32; those of many give either
         rounds = rows > SMALL_BATCH and self.algorithm(rows, columns) != "nccl"
         return torch.bfloat16 if rounds and wire_type(self.reduce_dtype, rows, True) == "bf16" else torch.float32
 
     def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
-        algorithm = self.algorithm(rows, columns)
-        if self._peers is None or algorithm in ("nccl", "rows"):
-            return self._peers if algorithm == "rows" else None
-        fits = rows > SMALL_BATCH and self._peers.takes_norms(columns, wire_type(self.reduce_dtype, rows, True))
-        return self._peers if fits else None
+        return self._peers if self.algorithm(rows, columns) in ("rows", "many-rows") else None
 
     def pushes(self, part: torch.Tensor) -> bool:
         rows, columns = part.shape

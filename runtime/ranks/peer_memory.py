@@ -13,11 +13,13 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.kernels.gpu.exchange import triton_exchange as kernels
-from pshard.runtime.kernels.gpu.exchange import triton_norm_sum as norm_sum
+from pshard.runtime.kernels.gpu.exchange import triton_many_rows as many_rows
 from pshard.runtime.kernels.gpu.exchange import triton_row_sum as row_sum
+from pshard.runtime.kernels.gpu.experts.picked import Picked
 
-ONE_SHOT, TWO_SHOT, BY_ROWS = "one-shot", "two-shot", "rows"  # names in the profile
+ONE_SHOT, TWO_SHOT, BY_ROWS, MANY_ROWS = "one-shot", "two-shot", "rows", "many-rows"  # names in the profile
 PATIENCE = 120_000_000  # polls of about a microsecond before a rank is given up as late
 WIRES = {"f32": tl.float32, "bf16": tl.bfloat16, "f16": tl.float16}
 
@@ -47,18 +49,14 @@ class PeerExchange:
         self._bounds: dict[tuple[int, ...], torch.Tensor] = {}
         self._pushed: torch.Tensor | None = None  # the part that `push` was last asked for
 
-    def algorithms(self, rows: int, cols: int) -> tuple[str, ...]:
-        """Which can sum [rows, cols], the likely fastest first."""
+    def algorithms(self, rows: int, cols: int, wire: str) -> tuple[str, ...]:
+        """Which can sum [rows, cols] in a wire's type, the likely fastest first."""
         large = (TWO_SHOT, ONE_SHOT) if self.size > 2 else (ONE_SHOT, TWO_SHOT)
-        return (BY_ROWS, *large) if self.takes_rows(rows, cols) else large
-
-    def takes_rows(self, rows: int, cols: int) -> bool:
-        """Whether `sum_rows` can sum [rows, cols]."""
-        return rows <= row_sum.ROWS and cols <= row_sum.MAX_COLS
-
-    def takes_norms(self, cols: int, wire: str) -> bool:
-        """Whether `sum_many_rows` can sum rows of so many columns: of two ranks, for which one shot is the best."""
-        return self.size == 2 and norm_sum.rows_at_once(cols, wire) > 0
+        if rows <= row_sum.ROWS and cols <= row_sum.MAX_COLS:
+            return (BY_ROWS, *large)
+        # parts that all go to all are the best way for two ranks only
+        whole = rows > SMALL_BATCH and self.size == 2 and many_rows.rows_at_once(cols, wire) > 0
+        return (MANY_ROWS, *large) if whole else large
 
     def push(self, part: torch.Tensor, wire: str) -> dict[str, Any]:
         """Arguments of a kernel that writes `part` and pushes it on the way (`push_part`). It is the next that the
@@ -98,26 +96,39 @@ class PeerExchange:
     def sum_many_rows(
         self,
         part: torch.Tensor,
-        hidden: torch.Tensor,
+        target: torch.Tensor,
         wire: str,
-        norm: tuple[torch.Tensor, float, torch.Tensor],
+        accumulate: bool,
+        norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
         rounded: torch.Tensor | None = None,
+        pairs: Picked | None = None,
     ) -> None:
-        """hidden += sum of the ranks' parts, contiguous [rows, cols], hidden float32; then the norm of it, as
-        `sum_rows` does. rounded: where the norm is left once more, in another type."""
-        (rows, cols), (weight, eps, out) = part.shape, norm
-        together = norm_sum.rows_at_once(cols, wire)
-        norm_sum.sum_norm_kernel[(min(kernels.LAUNCHED, triton.cdiv(rows, together)),)](
-            part, hidden, weight, out, out.stride(0), rows, cols, *self._common(), eps=eps, rounded=rounded,
-            rounded_stride=0 if rounded is None else rounded.stride(0), PARTS=kernels.parts_at(self.size),
-            RANKS=self.size, RANK=self.rank, WIRE=WIRES[wire], ROWS=together, WIDE=triton.next_power_of_2(cols),
-            ROUND=rounded is not None, num_warps=kernels.warps_for(kernels.elements_at_once(wire)),
+        """As `sum_rows`, of more than SMALL_BATCH rows.
+
+        Args:
+            rounded: where the norm is left once more, in another type.
+            pairs: what the part is to be made of.
+        """
+        (rows, cols), together = part.shape, many_rows.rows_at_once(part.shape[1], wire)
+        weight, eps, out = norm or (None, 0.0, None)
+        made_of = {"ids": None, "ids_stride": 0, "weights": None, "weights_stride": 0, "addresses": None, "USED": 0}
+        many_rows.sum_many_rows_kernel[(min(kernels.LAUNCHED, triton.cdiv(rows, together)),)](
+            part if pairs is None else pairs.rows, target, rows, cols, *self._common(), weight=weight, out=out,
+            out_stride=0 if out is None else out.stride(0), rounded=rounded,
+            rounded_stride=0 if rounded is None else rounded.stride(0), eps=eps,
+            **(made_of if pairs is None else pairs.arguments()), PARTS=kernels.parts_at(self.size), RANKS=self.size,
+            RANK=self.rank, WIRE=WIRES[wire], ROWS=together, WIDE=triton.next_power_of_2(cols), ACCUMULATE=accumulate,
+            NORM=norm is not None, ROUND=rounded is not None,
+            num_warps=kernels.warps_for(kernels.elements_at_once(wire)),
+            maxnreg=many_rows.REGISTERS if pairs is None else many_rows.PAIRS_REGISTERS,
         )  # fmt: skip
 
     def sum(self, part: torch.Tensor, target: torch.Tensor, algorithm: str, wire: str, accumulate: bool) -> None:
         """target (+)= sum of the ranks' parts, contiguous, of any shape; target float32, and part may be it."""
         if algorithm == BY_ROWS:
             return self.sum_rows(part, target, wire, accumulate)
+        if algorithm == MANY_ROWS:
+            return self.sum_many_rows(part, target, wire, accumulate)
         n = part.numel()
         kernel, each, pieces = kernels.sum_one_shot_kernel, kernels.elements_at_once(wire), 1
         if algorithm == TWO_SHOT:

@@ -4,6 +4,7 @@ from itertools import zip_longest
 
 import torch
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import SUM_NORMS
 from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
 from pshard.runtime.residents import Residents
@@ -68,7 +69,7 @@ class UnitRuns:
             if isinstance(step, Compute):
                 part = self._find_part(step) if isinstance(following, AllReduce) else None
                 leaving = None if part is None else self._sum_for(second, part)
-                if leaving is not None and not self._means.group.pushes(leaving.part):
+                if leaving is not None and not self._may_leave(leaving.part):
                     leaving = None
                 self.run(step, entering, leaving, self._norm_after(step, following), part)
                 entering = None
@@ -78,6 +79,10 @@ class UnitRuns:
                 if entering is None:
                     self.add_sum("acc", step.unit, part)
                 part = None
+
+    def _may_leave(self, part: torch.Tensor) -> bool:
+        """Whether what makes a part that a sum takes along may leave some of that to the sum."""
+        return part.shape[0] > SMALL_BATCH or self._means.group.pushes(part)
 
     def _acc_rows(self, name: str) -> torch.Tensor:
         return self._tier.side.space.rows(name, self._work["acc"].rows.tokens)

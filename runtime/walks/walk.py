@@ -87,7 +87,7 @@ class Walk:
         self._host_space, self._acc_space = means.host.side.space, tier.side.space
         work = {
             "cpu": Work(means.host.side, batch.host_rows, batch.ids, logits),
-            "acc": Work(tier.side, batch.acc_rows, batch.acc_ids, logits),
+            "acc": Work(tier.side, batch.acc_rows, batch.acc_ids, logits, means.group.peers if means.sums else None),
         }
         self._units = UnitRuns(means, residents, tier, work)
         self._side = "cpu"

@@ -79,19 +79,36 @@ def norms(exchange: Any, out: Path) -> None:
 
 
 MANY = [(7, 96, "f32", torch.float32), (5, 2000, "bf16", torch.bfloat16), (9, 1500, "bf16", torch.float32)]
+USED = 3  # experts of a token
 
 
 def many(exchange: Any, out: Path) -> None:
-    """Sums of whole rows with their norm, by two programs, which take several rounds."""
+    """Sums of whole rows by two programs, which take several rounds: alone, in place, with their norm, and with their
+    norm of parts that are still what experts gave."""
     from pshard.runtime.kernels.gpu.exchange import triton_exchange
+    from pshard.runtime.kernels.gpu.experts.grouped import add_up
+    from pshard.runtime.kernels.gpu.experts.picked import Picked
 
     triton_exchange.LAUNCHED, results = 2, []
     for seed, (rows, cols, wire, dtype) in enumerate(MANY):
         part, hidden = summand(exchange.rank, (rows, cols), seed).to(dtype), summand(9, (rows, cols), seed)
+        alone, in_place = hidden.clone(), part.float().clone()
+        exchange.sum(part, alone, "many-rows", wire, accumulate=True)
+        exchange.sum(in_place, in_place, "many-rows", wire, accumulate=False)
         normed, rounded = torch.zeros(rows, cols + 8), torch.zeros(rows, cols, dtype=torch.bfloat16)
         norm = summand(9, (cols,), 2), 1e-5, normed[:, :cols]
-        exchange.sum_many_rows(part, hidden, wire, norm, rounded if seed else None)
-        results.append((hidden, normed, rounded))
+        exchange.sum_many_rows(part, hidden, wire, True, norm, rounded if seed else None)
+        ids = (
+            torch.arange(rows * USED, dtype=torch.int32).view(rows, USED) % 5 - 1
+        )  # one has no expert, one is elsewhere
+        picked = summand(exchange.rank, (rows * USED, cols), 9)
+        pairs = Picked(picked, ids, torch.rand(rows, USED), torch.tensor([1, 1, 0, 1]))
+        made, from_pairs, from_made = torch.zeros(rows, cols, dtype=dtype), hidden.clone(), hidden.clone()
+        add_up(pairs, made, False)
+        norm = *norm[:2], torch.zeros(rows, cols)
+        exchange.sum_many_rows(made, from_made, wire, True, norm)
+        exchange.sum_many_rows(part, from_pairs, wire, True, norm, pairs=pairs)
+        results.append((hidden, normed, rounded, alone, in_place, from_pairs, from_made))
     torch.save(results, out / f"many-{exchange.rank}.pt")
 
 
@@ -161,10 +178,10 @@ class PeerGroup(Group):
         self._asked = 0
 
     def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
-        self._exchange.sum(part, hidden, self._exchange.algorithms(*part.shape)[0], "f32", True)
+        self._exchange.sum(part, hidden, self._exchange.algorithms(*part.shape, "f32")[0], "f32", True)
 
     def row_exchange(self, rows: int, columns: int) -> Any:
-        return self._exchange if self._exchange.takes_rows(rows, columns) else None
+        return self._exchange if "rows" in self._exchange.algorithms(rows, columns, "f32") else None
 
     def pushes(self, part: torch.Tensor) -> bool:
         self._asked += 1

@@ -165,7 +165,7 @@ def gpu_norms(group: Group, out: Path) -> None:
 
 
 def gpu_many_rows(group: Group, out: Path) -> None:
-    """Sums of whole rows of prompts with their norm, from parts of both types, each twice: [(hidden, normed, rounded)]."""
+    """Sums of whole rows of prompts with their norm, from parts of both types: [(hidden, normed, rounded)]."""
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
     kernels, found = CudaKernels("cuda", 64), []

@@ -71,8 +71,12 @@ def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
         # the interpreter cuts off where a GPU rounds
         cut = 2.0**-6 * max(p.abs().max() for p in parts) if dtype.itemsize > WIRES[wire].itemsize else 0.0
         assert all(torch.equal(one, other) for one, other in zip(found[0][seed], found[1][seed]))
-        got, out, rounded = found[0][seed]
+        got, out, rounded, alone, in_place, from_pairs, from_made = found[0][seed]
+        assert torch.equal(alone, got)
         torch.testing.assert_close(got, hidden, rtol=0, atol=cut)
+        torch.testing.assert_close(in_place, parts[0] + parts[1], rtol=0, atol=cut)
+        torch.testing.assert_close(from_pairs, from_made, rtol=0, atol=0 if wire == "f32" or not cut else cut)
+        assert not torch.equal(from_pairs, got)
         torch.testing.assert_close(out[:, :cols].double(), normed, rtol=1e-5 + cut, atol=1e-5 + cut)
         assert not out[:, cols:].any()
         if seed:

@@ -13,18 +13,13 @@ import torch
 import triton
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.model_config import Experts
-from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
-from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
-from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
-from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
-from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
+from pshard.runtime.kernels.gpu.experts.experts_kernels import ExpertsOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
-from pshard.runtime.kernels.gpu.norms import NormsOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.unpack import PLAIN
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
+class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for
@@ -53,7 +48,7 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
 
     def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device)
-        self._wanted = self._left = self._placed = None
+        self._wanted = self._left = self._placed = self._pairs = None
         self.use_tiles(tiles)
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
@@ -78,9 +73,10 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     ) -> None:
         """See `SumKernels.sum_rms_norm`."""
         ready, norm = self._activations.hand_over(out), (weight, eps, out)
-        self._placed = None
+        left, self._pairs, self._placed = self._pairs, None, None
         if part.shape[0] > SMALL_BATCH:
-            exchange.sum_many_rows(part, hidden, wire, norm, rounded)
+            pairs = left[1] if left and left[0].data_ptr() == part.data_ptr() else None
+            exchange.sum_many_rows(part, hidden, wire, True, norm, rounded, pairs)
             self._placed = None if rounded is None else (out, rounded)
         else:
             exchange.sum_rows(part, hidden, wire, True, norm, ready or NOT_QUANTISED)
@@ -96,9 +92,8 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         bias: torch.Tensor | None = None,
     ) -> None:
         """See `SumKernels.linear_part`."""
-        if weight.qtype in PLAIN:
-            self._activations.ready = None
-            self._few_rows.multiply_plain(x, weight, part, bias, False)
+        if x.shape[0] > SMALL_BATCH or weight.qtype in PLAIN:
+            self.linear(x, weight, part, tile, bias)
         else:
             quantised, push = self._activations.quantise(x), exchange.push(part, wire)
             self._few_rows.multiply(quantised, (weight,), part, (bias,), False, push)
@@ -175,50 +170,6 @@ class CudaKernels(NormsOnGpu, GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     def ffn(self, *arguments: Any, **settings: Any) -> bool:
         """See `Kernels.ffn`: it would save nothing."""
         return False
-
-    def route(
-        self,
-        x: torch.Tensor,
-        router: Packed,
-        rule: Experts,
-        routes: Routes,
-        bias: torch.Tensor | None = None,
-        choice_bias: torch.Tensor | None = None,
-        begin: torch.Tensor | None = None,
-    ) -> None:
-        """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
-        _, unscaled = self._activations.find(x)
-        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin, unscaled)
-
-    def experts(
-        self,
-        x: torch.Tensor,
-        routes: Routes,
-        weights: ExpertWeights,
-        rule: Experts,
-        out: torch.Tensor,
-        scratch: dict[str, torch.Tensor],
-        accumulate: bool,
-    ) -> None:
-        """See `Kernels.experts`. x that was handed over quantised stays so. Two launches for up to 8 tokens, else four;
-        gate and up of different types, and types of plain numbers, always take four."""
-        kinds = find_kinds(weights)
-        if kinds is None:
-            if not accumulate:
-                out.zero_()
-            return
-        if fits_pairs(x.shape[0], kinds):
-            quantised = self._activations.quantise(x)
-            gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
-            if gated is not None:
-                how = accumulate, self._few_rows.scratch
-                following = self._room_for_norm(out, accumulate and kinds.down.rows % 32 == 0, beside_spare=True)
-                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=following)
-                return
-        if x.dtype is not self.act_dtype:
-            self.place(x, scratch["normed"])
-            x = scratch["normed"]
-        add_sorted(x, routes, weights, kinds, rule, out, scratch, accumulate)
 
     def rope_store(
         self,

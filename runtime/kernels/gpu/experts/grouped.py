@@ -9,6 +9,7 @@ from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
 from pshard.runtime.kernels.gpu.default_tiles import grouped_tile
 from pshard.runtime.kernels.gpu.experts import triton_grouped
+from pshard.runtime.kernels.gpu.experts.picked import Picked
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 
 
@@ -37,17 +38,15 @@ def find_kinds(weights: ExpertWeights) -> Kinds | None:
     return None
 
 
-def add_sorted(
+def multiply_sorted(
     x: torch.Tensor,
     routes: Routes,
     weights: ExpertWeights,
     kinds: Kinds,
     rule: Experts,
-    out: torch.Tensor,
     scratch: dict[str, torch.Tensor],
-    accumulate: bool,
-) -> None:
-    """See `Kernels.experts`, for any number of tokens. Four launches."""
+) -> Picked:
+    """See `Kernels.experts`, for any number of tokens: all but adding up. Three launches."""
     tokens, used = routes.ids.shape
     pairs, inner, width = tokens * used, kinds.gate.rows, kinds.down.rows
     gated = scratch["gated"].view(-1)[: pairs * inner].view(pairs, inner)
@@ -60,10 +59,15 @@ def add_sorted(
     _multiply(by_expert, used, x, (kinds.gate, kinds.up), (gate_at, up_at), gated, both)
     down = {"bias": down_bias, "second_bias": None, "CLAMPED": False}
     _multiply(by_expert, used, gated, (kinds.down,), (down_at,), picked, down)
-    triton_grouped.sum_kernel[(triton.cdiv(width, 1024), tokens)](
-        picked=picked, ids=routes.ids, ids_stride=routes.ids.stride(0), weights=routes.weights,
-        weights_stride=routes.weights.stride(0), addresses=down_at, used=used, out=out, out_stride=out.stride(0),
-        cols=width, ACCUMULATE=accumulate, BLOCK=1024, num_warps=4,
+    return Picked(picked, routes.ids, routes.weights, down_at)
+
+
+def add_up(pairs: Picked, out: torch.Tensor, accumulate: bool) -> None:
+    """out [tokens, cols] (+)= the sums by weight of each token's pairs."""
+    tokens, cols = out.shape
+    triton_grouped.sum_kernel[(triton.cdiv(cols, 1024), tokens)](
+        **pairs.arguments(), picked=pairs.rows, out=out, out_stride=out.stride(0), cols=cols, ACCUMULATE=accumulate,
+        BLOCK=1024, num_warps=4,
     )  # fmt: skip
 
 
@@ -76,7 +80,7 @@ def _sort(routes: Routes, addresses: torch.Tensor, memory: torch.Tensor) -> Sort
     order, tiles = memory[:pairs], memory[pairs : pairs + 3 * slots]
     triton_grouped.sort_kernel[(experts,)](
         ids=routes.ids.view(-1), pairs=pairs, addresses=addresses[2], order=order, tiles=tiles, slots=slots,
-        BM=together, BLOCK=min(4096, triton.next_power_of_2(pairs)), num_warps=8,
+        BM=together, LINES=min(512, triton.cdiv(triton.next_power_of_2(pairs), 32)), EACH=32, num_warps=8,
     )  # fmt: skip
     return Sorted(order, tiles, slots, together)
 

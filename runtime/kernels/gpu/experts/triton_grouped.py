@@ -14,23 +14,24 @@ from pshard.runtime.kernels.gpu.experts.triton_tiles import load_tile
 
 @triton.jit(do_not_specialize=["pairs", "slots"])
 def sort_kernel(
-    ids, pairs, addresses, order, tiles, slots, BM: tl.constexpr, BLOCK: tl.constexpr,
+    ids, pairs, addresses, order, tiles, slots, BM: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Program (expert): its pairs in rising order into order[pairs], its tiles into tiles[3, slots].
 
     Of a tile: the expert, the first place in `order`, and the end of the expert's. The expert is -1 where there is no
-    tile, or no expert on this side. Pairs without an expert (-1) come first, and are in no tile.
+    tile, or no expert on this side. Pairs without an expert (-1) come first, and are in no tile. Pairs are read as
+    LINES of EACH: what is added up over all threads is one number a line.
     """
     expert = tl.program_id(0)
-    before = tl.zeros((BLOCK,), tl.int32)
-    own = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        one = tl.load(ids + pair, mask=pair < pairs, other=0x7FFFFFFF)
+    at = tl.arange(0, LINES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    before = tl.zeros((LINES, EACH), tl.int32)
+    own = tl.zeros((LINES, EACH), tl.int32)
+    for start in range(0, pairs, LINES * EACH):
+        one = tl.load(ids + start + at, mask=start + at < pairs, other=0x7FFFFFFF)
         before += (one < expert).to(tl.int32)
         own += (one == expert).to(tl.int32)
-    first = tl.sum(before, axis=0)
-    end = first + tl.sum(own, axis=0)
+    first = tl.sum(tl.sum(before, axis=1), axis=0)
+    end = first + tl.sum(tl.sum(own, axis=1), axis=0)
     here = tl.load(addresses + expert) != 0
     begin = first // BM + expert
     for slot in range(0, tl.where(expert == 0, begin, 0)):
@@ -40,11 +41,13 @@ def sort_kernel(
         tl.store(tiles + slot, tl.where(here & (place < end), expert, -1))
         tl.store(tiles + slots + slot, place)
         tl.store(tiles + 2 * slots + slot, end)
-    for start in range(0, pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        hit = (tl.load(ids + pair, mask=pair < pairs, other=0x7FFFFFFF) == expert).to(tl.int32)
-        tl.store(order + first + tl.cumsum(hit, axis=0) - 1, pair, mask=hit != 0)
-        first += tl.sum(hit, axis=0)
+    for start in range(0, pairs, LINES * EACH):
+        hit = (tl.load(ids + start + at, mask=start + at < pairs, other=0x7FFFFFFF) == expert).to(tl.int32)
+        line = tl.sum(hit, axis=1)
+        lines = tl.cumsum(line, axis=0)
+        place = first + (lines - line)[:, None] + tl.cumsum(hit, axis=1) - 1
+        tl.store(order + place, start + at, mask=hit != 0)
+        first += tl.sum(line, axis=0)
 
 
 @triton.jit(do_not_specialize=["slots", "used"])
@@ -99,22 +102,34 @@ def products_kernel(
     tl.store(at, first.to(out.dtype.element_ty), mask=there[:, None] & (row < rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["used"])
+@triton.jit
+def sum_pairs(
+    picked, row, known, column, there, cols, ids, ids_stride, weights, weights_stride, addresses, USED: tl.constexpr
+):
+    """Rows `row` [ROWS] of the sums by weight of each token's pairs' rows of `picked`, in their order; float32
+    [ROWS, columns]. Of rows that are not `known` nothing is read, nor where not `there` [ROWS, columns]."""
+    total = tl.zeros(there.shape, tl.float32)
+    for i in tl.static_range(USED):  # whose loads do not wait for each other
+        expert = tl.load(ids + row * ids_stride + i, mask=known, other=-1)
+        here = tl.load(addresses + expert, mask=expert >= 0, other=0) != 0
+        weight = tl.load(weights + row * weights_stride + i, mask=here, other=0.0)
+        at = picked + ((row * USED + i) * cols)[:, None] + column
+        total += weight[:, None] * tl.load(at, mask=there & here[:, None], other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def sum_kernel(
-    picked, ids, ids_stride, weights, weights_stride, addresses, used, out, out_stride, cols,
+    picked, ids, ids_stride, weights, weights_stride, addresses, out, out_stride, cols, USED: tl.constexpr,
     ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK columns, token): out (+)= the sum by weight of its pairs' rows of `picked`, in their order."""
-    m = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(used):
-        expert = tl.load(ids + m * ids_stride + i)
-        here = tl.load(addresses + expert, mask=expert >= 0, other=0) != 0
-        value = tl.load(picked + (m * used + i) * cols + column, mask=(column < cols) & here, other=0.0)
-        weight = tl.where(here, tl.load(weights + m * weights_stride + i), 0.0)
-        total += weight * value.to(tl.float32)
-    at = out + m * out_stride + column
+    row = tl.program_id(1).to(tl.int64) + tl.arange(0, 1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = column < cols
+    total = sum_pairs(picked, row, row >= 0, column, there, cols, ids, ids_stride, weights, weights_stride, addresses,
+                      USED)  # fmt: skip
+    at = out + (row * out_stride)[:, None] + column
     if ACCUMULATE:
-        total += tl.load(at, mask=column < cols, other=0.0)
-    tl.store(at, total, mask=column < cols)
+        total += tl.load(at, mask=there, other=0.0)
+    tl.store(at, total, mask=there)

@@ -1,0 +1,86 @@
+"""Sums of many rows between two GPUs, with the norm that follows: what a prompt's micro-batch exchanges.
+
+Parts go to every rank at once as in `sum_one_shot_kernel`, through the same places and flags. A program takes whole
+rows, so that it can normalise what it has added while that is in registers. A part of experts may still be lying there
+as what each chosen expert gave: it is made as it leaves, while the link carries what left before.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.gpu.exchange.triton_exchange import add_parts, elements_at_once, meet, push
+from pshard.runtime.kernels.gpu.experts.triton_grouped import sum_pairs
+
+REGISTERS, PAIRS_REGISTERS = 64, 64  # of a thread, at most: two programs run beside each other then
+
+
+def rows_at_once(cols: int, wire: str) -> int:
+    """Rows of so many columns that a program exchanges at once, in a wire's type; 0 where not even one fits."""
+    return elements_at_once(wire) // triton.next_power_of_2(cols)
+
+
+@triton.jit
+def _load_part(
+    part, start, rows, cols, ids, ids_stride, weights, weights_stride, addresses, WIRE: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """Rows from `start` on of this rank's part, as they travel. USED > 0: `part` has what the experts gave, see
+    `sum_pairs`."""
+    row = start.to(tl.int64) + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDE)[None, :]
+    there = (row < rows)[:, None] & (column < cols)
+    if USED > 0:
+        value = sum_pairs(part, row, row < rows, column, there, cols, ids, ids_stride, weights, weights_stride,
+                          addresses, USED)  # fmt: skip
+    else:
+        value = tl.load(part + (row * cols)[:, None] + column, mask=there, other=0.0)
+    return value.to(WIRE), there
+
+
+@triton.jit
+def sum_many_rows_kernel(
+    part, target, rows, cols, peers, state, late, patience, weight, out, out_stride, rounded, rounded_stride, eps,
+    ids, ids_stride, weights, weights_stride, addresses,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, USED: tl.constexpr, ACCUMULATE: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """target[m] (+)= sum of the ranks' part[m], float32. NORM: then out[m] = RMS norm of target[m] times weight.
+
+    ROWS at once, of up to WIDE columns, a power of two. part, target contiguous. ROUND: out is left in `rounded` too.
+    USED: see `_load_part`.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(state + program) + 1
+    start = program * ROWS
+    column = tl.arange(0, WIDE)[None, :]
+    place = (tl.arange(0, ROWS) * WIDE)[:, None] + column
+    value, there = _load_part(part, start, rows, cols, ids, ids_stride, weights, weights_stride, addresses, WIRE, ROWS,
+                              WIDE, USED)  # fmt: skip
+    push(value, place, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
+    while start < rows:
+        following = start + tl.num_programs(0) * ROWS
+        coming, then = _load_part(part, following, rows, cols, ids, ids_stride, weights, weights_stride, addresses,
+                                  WIRE, ROWS, WIDE, USED)  # fmt: skip
+        row = start.to(tl.int64) + tl.arange(0, ROWS)
+        onto = target + (row * cols)[:, None] + column
+        before = tl.zeros([ROWS, WIDE], tl.float32)
+        if ACCUMULATE:
+            before = tl.load(onto, mask=there, other=0.0)
+        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
+        push(coming, place, then, peers, epoch + 1, program, PARTS, RANKS, RANK, WIRE)
+        added = add_parts(value, place, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
+        if ACCUMULATE:
+            added = before + added
+        tl.store(onto, added, mask=there)
+        if NORM:
+            factor = tl.rsqrt(tl.sum(added * added, axis=1) / cols + eps)[:, None]
+            normed = added * factor * tl.load(weight + column, mask=column < cols, other=0.0)
+            tl.store(out + (row * out_stride)[:, None] + column, normed.to(out.dtype.element_ty), mask=there)
+            if ROUND:
+                again = rounded + (row * rounded_stride)[:, None] + column
+                tl.store(again, normed.to(rounded.dtype.element_ty), mask=there)
+        value = coming
+        there = then
+        epoch += 1
+        start = following
+    tl.store(state + program, epoch - 1)

@@ -1,0 +1,96 @@
+"""Launches of routing and of routed experts: what `CudaKernels` has of them."""
+
+import torch
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.model_config import Experts
+from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
+from pshard.runtime.kernels.gpu.activations import Activations
+from pshard.runtime.kernels.gpu.experts.grouped import Kinds, add_up, find_kinds, multiply_sorted
+from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
+from pshard.runtime.kernels.gpu.experts.picked import Picked
+from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
+from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
+from pshard.runtime.kernels.gpu.norms import NormsOnGpu
+from pshard.runtime.kernels.gpu.products.few_rows import FewRows
+
+
+class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
+    """See `Kernels` and `SumKernels`."""
+
+    act_dtype: torch.dtype
+    _activations: Activations
+    _few_rows: FewRows
+    _pairs: tuple[torch.Tensor, Picked] | None  # the last part of experts that was left to its sum
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: Packed,
+        rule: Experts,
+        routes: Routes,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        begin: torch.Tensor | None = None,
+    ) -> None:
+        """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
+        _, unscaled = self._activations.find(x)
+        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin, unscaled)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        out: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+        accumulate: bool,
+    ) -> None:
+        """See `Kernels.experts`. x that was handed over quantised stays so. Two launches for up to 8 tokens, else four;
+        gate and up of different types, and types of plain numbers, always take four."""
+        self._pairs = None
+        kinds = find_kinds(weights)
+        if kinds is None:
+            if not accumulate:
+                out.zero_()
+            return
+        if fits_pairs(x.shape[0], kinds):
+            quantised = self._activations.quantise(x)
+            gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
+            if gated is not None:
+                how = accumulate, self._few_rows.scratch
+                following = self._room_for_norm(out, accumulate and kinds.down.rows % 32 == 0, beside_spare=True)
+                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=following)
+                return
+        add_up(self._multiply_pairs(x, routes, weights, kinds, rule, scratch), out, accumulate)
+
+    def _multiply_pairs(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        kinds: Kinds,
+        rule: Experts,
+        scratch: dict[str, torch.Tensor],
+    ) -> Picked:
+        if x.dtype is not self.act_dtype:
+            self.place(x, scratch["normed"])
+            x = scratch["normed"]
+        return multiply_sorted(x, routes, weights, kinds, rule, scratch)
+
+    def experts_part(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        part: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+    ) -> None:
+        """See `SumKernels.experts_part`."""
+        kinds = find_kinds(weights)
+        if kinds is None or x.shape[0] <= SMALL_BATCH:
+            self.experts(x, routes, weights, rule, part, scratch, False)
+        else:
+            self._pairs = part, self._multiply_pairs(x, routes, weights, kinds, rule, scratch)
