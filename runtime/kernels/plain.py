@@ -1,4 +1,5 @@
-"""Plain torch kernels: dequantise, then float32 arithmetic. Runs on any device; the oracle of the fast kernels."""
+"""Plain torch kernels: dequantise, then arithmetic in float32, but for products with weights. Runs on any device; the
+oracle of the fast kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_c
 from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
-from pshard.runtime.kernels.plain_rows import head_norm, rotate
+from pshard.runtime.kernels.plain_rows import head_norm, product, rotate
 from pshard.runtime.kernels.plain_windows import attend_seen
 from pshard.runtime.kernels.unpack import plain_rows, unpack
 from pshard.units.kv_cells import window_start
@@ -22,7 +23,7 @@ LOOKUP_IDS = 64  # looked up at once, as whole records are unpacked: bounds the 
 
 
 class PlainKernels(PlainLatent, PlainDelta):
-    """Implements `api.Kernels` in float32 with torch operators; slow, and allocates while it runs."""
+    """Implements `api.Kernels` on float32 with torch operators; slow, and allocates while it runs."""
 
     act_dtype = torch.float32
     repeatable = False
@@ -68,7 +69,7 @@ class PlainKernels(PlainLatent, PlainDelta):
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        result = F.linear(x, unpack(weight), bias)
+        result = product(x, weight, bias)
         out.copy_(out + result if accumulate else result)
 
     def linear_group(
@@ -94,7 +95,7 @@ class PlainKernels(PlainLatent, PlainDelta):
         tile: torch.Tensor,
         activation: str = "silu",
     ) -> None:
-        out.copy_(gate_of(activation)(F.linear(x, unpack(gate))) * F.linear(x, unpack(up)))
+        out.copy_(gate_of(activation)(product(x, gate)) * product(x, up))
 
     def ffn(
         self,
@@ -118,7 +119,7 @@ class PlainKernels(PlainLatent, PlainDelta):
         choice_bias: torch.Tensor | None = None,
         begin: torch.Tensor | None = None,
     ) -> None:
-        found = choose_experts(F.linear(x, unpack(router), bias), rule, choice_bias)
+        found = choose_experts(product(x, router, bias), rule, choice_bias)
         n = x.shape[0]
         routes.ids[:n] = found.ids if begin is None else found.ids.where(begin[:, None] >= 0, -1)
         routes.ids[n:] = -1

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from pshard.model_config import Experts
-from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
-from pshard.runtime.kernels.unpack import unpack
+from pshard.runtime.kernels.api import ExpertWeights, Routes
+from pshard.runtime.kernels.plain_rows import product
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss: modeling_gpt_oss.py of transformers 5
 
@@ -53,10 +53,6 @@ def add_experts(x: torch.Tensor, routes: Routes, weights: ExpertWeights, rule: E
         gate, up, down = found
         own = [None if bias is None else bias[number] for bias in weights.biases or (None, None, None)]
         taken = x[rows].float()
-        inner = activate(_product(taken, gate, own[0]), _product(taken, up, own[1]), rule.activation)
-        result = _product(inner, down, own[2])
+        inner = activate(product(taken, gate, own[0]), product(taken, up, own[1]), rule.activation)
+        result = product(inner, down, own[2])
         out[rows] += routes.weights[rows, place][:, None] * result
-
-
-def _product(x: torch.Tensor, matrix: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, unpack(matrix), bias)

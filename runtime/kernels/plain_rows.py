@@ -1,6 +1,24 @@
-"""Norm and rotation of heads in plain torch."""
+"""Products with weights, and norm and rotation of heads, in plain torch."""
 
 import torch
+import torch.nn.functional as F
+
+from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.unpack import unpack
+
+PIECE = 1 << 17  # weights that are made float64 at once: they stay in a processor's cache
+
+
+def product(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x[M, cols] @ W.T + bias[rows], float32 [M, rows], of sums in float64 that are rounded once.
+
+    In float32 libraries add up in orders of their own, for many tokens one column after the other: 256 columns cost
+    2.9e-7 of the results' deviation, and more where a norm of small numbers follows.
+    """
+    wide = x.double()
+    parts = unpack(weight).split(max(1, PIECE // weight.cols))
+    found = torch.cat([F.linear(wide, part.double()) for part in parts], 1)
+    return (found if bias is None else found + bias).float()
 
 
 def head_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -71,10 +71,11 @@ def check_talk(engine, model: Written, sequences: int, seed: int, close: float =
 
 
 @pytest.mark.parametrize("like", LIKE)
-def test_logits_are_those_of_a_float64_forward(models: dict[str, Written], like: str) -> None:
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+def test_logits_are_those_of_a_float64_forward(models: dict[str, Written], like: str, kernels: str) -> None:
     with open_model(models[like].path) as file:
         expected = models[like].logits(file, IDS)
-    with open_engine(models[like].path) as engine:
+    with open_engine(models[like].path, None, kernels) as engine:
         assert difference(engine.forward(IDS, all_logits=True).numpy(), expected) < CLOSE
 
 
