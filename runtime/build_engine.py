@@ -61,8 +61,8 @@ def build_engine(
         checkpoint_bytes: of host memory, for checkpoints of states that cannot be cut back; without one a text that is
             cut is computed again from its beginning.
         plays: the experts that tokens are made to use, whatever routers find: for trials, whose tokens are made up.
-        exact: on a GPU no bit of a text depends on the others in its step, in steps of up to SMALL_BATCH tokens under
-            one tier.
+        exact: no bit of a text depends on the others in its step, in steps of up to SMALL_BATCH tokens under one tier,
+            on a GPU and in a CPU's products, which leave a matrix unit alone.
         filled: memory for the weights, maybe still being filled with pages; released where the plan takes another size.
     """
     group = group or Group()
@@ -81,7 +81,7 @@ def build_engine(
             weights = own = HostWeights(list_on_host(spec, plan), device, filled)
             own.begin(file, ranges[group.rank], progress)
         tokenizer = _tokenizer(file)
-        pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
+        pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles, exact)
         executor = build_executor(
             file, spec, plan, device, states, pair[:2], weights=weights, lent=own is None,
             ranges=ranges[group.rank], group=group, progress=progress, records=records,

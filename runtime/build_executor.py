@@ -33,11 +33,12 @@ from pshard.units.state import StateShape
 
 
 def choose_kernels(
-    device: Device, wanted: str, max_tokens: int, tiles: Iterable[TileChoice] = ()
+    device: Device, wanted: str, max_tokens: int, tiles: Iterable[TileChoice] = (), exact: bool = False
 ) -> tuple[Kernels, Kernels, tuple[str, ...]]:
     """Kernels of the accelerator and of the host, and a note for each fallback. `wanted`: "fast" or "plain".
 
     tiles: what the machine profile chose for this accelerator; the defaults stand for what is not among them.
+    exact: the host's products give a token the same bits however many are computed with it.
     """
     keep_freed_memory()
     if wanted == "plain":
@@ -47,7 +48,7 @@ def choose_kernels(
     if native.is_available():
         from pshard.runtime.kernels.cpu.host import HostKernels
 
-        host = HostKernels()
+        host = HostKernels(exact)
         notes += [f"host kernels: {stale}"] if (stale := native.why_stale()) else []
     else:
         notes.append(f"host kernels: torch fallbacks, slower ({native.why_missing()})")

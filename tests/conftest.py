@@ -65,6 +65,15 @@ def whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     lengthen_searches(monkeypatch)
 
 
+@pytest.fixture
+def vectors_only() -> Iterator[None]:
+    """No matrix unit: above 16 tokens it multiplies numbers cut to bf16, so company changes bits (docs/serving.md)."""
+    from tiles_in_use import tiles_in_use
+
+    with tiles_in_use(""):
+        yield
+
+
 @pytest.fixture(scope="module")
 def few_to_collect() -> None:
     """What earlier tests left is not walked through by a module that collects garbage again and again."""

@@ -107,6 +107,7 @@ def write_body(prompt: str, kind: str) -> bytes:
     return json.dumps(body | ({"n": 2} if kind == "two" else {})).encode()
 
 
+@pytest.mark.usefixtures("vectors_only")
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_nothing_is_lost_mixed_up_or_left_behind(count: int) -> None:
     rng = random.Random(3)

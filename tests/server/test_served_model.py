@@ -10,6 +10,7 @@ import pytest
 from model_files import write_gguf
 from served import DEMO, EngineLoader
 from test_engine_thread import PATIENCE, Waiter, ready, wait_for
+from tiles_in_use import tiles_in_use
 
 from pshard.models import open_model
 from pshard.runtime.drawing.chain import Penalties
@@ -19,6 +20,7 @@ from pshard.server.life.serve_model import name_of
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 
+pytestmark = pytest.mark.usefixtures("vectors_only")
 GREEDY = Sampling(temperature=0.0)
 WORDS = (
     "Once upon a time",
@@ -83,20 +85,23 @@ def test_24_answers_at_once_are_those_alone(serve):
     check_blocks(thread, loader)
 
 
-def test_deterministic_answers_are_those_alone_beside_long_prompts_too(serve):
-    """Above 64 tokens a step has other kernels, and a KV cache in bf16 makes other words of their last bits."""
+@pytest.mark.parametrize("tiles", ["emulated", "amx"])
+def test_deterministic_answers_are_those_alone_beside_long_prompts_too(serve, tiles):
+    """Above 64 tokens a step has other kernels, above 16 a matrix unit would have, and a KV cache in bf16 makes other
+    words of their last bits."""
     loader = EngineLoader(tokens=(1, 8, 64, 512), kv_types=("bf16", "bf16"), deterministic=True)
-    thread = serve(loader, promises={"gap": 10.0})
-    asked, alone = prompts(6), []
-    for i, prompt in enumerate(asked):
-        ear = ask(thread, f"one{i}", prompt, salt="alone")
-        ear.wait()
-        alone.append(ear.tokens)
-    ears = [ask(thread, f"all{i}", prompt, salt="together") for i, prompt in enumerate(asked)]
-    long = [ask(thread, f"long{i}", (asked[5] * 40)[i : i + 300], 2) for i in range(2)]
-    assert [ear.wait() and ear.tokens for ear in ears] == alone
-    assert [ear.wait().reason for ear in long] == ["length"] * 2
-    assert {step.tier for step in thread.snapshot().steps} == {64}
+    with tiles_in_use(tiles):
+        thread = serve(loader, promises={"gap": 10.0})
+        asked, alone = prompts(6), []
+        for i, prompt in enumerate(asked):
+            ear = ask(thread, f"one{i}", prompt, salt="alone")
+            ear.wait()
+            alone.append(ear.tokens)
+        ears = [ask(thread, f"all{i}", prompt, salt="together") for i, prompt in enumerate(asked)]
+        long = [ask(thread, f"long{i}", (asked[5] * 40)[i : i + 300], 2) for i in range(2)]
+        assert [ear.wait() and ear.tokens for ear in ears] == alone
+        assert [ear.wait().reason for ear in long] == ["length"] * 2
+        assert {step.tier for step in thread.snapshot().steps} == {64}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=5), Sampling(seed=5, top_k=0, penalties=Penalties(1.2))])

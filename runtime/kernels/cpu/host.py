@@ -27,11 +27,15 @@ LATENT_ROWS = 64  # above this many new tokens per sequence torch attends over l
 
 
 class HostKernels(PlainKernels):
-    """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels."""
+    """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels. exact: products
+    leave the matrix unit alone, which takes many tokens at once and rounds otherwise than vectors."""
 
     act_dtype = torch.float32
     fills = False  # rows are not skipped here, and more of them cost a CPU more
     recordable = True
+
+    def __init__(self, exact: bool = False) -> None:
+        self._exact = exact
 
     def look_up(self, table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
         native.get_rows(table, ids, ids.numel(), out)
@@ -45,7 +49,7 @@ class HostKernels(PlainKernels):
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        tokens, on_tiles = x.shape[0], suits_tiles(x.shape[0], weight.qtype)
+        tokens, on_tiles = x.shape[0], suits_tiles(x.shape[0], weight.qtype, self._exact)
         plain = None if on_tiles or tokens <= PLAIN_TOKENS.get(weight.qtype, 0) else plain_rows(weight)
         if plain is not None:
             result = F.linear(x.to(plain.dtype), plain, None if bias is None else bias.to(plain.dtype))
@@ -68,7 +72,7 @@ class HostKernels(PlainKernels):
         biases: tuple[torch.Tensor | None, ...],
     ) -> None:
         tokens = x.shape[0]
-        if not all(_suits_vectors(tokens, weight.qtype) for weight in weights):
+        if not all(_suits_vectors(tokens, weight.qtype, self._exact) for weight in weights):
             super().linear_group(x, weights, out, tile, biases)
             return
         native.linear_group(x, weights, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0))
@@ -89,7 +93,7 @@ class HostKernels(PlainKernels):
         activation: str = "silu",
     ) -> None:
         width, tokens = gate.rows, x.shape[0]
-        on_tiles = suits_tiles(tokens, gate.qtype) and suits_tiles(tokens, up.qtype)
+        on_tiles = all(suits_tiles(tokens, weight.qtype, self._exact) for weight in (gate, up))
         if on_tiles or tokens <= _vector_tokens(gate.qtype):
             run = native.gate_up_tiled if on_tiles else native.gate_up
             run(x, gate, up, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0), gelu=activation == "gelu")
@@ -110,7 +114,7 @@ class HostKernels(PlainKernels):
     ) -> bool:
         """Waking the pool's threads once instead of twice saves 20 us."""
         tokens = x.shape[0]
-        if not all(_suits_vectors(tokens, weight.qtype) for weight in (gate, up, down)):
+        if not all(_suits_vectors(tokens, weight.qtype, self._exact) for weight in (gate, up, down)):
             return False
         strides, gelu = {"x_stride": x.stride(0), "out_stride": out.stride(0)}, activation == "gelu"
         native.ffn(x, gate, up, down, out, tokens, **strides, accumulate=accumulate, gelu=gelu)
@@ -143,7 +147,7 @@ class HostKernels(PlainKernels):
     ) -> None:
         room = (scratch["gated"], scratch["picked"], scratch["order"])
         taken, strides = (routes.ids, routes.weights), {"x_stride": x.stride(0), "out_stride": out.stride(0)}
-        matrices = _describe_experts(weights, out.shape[1])
+        matrices = _describe_experts(weights, out.shape[1], self._exact)
         native.experts(x, taken, matrices, rule, out, room, x.shape[0], **strides, accumulate=accumulate)
 
     def attention(
@@ -296,12 +300,12 @@ def _multiply_dequantised(
             out[:, start:stop] = part
 
 
-def _describe_experts(weights: ExpertWeights, hidden: int) -> native.ExpertMatrices:
+def _describe_experts(weights: ExpertWeights, hidden: int, exact: bool) -> native.ExpertMatrices:
     """Of experts none of which is here, types and rows do not matter."""
     stacks = (weights.gate, weights.up, weights.down)
     qtypes = [next((matrix.qtype for matrix in stack if matrix is not None), "F32") for stack in stacks]
     inner = next((matrix.rows for matrix in weights.gate if matrix is not None), 1)
-    gate, up, down = map(_least_tiled, qtypes)
+    gate, up, down = (_least_tiled(qtype, exact) for qtype in qtypes)
     return native.ExpertMatrices(
         weights.addresses, (qtypes[0], qtypes[1], qtypes[2]), hidden, inner, weights.biases, (max(gate, up), down)
     )
@@ -316,18 +320,19 @@ def _vector_tokens(qtype: str) -> int:
     return PLAIN_TOKENS.get(qtype, NATIVE_TOKENS)
 
 
-def _suits_vectors(tokens: int, qtype: str) -> bool:
-    return tokens <= _vector_tokens(qtype) and not suits_tiles(tokens, qtype)
+def _suits_vectors(tokens: int, qtype: str, exact: bool) -> bool:
+    return tokens <= _vector_tokens(qtype) and not suits_tiles(tokens, qtype, exact)
 
 
-def suits_tiles(tokens: int, qtype: str) -> bool:
-    """Whether so many tokens are fastest on this machine's matrix unit, which it may lack."""
-    return tokens >= _worth_tiles(qtype) and _has_tiles(qtype)
+def suits_tiles(tokens: int, qtype: str, exact: bool = False) -> bool:
+    """Whether so many tokens are for this machine's matrix unit, which it may lack: where it is fastest, and bits may
+    depend on how many tokens there are."""
+    return tokens >= _least_tiled(qtype, exact)
 
 
-def _least_tiled(qtype: str) -> int:
-    """From so many tokens on this machine's matrix unit is fastest."""
-    return _worth_tiles(qtype) if _has_tiles(qtype) else _NEVER
+def _least_tiled(qtype: str, exact: bool) -> int:
+    """So many tokens and more are for the matrix unit."""
+    return _worth_tiles(qtype) if _has_tiles(qtype) and not exact else _NEVER
 
 
 def _worth_tiles(qtype: str) -> int:

@@ -2,6 +2,7 @@
 are still known, and right."""
 
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hybrid_files import random_hybrid, write_hybrid_gguf
 from model_files import write_gguf
 from plan_samples import make_tier, make_variant
 from test_text_pool import feed
+from tiles_in_use import tiles_in_use
 from toy_kinds import VOCAB as TOY_VOCAB
 from toy_kinds import ToyFile
 
@@ -28,6 +30,12 @@ MADE, TIERS = 6, (1, 24, 96)
 STATES = 1 << 20  # bytes for checkpoints
 
 
+@pytest.fixture(params=["emulated", "amx"])
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    with tiles_in_use(request.param):
+        yield
+
+
 def some_ids(n: int, seed: int, vocab: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(vocab) for _ in range(n)]
@@ -38,11 +46,15 @@ def answer_alone(engine: Engine, prompt: list[int]) -> list[int]:
     return list(engine.generate(prompt, MADE, Sampling(temperature=0), text=False))
 
 
-def answer_together(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-    """Texts come two at a time while others are answered; prompts are cut as they fit. Also how many were cached."""
+def answer_together(
+    engine: Engine, prompts: list[list[int]], full: bool = False
+) -> tuple[list[list[int]], int, list[list[np.ndarray | None]]]:
+    """Texts come two at a time while others are answered; prompts are cut as they fit. Also how many were cached, and
+    with `full` the logits of each text's answer."""
     pool, stops = engine.texts, engine.tokenizer.eos_ids if engine.tokenizer else frozenset()
     waiting, running = list(range(len(prompts))), dict[int, Text]()
     answers: list[list[int]] = [[] for _ in prompts]
+    logits: list[list[np.ndarray | None]] = [[] for _ in prompts]
     cached = 0
     while waiting or running:
         for number in waiting[:2]:
@@ -54,13 +66,14 @@ def answer_together(engine: Engine, prompts: list[list[int]]) -> tuple[list[list
             lacking = (prompts[number] + answers[number])[len(text.ids) :][:room]
             if lacking:
                 last = len(text.ids) + len(lacking) == len(prompts[number]) + len(answers[number])
-                pieces[number] = Piece(text, tuple(lacking), "last" if last else "none", best=1)
+                pieces[number] = Piece(text, tuple(lacking), "last" if last else "none", best=1, full=full and last)
                 room -= len(lacking)
         for number, rows in zip(pieces, pool.step(list(pieces.values()))):
-            answers[number] += [int(rows[0].ids[0])] if rows else []
+            answers[number] += [int(row.ids[0]) for row in rows]
+            logits[number] += [row.full for row in rows]
         for number in [n for n in running if len(answers[n]) == MADE or set(answers[n][-1:]) & stops]:
             pool.close(running.pop(number))
-    return [[token for token in answer if token not in stops] for answer in answers], cached
+    return [[token for token in answer if token not in stops] for answer in answers], cached, logits
 
 
 def make_prompts(vocab: int, texts: int) -> list[list[int]]:
@@ -73,6 +86,7 @@ def make_prompts(vocab: int, texts: int) -> list[list[int]]:
     ("what", "texts"),
     [("moe", 6), *(pytest.param(what, 24, marks=pytest.mark.slow) for what in ("demo", "hybrid", "moe"))],
 )
+@pytest.mark.usefixtures("vectors_only")
 def test_greedy_answers_of_many_texts_at_once_are_those_of_each_alone(tmp_path: Path, what: str, texts: int) -> None:
     if what == "demo":
         path, vocab = ROOT / "examples" / "demo.gguf", 256
@@ -85,11 +99,45 @@ def test_greedy_answers_of_many_texts_at_once_are_those_of_each_alone(tmp_path: 
     with open_engine(path, context=512, **options) as engine:
         alone = [answer_alone(engine, prompt) for prompt in prompts]
     with open_engine(path, context=512 * texts, sequences=texts, **options) as engine:
-        together, cached = answer_together(engine, prompts)
+        together, cached, _ = answer_together(engine, prompts)
         assert cached >= texts // 3 * KV_BLOCK
         assert engine.texts.counts().used == 0
     assert together == alone
     assert len({tuple(answer) for answer in alone}) > texts // 8
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(  # of each token the largest difference, in deviations of its text's logits
+    ("arch", "of", "close"),
+    [
+        ("qwen3", np.max, 0.15),  # the cut of a prompt makes up to 0.08, one other token in it 0.3 at least
+        ("qwen3moe", np.median, 0.04),  # 0.02 and 0.06; now and then a token takes another expert, which makes 0.7
+    ],
+)
+def test_on_a_matrix_unit_logits_in_company_are_those_alone_but_for_bf16(
+    tmp_path: Path, arch: str, of: Callable[[list[float]], float], close: float
+) -> None:
+    far = find_differences(write_gguf(tmp_path / "m.gguf", arch, qtype="Q8_0", n_layers=2), TIERS)
+    assert len(far) == 6 * MADE and of(far) < close
+
+
+@pytest.mark.usefixtures("tiles")
+def test_an_exact_engine_leaves_the_matrix_unit_alone(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q8_0", n_layers=2)
+    assert not any(find_differences(path, (64,), exact=True))
+
+
+def find_differences(path: Path, tiers: tuple[int, ...], exact: bool = False) -> list[float]:
+    """How far logits of six answers in company are from those of the same texts alone, at most for each token."""
+    prompts, far = make_prompts(320, 6), list[float]()
+    with open_engine(path, context=512 * 6, kernels="fast", sequences=6, tokens=tiers, exact=exact) as engine:
+        answers, _, logits = answer_together(engine, prompts, full=True)
+    with open_engine(path, context=512, kernels="fast", tokens=tiers, exact=exact) as engine:
+        for prompt, answer, found in zip(prompts, answers, logits, strict=True):
+            engine.reset()
+            wanted = engine.forward(prompt + answer[:-1], all_logits=True)[-MADE:].numpy()
+            far += list(np.abs(np.stack(found) - wanted).max(1) / wanted.std())
+    return far
 
 
 def test_a_hybrids_beginning_is_adopted_where_a_checkpoint_of_its_states_is(tmp_path: Path) -> None:
