@@ -56,7 +56,8 @@ def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
         parts = [partial(r, hidden.shape).to(torch.bfloat16).float() for r in range(2)]
         assert torch.equal(hidden, partial(9, hidden.shape) + (parts[0] + parts[1]))
         factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
-        torch.testing.assert_close(normed.double(), hidden.double() * factor * partial(8, hidden.shape[1:]))
+        wanted = hidden.double() * factor * partial(8, hidden.shape[1:])
+        torch.testing.assert_close(normed.double(), wanted, rtol=1e-6, atol=1e-4)
         assert torch.equal(rounded, normed.to(torch.bfloat16))
 
 
