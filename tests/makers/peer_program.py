@@ -180,8 +180,13 @@ class PeerGroup(Group):
     def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
         self._exchange.sum(part, hidden, self._exchange.algorithms(*part.shape, "f32")[0], "f32", True)
 
+    @property
+    def peers(self) -> Any:
+        return self._exchange
+
     def row_exchange(self, rows: int, columns: int) -> Any:
-        return self._exchange if "rows" in self._exchange.algorithms(rows, columns, "f32") else None
+        by_rows = {"rows", "many-rows"} & set(self._exchange.algorithms(rows, columns, "f32"))
+        return self._exchange if by_rows else None
 
     def pushes(self, part: torch.Tensor) -> bool:
         self._asked += 1
@@ -196,6 +201,34 @@ class PeerGroup(Group):
 
 def engines(exchange: Any, out: Path) -> None:
     """A rank of an engine on the GPU's kernels; the second of three ranks holds nothing."""
+    torch.save(run_engine(exchange, out, 4, [5, 6]), out / f"engines-{exchange.rank}.pt")
+
+
+def prompts(exchange: Any, out: Path) -> None:
+    """A prompt of a mixture, whose sums take the norms that follow along, and where they do not."""
+    from pshard.runtime.blocks import router_block
+    from pshard.runtime.kernels.gpu.products import many_rows
+    from pshard.runtime.walks.unit_runs import UnitRuns
+    from pshard.runtime.walks.walk import Walk
+
+    def multiply(x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor, accumulate: bool) -> None:
+        result = x.float() @ w.float().T
+        rows.copy_(rows + result if accumulate else result)
+
+    many_rows._multiply_by_library = multiply  # which has no such types on a CPU
+    Walk._run_units = lambda self, launch: self._units.run_all(launch.steps)
+    alone, found = UnitRuns._sum_for, []
+    for tokens in (32, 4096):  # the choices of a router are made by both ranks, or by each
+        router_block.DIVIDED_TOKENS = tokens
+        found.append(run_engine(exchange, out, 80, [7 * i % 320 for i in range(70)]))
+    UnitRuns._sum_for = lambda *_: None
+    found.append(run_engine(exchange, out, 80, [7 * i % 320 for i in range(70)]))
+    UnitRuns._sum_for = alone
+    torch.save(found, out / f"prompts-{exchange.rank}.pt")
+
+
+def run_engine(exchange: Any, out: Path, tokens: int, prompt: list[int]) -> torch.Tensor:
+    """The prompt's logits by the model that lies in the folder, with micro-batches of so many tokens."""
     from engines import pinned_everywhere
     from plan_samples import make_rank_plan, make_variant, with_workload
 
@@ -206,16 +239,17 @@ def engines(exchange: Any, out: Path) -> None:
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
     from pshard.runtime.kernels.plain import PlainKernels
 
-    shares = (1.0, 1.0) if exchange.size == 2 else (1.0, 0.0, 1.0)
+    shares, context = (1.0, 1.0) if exchange.size == 2 else (1.0, 0.0, 1.0), 64 if tokens < 64 else 128
     spec = open_model(out / "m.gguf").spec
     specs = [cut_model(spec, shares, r) for r in range(exchange.size)]
-    plans = tuple(make_rank_plan(s, pinned_everywhere(s, (4,), 64), r, shares[r]) for r, s in enumerate(specs))
-    variant = with_workload(make_variant(spec, plans[0].tiers, 64, 1, plans), split_mode="tensor", tensor_split=shares)
-    session.choose_kernels = lambda *_: (CudaKernels("cpu", 4), PlainKernels(), ())
+    tiers = (tokens,)
+    plans = tuple(make_rank_plan(s, pinned_everywhere(s, tiers, context), r, shares[r]) for r, s in enumerate(specs))
+    variant = make_variant(spec, plans[0].tiers, context, 1, plans)
+    variant = with_workload(variant, split_mode="tensor", tensor_split=shares)
+    session.choose_kernels = lambda *_: (CudaKernels("cpu", tokens), PlainKernels(), ())
     group = PeerGroup(exchange, vocab_sizes(spec, shares))
     with session.build_engine(open_model(out / "m.gguf"), variant, open_device("cpu"), group=group) as engine:
-        logits = engine.forward([5, 6], all_logits=True)
-    torch.save(logits, out / f"engines-{exchange.rank}.pt")
+        return engine.forward(prompt, all_logits=True)
 
 
 def late(exchange: Any, out: Path) -> None:

@@ -125,6 +125,19 @@ def test_engines_sum_and_gather_through_peers(ranks: int, tmp_path: Path) -> Non
     assert all(torch.equal(other, found[0]) for other in found)
 
 
+@pytest.mark.slow
+def test_a_prompts_sums_may_take_norms_along_and_ranks_may_divide_its_routing(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", d_expert=64, n_layers=2)
+    with open_engine(tmp_path / "m.gguf", context=128, tokens=(80,)) as engine:
+        wanted = engine.forward([7 * i % 320 for i in range(70)], all_logits=True)
+    run_ranks("prompts", 2, tmp_path)
+    found = [torch.load(tmp_path / f"prompts-{rank}.pt") for rank in range(2)]
+    # of so many rows each rank has its own columns
+    divided, whole, alone = (torch.cat(columns, dim=1) for columns in zip(*found, strict=True))
+    assert torch.equal(divided, whole) and torch.equal(whole, alone)
+    assert ((alone - wanted) ** 2).mean() / (wanted**2).mean() < 2e-3  # activations in bfloat16
+
+
 def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     run_ranks("late", 2, tmp_path)
     assert (tmp_path / "late").read_text() == "1"
