@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 LEAST_IN_GRAPH, MOST_IN_GRAPH = 8, 256  # calls that one CUDA graph holds while they are timed
 TURNS = 7  # of a race
 STALLED = 2  # times the median: a core stood still
+
+
+Record = Callable[[Callable[[], object]], Callable[[], object] | None]  # does work; how to do it again, or None
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,26 @@ def median_seconds(run: Callable[[int], object], pace: Pace, cuda: bool = False)
 def mean_seconds(run: Callable[[int], object], pace: Pace) -> float:
     """Like `median_seconds` on the host, but what many calls of a step add up to: the mean of all but those that took
     STALLED times the median."""
-    samples = _samples(run, pace, False)
+    return _mean(_samples(run, pace, False))
+
+
+def replay_seconds(run: Callable[[int], object], pace: Pace, record: Record) -> float:
+    """The same of calls that `record` makes and writes down, and that are then made again as they were written: nothing
+    of Python is in them. Half as many; as they are where they cannot be written down. Between both times all others
+    are made, so that no cache keeps what is read: calls that read little are not for this."""
+    _sample_cpu(run, 0, 1)
+    estimate = _sample_cpu(run, 1, 1)
+    count = pace.repetitions(estimate[0])
+    if count == 1:
+        return estimate[0]
+    written = [record(partial(run, i)) for i in range(2, 2 + max(pace.least, count // 2))]
+    whole = [again for again in written if again is not None]
+    if len(whole) < len(written):
+        return _mean(_sample_cpu(run, 2, count))
+    return _mean(_sample_cpu(lambda i: whole[i](), 0, len(whole)))
+
+
+def _mean(samples: Sequence[float]) -> float:
     median = statistics.median(samples)
     return statistics.mean(s for s in samples if s <= STALLED * median)
 

@@ -22,7 +22,9 @@ def time_experts(
 ) -> list[ExpertTiming]:
     """All experts of a layer for each number of `tokens`, until one is slow. types: of gate and up, of down."""
     layers = rotate_layers(bench, types, d_model, rule)
-    series = time_series(tokens, bench.slow, lambda n: bench.seconds(expert_calls(bench, layers, rule, d_model, n), n))
+    series = time_series(
+        tokens, bench.slow, lambda n: bench.replayed_seconds(expert_calls(bench, layers, rule, d_model, n), n)
+    )
     shape = (*types, rule.count, rule.used, rule.d_expert, d_model)
     return [ExpertTiming(bench.side, *shape, n, seconds) for n, seconds in series]
 

@@ -11,8 +11,9 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import DEQUANT_BYTES
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.timed.operands import OperandPool
-from pshard.profile.timing_loop import Pace, graph_seconds, mean_seconds, median_seconds
+from pshard.profile.timing_loop import Pace, graph_seconds, mean_seconds, median_seconds, replay_seconds
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.units.attention import ATTENTION_PIECES
@@ -51,8 +52,14 @@ class KernelBench:
             return mean_seconds(run, self.pace)
         return self.median(run, tokens)
 
+    def replayed_seconds(self, run: Callable[[int], object], tokens: int) -> float:
+        """The same of calls that read much, as layers on the host make them: written down before, in small batches."""
+        if self.device.type != "cpu" or self.rehearses or tokens > SMALL_BATCH or not self.kernels.recordable:
+            return self.seconds(run, tokens)
+        return replay_seconds(run, self.pace, _write_down)
+
     def median(self, run: Callable[[int], object], tokens: int) -> float:
-        """The median of the same, fit for differences; in a CUDA graph where the runtime uses one."""
+        """The median of `seconds`, fit for differences; in a CUDA graph where the runtime uses one."""
         if self.rehearses:
             run(0)
             return 0.0
@@ -79,6 +86,14 @@ class KernelBench:
         generator = torch.Generator().manual_seed(0)
         row = torch.randn(width, generator=generator).to(self.device, self.kernels.act_dtype)
         return row.repeat(tokens, 1)
+
+
+def _write_down(work: Callable[[], object]) -> Callable[[], object] | None:
+    def once() -> None:
+        work()
+
+    calls = record(once)
+    return calls.replay if calls else None
 
 
 def time_series(sizes: Iterable[int], slow: float, seconds_of: Callable[[int], float]) -> list[tuple[int, float]]:

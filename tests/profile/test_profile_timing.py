@@ -1,6 +1,7 @@
 """The timing loop, the rule for threads, and tasks that run at once."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from pshard.profile.timed.host_threads import pick_threads, thread_counts
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench, time_series
 from pshard.profile.timed.time_links import copy_in_turn, link_from, run_together
-from pshard.profile.timing_loop import Pace, calls_in_graph, mean_seconds, median_seconds
+from pshard.profile.timing_loop import Pace, calls_in_graph, mean_seconds, median_seconds, replay_seconds
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.steps.graph_runs import LAUNCH_BOUND
@@ -40,6 +41,27 @@ def test_calls_on_the_host_count_as_they_add_up_but_for_stalls(monkeypatch):
     monkeypatch.setattr(timing, "_sample_cpu", lambda run, first, count: samples if count > 1 else [1e-3])
     assert mean_seconds(len, Pace(0.1)) == pytest.approx(4.5 / 4)
     assert median_seconds(len, Pace(0.1)) == 1.0
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_calls_that_a_step_makes_again_are_timed_as_it_makes_them(can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = ManualClock(), list[str]()
+    monkeypatch.setattr(timing, "time", clock)
+
+    def run(i: int) -> None:
+        made.append(f"made {i}")
+        clock.sleep(0.003)
+
+    def record(work: Callable[[], object]) -> Callable[[], None] | None:
+        work()
+        again = made[-1].replace("made", "again")
+        return (lambda: (made.append(again), clock.sleep(0.001))[0]) if can or again != "again 4" else None
+
+    seconds = replay_seconds(run, Pace(0.024), record)
+    assert seconds == pytest.approx(0.001 if can else 0.003)
+    if can:  # all others are made between the two times
+        assert made[2:] == [f"{what} {i}" for what in ("made", "again") for i in range(2, 6)]
+    assert replay_seconds(run, Pace(0.001), record) == pytest.approx(0.003)  # too slow to be made again
 
 
 def test_every_call_gets_its_own_number():
