@@ -76,7 +76,8 @@ def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespa
     kernels = SimpleNamespace(repeatable=True, fuses_sums=True, forget=lambda: None)
     means: Any = SimpleNamespace(
         device=device, group=SimpleNamespace(**group), transfers=SimpleNamespace(link_bytes=0),
-        host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={}, meanwhile=Meanwhile(),
+        host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={}, sums=False,
+        meanwhile=Meanwhile(),
     )  # fmt: skip
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
     logits: Any = SimpleNamespace(made=1, kept=[], is_brought=False, fits=lambda: True)

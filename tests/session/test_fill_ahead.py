@@ -92,7 +92,7 @@ def test_without_a_budget_the_driver_says_what_is_free_on_a_gpu_where_it_numbers
 ) -> None:
     edit_json(world.profile, "accelerators", 0, "kind", value="cuda")
     edit_json(world.profile, "accelerators", 0, "memory_bytes", value=1 << 34)
-    assert plan(["-m", str(world.model), "--vram", "400", "-c", "256"]) == 0
+    assert plan(["-m", str(world.model), "--vram", "322", "-c", "256"]) == 0  # not all fits
     monkeypatch.setattr(fill_ahead, "free_by_driver", lambda: free)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if numbered:

@@ -327,7 +327,7 @@ def _suits_vectors(tokens: int, qtype: str, exact: bool) -> bool:
 def suits_tiles(tokens: int, qtype: str, exact: bool = False) -> bool:
     """Whether so many tokens are for this machine's matrix unit, which it may lack: where it is fastest, and bits may
     depend on how many tokens there are."""
-    return tokens >= _least_tiled(qtype, exact)
+    return not exact and tokens >= _worth_tiles(qtype) and _has_tiles(qtype)
 
 
 def _least_tiled(qtype: str, exact: bool) -> int:
