@@ -54,9 +54,7 @@ def replay_seconds(run: Callable[[int], object], pace: Pace, record: Record) -> 
     """The same of calls that `record` makes and writes down, and that are then made again as they were written: nothing
     of Python is in them. Half as many; as they are where they cannot be written down. Between both times all others
     are made, so that no cache keeps what is read: calls that read little are not for this."""
-    _sample_cpu(run, 0, 1)
-    estimate = _sample_cpu(run, 1, 1)
-    count = pace.repetitions(estimate[0])
+    estimate, count = _begin(run, pace, _sample_cpu)
     if count == 1:
         return estimate[0]
     written = [record(partial(run, i)) for i in range(2, 2 + max(pace.least, count // 2))]
@@ -73,10 +71,15 @@ def _mean(samples: Sequence[float]) -> float:
 
 def _samples(run: Callable[[int], object], pace: Pace, cuda: bool) -> list[float]:
     sample = _sample_cuda if cuda else _sample_cpu
+    estimate, count = _begin(run, pace, sample)
+    return sample(run, 2, count) if count > 1 else estimate
+
+
+def _begin(run: Callable[[int], object], pace: Pace, sample: Callable[..., list[float]]) -> tuple[list[float], int]:
+    """The first call, which is left out, and the second: its time, and how many are worth making."""
     sample(run, 0, 1)
     estimate = sample(run, 1, 1)
-    count = pace.repetitions(estimate[0])
-    return sample(run, 2, count) if count > 1 else estimate
+    return estimate, pace.repetitions(estimate[0])
 
 
 def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:

@@ -202,8 +202,8 @@ class Contention:
 class CollectiveTiming:
     """Seconds of an all-reduce (sum) of `nbytes` of float32 over `ranks`; on CUDA in a graph.
 
-    `backend`: "shm", "gloo", "nccl", or a way through peers' memory: "rows", "pushed", "one-shot", "two-shot". `dtype`:
-    what parts are rounded to. `copies`: whether host-to-device copies ran meanwhile.
+    `backend`: "shm", "gloo", "nccl", or a way through peers' memory: "rows", "pushed", "many-rows", "one-shot",
+    "two-shot". `dtype`: what parts are rounded to. `copies`: whether host-to-device copies ran meanwhile.
     """
 
     backend: str

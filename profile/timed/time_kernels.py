@@ -218,8 +218,7 @@ def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float
     def run(i: int) -> None:
         bench.kernels.look_up(tables[i % len(tables)], ids[i % len(ids)], out)
 
-    on_host = bench.device.type == "cpu" and not bench.rehearses
-    return median_seconds(run, bench.pace, False) if on_host else bench.median(run, tokens)
+    return bench.median(run, tokens)
 
 
 def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:

@@ -208,7 +208,10 @@ class TorchGroup(Group):
     def algorithms(self, rows: int, columns: int) -> tuple[str, ...]:
         if self._peers is None:
             return (self.backend,)
-        return (*self._peers.algorithms(rows, columns, wire_type(self.reduce_dtype, rows, on_gpu=True)), "nccl")
+        return (*self._peers.algorithms(rows, columns, self._wire_on_gpu(rows)), "nccl")
+
+    def _wire_on_gpu(self, rows: int) -> str:
+        return wire_type(self.reduce_dtype, rows, on_gpu=True)
 
     def algorithm(self, rows: int, columns: int) -> str:
         """How parts of that shape are summed on the GPU: a name of `runtime.peer_memory`, or "nccl"."""
@@ -218,8 +221,8 @@ class TorchGroup(Group):
             ways = self.algorithms(rows, columns)
             if "many-rows" in ways:  # spares others' work, a norm and adding up experts: no timing of a sum shows that
                 ways = ("many-rows", "nccl")
-            wire = wire_type(self.reduce_dtype, rows, on_gpu=True)
-            fastest = fastest_collective(self._timings, self.size, 4 * rows * columns, wire, among=ways)
+            wire, nbytes = self._wire_on_gpu(rows), 4 * rows * columns
+            fastest = fastest_collective(self._timings, self.size, nbytes, wire, among=ways)
             self._chosen[rows, columns] = fastest[0] if fastest else ways[0]
         return self._chosen[rows, columns]
 
@@ -233,7 +236,7 @@ class TorchGroup(Group):
     def part_dtype(self, rows: int, columns: int) -> torch.dtype:
         # kernels of few rows give float32; those of many give either
         rounds = rows > SMALL_BATCH and self.algorithm(rows, columns) != "nccl"
-        return torch.bfloat16 if rounds and wire_type(self.reduce_dtype, rows, True) == "bf16" else torch.float32
+        return torch.bfloat16 if rounds and self._wire_on_gpu(rows) == "bf16" else torch.float32
 
     def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
         return self._peers if self.algorithm(rows, columns) in ("rows", "many-rows") else None

@@ -100,8 +100,9 @@ class WalkMaker:
         on_host = here.rows(segments, cells, config.window, spans)
         rows = on_host, there.rows(segments, bound, config.window, spans, told=not exact)
         unsent, ids = [(there.memory, here.memory)], self._ids[:tokens]
-        acc_ids = tier.ids_rows(filled[0]) if tier.looks_up else ids
+        acc_ids = ids
         if tier.looks_up:
+            acc_ids = tier.ids_rows(filled[0])
             unsent.append((acc_ids, self._ids[: filled[0]]))
         batch = MicroBatch(ids, acc_ids, segments, *rows, tuple(unsent))
         logits = Logits(self._means, tier, (here.wanted, there.wanted), len(logit_rows))

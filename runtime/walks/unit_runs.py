@@ -74,7 +74,7 @@ class UnitRuns:
                 self.run(step, entering, leaving, self._norm_after(step, following), part)
                 entering = None
             else:
-                part = self._acc_rows("branch") if part is None else part
+                part = self._find_branch() if part is None else part
                 entering = self._sum_for(following, part)
                 if entering is None:
                     self.add_sum("acc", step.unit, part)
@@ -84,13 +84,13 @@ class UnitRuns:
         """Whether what makes a part that a sum takes along may leave some of that to the sum."""
         return part.shape[0] > SMALL_BATCH or self._means.group.pushes(part)
 
-    def _acc_rows(self, name: str) -> torch.Tensor:
-        return self._tier.side.space.rows(name, self._work["acc"].rows.tokens)
+    def _find_branch(self) -> torch.Tensor:
+        return self._tier.side.space.rows("branch", self._work["acc"].rows.tokens)
 
     def _find_part(self, step: Compute) -> torch.Tensor:
         """Where the part of a sum that comes next goes: `branch`, as float32 or as what it is rounded to anyway where
         the unit alone, all at once, makes it."""
-        part = self._acc_rows("branch")
+        part = self._find_branch()
         if step.on != "acc" or step.part or step.unit in self._means.sum_rows or self.bind(step).begun:
             return part
         dtype = self._means.group.part_dtype(*part.shape)
