@@ -437,6 +437,8 @@ def _run(machines: Sequence[_Machine], steps: Sequence[StepList], rounds: int) -
         for machine in machines:
             machine.host = max(machine.host, machine.acc)
         ends.append(max(machine.host for machine in machines))
+        for machine in machines:
+            machine.host += machine.costs.turn
     return ends
 
 

@@ -154,6 +154,14 @@ class TierCosts:
         return 0.0 if self.tables.kind == "cpu" else self.tables.elementwise("acc", "run", 1, 1)
 
     @cached_property
+    def turn(self) -> float:
+        """Host seconds between two micro-batches, in which the accelerator has nothing to do. A rank that is handed
+        hidden states has them while the ranks before it compute."""
+        neighbours = self.spec.neighbours
+        handed = neighbours is not None and neighbours.source is not None
+        return 0.0 if handed or self.tables.kind == "cpu" else self.tables.elementwise("acc", "turn", 1, 1)
+
+    @cached_property
     def launch(self) -> float:
         """Host seconds to launch a unit's kernels one by one where the runtime captures none (prompts of several
         sequences), though their own times are those in a graph; else 0."""

@@ -55,10 +55,10 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     if spec.neighbours is None:
         sums = sum(u.kind.adds for u in spec.units) - len(spec.onto_parts)
         normed = len(spec.sum_norms) * costs.sum_norm if spec.sum_norms else 0.0
-        return sums * costs.all_reduce(hidden) + normed, enter, leave
+        return costs.turn + sums * costs.all_reduce(hidden) + normed, enter, leave
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
     first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
-    fixed = costs.tables.collective(costs.ranks, logits if last else 0)
+    fixed = costs.turn + costs.tables.collective(costs.ranks, logits if last else 0)
     fixed += 0.0 if spec.neighbours.source is None else costs.hand_over(hidden)
     return fixed, enter if first else 0.0, leave if last else 0.0
 

@@ -33,8 +33,9 @@ LAYERS, THIN, CONTEXT = 32, 64, 256
 PROMPT = 2 * SMALL_BATCH  # tokens
 TURNS, HIDDEN = 8, 5120  # layers and width of the model that changes sides: hidden vectors as long as real ones
 LEAST = 1e-7  # of a difference of noisy times
-WALKS, WARM_UPS = 17, 2
+WALKS, WARM_UPS, AGAIN = 17, 2, 4
 SPARE_MIB = 16  # of the arena, for all but weights
+FILLED = 32 << 20  # bytes: 10 us and more of an accelerator
 SLOTS = 3  # as many as units are copied between two on the CPU, beside which all arrive
 
 
@@ -53,6 +54,18 @@ class Reads(Protocol):
     def __call__(self) -> object: ...
     @property
     def seconds(self) -> float: ...
+
+
+class Fills:
+    """Takes an accelerator some time, and the host none."""
+
+    seconds = 0.0
+
+    def __init__(self, device: Device) -> None:
+        self._memory = device.allocate(FILLED)
+
+    def __call__(self) -> None:
+        self._memory.zero_()
 
 
 class NoKernels:
@@ -87,27 +100,55 @@ def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: 
 
     fast: the kernels of the accelerator and of the host that they stand in for.
     """
-    copies = device.kind != "cpu"  # else both sides meet the same caches, and copies are other threads' work
-    kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if copies else None)
-    spec = _small_model(TURNS, HIDDEN)
-    units, on_cpu = len(spec.units), TURNS + 1  # by turns: the FFNs and the embedding, which always is
-    walks = {where: _time_walk(where, 1, device, kernels, spec) for where in ("pinned", "cpu", "turns")}
+    lanes = device.kind != "cpu"  # else both sides meet the same caches, and copies are other threads' work
+    kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if lanes else None)
+    wide = _small_model(TURNS, HIDDEN)
+    walks = {where: _time_walk(where, 1, device, kernels, wide) for where in ("pinned", "cpu", "turns")}
+    thin = _time_walk("pinned", 1, device, kernels)
+    if not lanes:
+        return _on_one_side(side, walks, thin)
+    walks |= {where: _time_walk(where, 1, device, kernels, wide) for where in ("streamed", "pairs")}
+    step = max(LEAST, (thin - _time_walk("pinned", 1, device, kernels, _small_model(LAYERS // 2))) / LAYERS)
+    busy = NoKernels(fast[0], Fills(device)), kernels[1]
+    half, whole = (_time_walk("pinned", 1, device, busy, _small_model(n)) for n in (LAYERS // 2, LAYERS))
+    return _between_lanes(side, walks, step, 2 * half - whole)
+
+
+def _on_one_side(side: str, walks: dict[str, float], thin: float) -> StepFigures:
+    """Of the CPU as accelerator. thin: a walk over LAYERS layers; walks: over TURNS."""
+    units, on_cpu = 2 * TURNS + 2, TURNS + 1  # by turns: the FFNs and the embedding, which always is
     share = (units - on_cpu) / (units - 1)  # of the pinned walk's other units, and of its half a hand-off
     # by turns a unit of the host may cost less, hand-off included, than one of many behind each other
     host = min(walks["cpu"] / units, max(LEAST, (walks["turns"] - share * walks["pinned"]) / (on_cpu - share)))
     # a walk with n units on the host, of which the embedding is one, has n - 1/2 hand-offs there and back
     pinned = walks["pinned"] - host
     handoff = max(LEAST, (walks["turns"] - on_cpu * host - share * pinned) / (on_cpu - 0.5 - 0.5 * share))
-    acc = (pinned - handoff / 2) / (units - 1)
-    step = _time_walk("pinned", 1, device, kernels) / len(_small_model().units)
-    seconds = {(side, "step"): step, ("host", "step"): host}
-    if copies:
-        walks |= {where: _time_walk(where, 1, device, kernels, spec) for where in ("streamed", "pairs")}
-        copy = max(LEAST, (walks["streamed"] - walks["turns"]) / TURNS)
-        on_cpu, copied = TURNS // 2 + 1, 3 * TURNS // 2  # in pairs; a unit that is copied begins a run
-        others = on_cpu * host + (units - on_cpu) * acc + (on_cpu - 0.5) * handoff + copied * copy
-        seconds |= {(side, "copy"): copy, (side, "run"): max(LEAST, (walks["pairs"] - others) / (copied - on_cpu + 1))}
-    return StepFigures(tuple(ElementwiseTiming(*key, 1, 1, s) for key, s in seconds.items()), handoff)
+    seconds = {(side, "step"): thin / (2 * LAYERS + 2), ("host", "step"): host}
+    return StepFigures(_rows(seconds), handoff)
+
+
+def _between_lanes(side: str, walks: dict[str, float], step: float, begun: float) -> StepFigures:
+    """Of an accelerator that works on its own. step: what a unit adds to a walk. begun: what a walk takes beside its
+    units where these take the accelerator longer than the host needs to make the next walk, as it does meanwhile.
+
+    A walk by n units of the host, of which the embedding is one, begins once, has n hand-offs there and back, the last
+    with the logits, and its other units add a `step` each.
+    """
+    units = 2 * TURNS + 2
+    trip = max(2 * LEAST, (walks["turns"] - walks["pinned"]) / TURNS + step)  # a unit of the host with its hand-off
+    alone = max(0.0, walks["pinned"] - trip - (units - 1) * step)  # what these walks take beside their units
+    # by turns a unit of the host may cost less than one of many behind each other
+    host = min(max(LEAST, (walks["cpu"] - alone) / units), trip - LEAST)
+    copy = max(LEAST, (walks["streamed"] - walks["turns"]) / TURNS)
+    on_cpu, copied = TURNS // 2 + 1, 3 * TURNS // 2  # in pairs; a unit that is copied begins a run
+    others = alone + on_cpu * trip + (units - on_cpu) * step + copied * copy
+    run = max(LEAST, (walks["pairs"] - others) / (copied - on_cpu + 1))
+    own = {"step": step, "turn": max(LEAST, begun - trip), "copy": copy, "run": run}
+    return StepFigures(_rows({(side, what): s for what, s in own.items()} | {("host", "step"): host}), trip - host)
+
+
+def _rows(seconds: dict[tuple[str, str], float]) -> tuple[ElementwiseTiming, ...]:
+    return tuple(ElementwiseTiming(*key, 1, 1, s) for key, s in seconds.items())
 
 
 def time_launch(side: str, device: Device, fast: tuple[Kernels, Kernels]) -> ElementwiseTiming:
@@ -136,13 +177,14 @@ def _time_walk(
     ids = [0] * tokens
     segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
     samples: list[float] = []
-    for _ in range(WALKS):
+    many = AGAIN if where == "pinned" and tokens == 1 else 1  # short ones, of which differences are taken
+    for _ in range(many * WALKS):
         start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
         executor.run(ids, segments, [tokens - 1], lambda: segments, foresee=lambda: segments)
         samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
     executor.close()
     weights.close()
-    return statistics.median(samples[WARM_UPS:])
+    return statistics.median(samples[many * WARM_UPS :])
 
 
 def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:

@@ -8,7 +8,7 @@ import contextlib
 import gc
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +19,12 @@ from pshard.runtime.devices.cuda_driver import (
     CudaEvent,
     current_context,
     destroy_events,
-    enter_context,
     launch_graph,
     queue_copy,
     record_event,
 )
 from pshard.runtime.devices.row_copy import check_rows, copy_rows
+from pshard.runtime.devices.streams import OnDevice, OnStream
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.host.host_memory import map_memory
 
@@ -89,7 +89,7 @@ class CudaDevice:
     fills = native.is_available()  # a thread of the driver runs none of Python
 
     def __init__(self, index: int) -> None:
-        self.torch_device = torch.device("cuda", index)
+        self.torch_device, self._index = torch.device("cuda", index), index
         torch.cuda.set_device(index)
         torch.cuda.init()
         torch.zeros(1, device=self.torch_device)
@@ -170,12 +170,12 @@ class CudaDevice:
 
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Host to device in the compute lane: activations don't queue behind weights."""
-        with torch.cuda.stream(self.compute):
+        with self.computing():
             self._transfer(dst, src, src, KERNEL_SEND_BYTES)
 
     def bring(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Device to host in the compute lane, without waiting for it."""
-        with torch.cuda.stream(self.compute):
+        with self.computing():
             self._transfer(dst, src, dst, KERNEL_RECEIVE_BYTES)
 
     def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -212,16 +212,13 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> OnDevice:
         """Context in which calls of any thread are for this device."""
-        with torch.cuda.device(self.torch_device):
-            enter_context(self._context)  # which a thread that torch has not met yet lacks
-            yield
+        return OnDevice(self._index, self._context)
 
-    def computing(self) -> Any:
-        """Context in which torch operators go to the compute lane."""
-        return torch.cuda.stream(self.compute)
+    def computing(self) -> OnStream:
+        """Context, in `current()`, in which torch operators go to the compute lane."""
+        return OnStream(self.compute)
 
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
         """Do work whose kernels, addresses and launch sizes are the same for equal keys: captured once as a CUDA graph

