@@ -126,8 +126,11 @@ class Tables:
         if not timed:
             raise UserError(f"the machine profile has no attention timings of the {device}; run pshard-profile again")
         near = _nearest_heads(timed, heads)
-        small, large = heads.n_kv_heads / near[1], heads.n_heads / near[0]  # cells that are read, or products
-        scale = (small if tokens <= SMALL_BATCH else large) * heads.head_dim / near[2]
+        if tokens == 1 and 1 in timed[near]:
+            return interpolate(timed[near][1], _read_alike(near, heads) * context)
+        scale = heads.n_heads * heads.head_dim / (near[0] * near[2])  # products
+        if tokens <= SMALL_BATCH:
+            scale = _read_alike(near, heads)
         # between timed token counts: seconds per pair of new token and cell, at this context
         rates = _curve(
             (t, interpolate(curve, max(context, t)) / count_pairs(t, max(context, t)))
@@ -147,8 +150,8 @@ class Tables:
         if sequences == 1 or not timed:
             return alone
         near = _nearest_heads(timed, heads)
-        scale = heads.n_kv_heads * heads.head_dim / (near[1] * near[2])
-        together = [(n, scale * interpolate(curve, cells / n)) for n, curve in timed[near].items()]
+        read = cells * _read_alike(near, heads)
+        together = [(n, interpolate(curve, read / n)) for n, curve in timed[near].items()]
         return interpolate(_curve([(1, alone), *together]), min(sequences, max(timed[near])))
 
     def elementwise(self, device: str, what: str, tokens: int, width: int) -> float:
@@ -278,6 +281,12 @@ def _nearest_heads(timed: Iterable[tuple[int, int, int]], heads: Attend) -> tupl
     """The timed (heads, KV heads, head size) nearest to the model's in products and in what is read."""
     work, read = heads.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
     return min(timed, key=lambda h: (abs(log(h[0] * h[2] / work)) + abs(log(h[1] * h[2] / read)), h))
+
+
+def _read_alike(timed: tuple[int, int, int], heads: Attend) -> float:
+    """How many cells of the timed heads are as many bytes as one of the model's. What a token's attention takes follows
+    these bytes, but for its launches, which few heads need too."""
+    return heads.n_kv_heads * heads.head_dim / (timed[1] * timed[2])
 
 
 def count_pairs(tokens: int, context: int) -> float:

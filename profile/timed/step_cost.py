@@ -7,17 +7,21 @@ times as long as in a loop.
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import ElementwiseTiming
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig, Rope
-from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan
+from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.runtime.devices.device import Device
+from pshard.runtime.engine import Engine
 from pshard.runtime.executor import Executor, Group
 from pshard.runtime.kernels.api import Kernels, Segment
+from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
@@ -28,6 +32,7 @@ from pshard.units.kv_cells import kv_blocks
 from pshard.units.output import OUTPUT
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
+from pshard.workload import Workload
 
 LAYERS, THIN, CONTEXT = 32, 64, 256
 PROMPT = 2 * SMALL_BATCH  # tokens
@@ -110,7 +115,7 @@ def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: 
     walks |= {where: _time_walk(where, 1, device, kernels, wide) for where in ("streamed", "pairs")}
     step = max(LEAST, (thin - _time_walk("pinned", 1, device, kernels, _small_model(LAYERS // 2))) / LAYERS)
     busy = NoKernels(fast[0], Fills(device)), kernels[1]
-    half, whole = (_time_walk("pinned", 1, device, busy, _small_model(n)) for n in (LAYERS // 2, LAYERS))
+    half, whole = (_time_decoding(n, device, busy) for n in (LAYERS // 2, LAYERS))
     return _between_lanes(side, walks, step, 2 * half - whole)
 
 
@@ -128,8 +133,8 @@ def _on_one_side(side: str, walks: dict[str, float], thin: float) -> StepFigures
 
 
 def _between_lanes(side: str, walks: dict[str, float], step: float, begun: float) -> StepFigures:
-    """Of an accelerator that works on its own. step: what a unit adds to a walk. begun: what a walk takes beside its
-    units where these take the accelerator longer than the host needs to make the next walk, as it does meanwhile.
+    """Of an accelerator that works on its own. step: what a unit adds to a walk. begun: what a token of an engine takes
+    beside its units where these take longer than the host needs to make the next walk, as it does meanwhile.
 
     A walk by n units of the host, of which the embedding is one, begins once, has n hand-offs there and back, the last
     with the logits, and its other units add a `step` each.
@@ -167,24 +172,45 @@ def _time_walk(
 ) -> float:
     """Seconds of a walk with so many tokens over a small model, placed as `_one_tier` says, less what `kernels` of the
     host kept account of."""
-    spec = spec or _small_model()
-    plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
-    weights = HostWeights(map(whole_unit, spec.units), device)
-    weights.lock()
-    kv = StateShape(CONTEXT, 1, "bf16", "bf16")
-    arena = device.allocate(plan.budget_mib << 20)
-    executor = Executor(spec, plan, device, arena, weights, kv, kernels, Group())
     ids = [0] * tokens
     segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
     samples: list[float] = []
     many = AGAIN if where == "pinned" and tokens == 1 else 1  # short ones, of which differences are taken
-    for _ in range(many * WALKS):
-        start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
-        executor.run(ids, segments, [tokens - 1], lambda: segments, foresee=lambda: segments)
-        samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
+    with _open_executor(where, tokens, device, kernels, spec or _small_model()) as executor:
+        for _ in range(many * WALKS):
+            start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
+            executor.run(ids, segments, [tokens - 1], lambda: segments, foresee=lambda: segments)
+            samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
+    return statistics.median(samples[many * WARM_UPS :])
+
+
+def _time_decoding(layers: int, device: Device, kernels: tuple[Any, Any]) -> float:
+    """Seconds of a token by an engine over a small model of so many layers, all of it pinned."""
+    samples: list[float] = []
+    with _open_executor("pinned", 1, device, kernels, _small_model(layers)) as executor:
+        workload = Workload((executor.plan.budget_mib,), CONTEXT, max_ubatch=1, prompt=1, generated=1)
+        variant, store = Variant(workload, True, (executor.plan,)), cast(KVStore, None)  # nothing is saved
+        engine = Engine(executor, variant, None, (), lambda: None, store)
+        for _ in range(AGAIN * WALKS):
+            start = time.perf_counter()
+            engine.forward([0])
+            samples.append(time.perf_counter() - start)
+    return statistics.median(samples[AGAIN * WARM_UPS :])
+
+
+@contextmanager
+def _open_executor(
+    where: str, tokens: int, device: Device, kernels: tuple[Any, Any], spec: ModelSpec
+) -> Iterator[Executor]:
+    """An executor of a model placed as `_one_tier` says, for micro-batches of so many tokens."""
+    plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
+    weights = HostWeights(map(whole_unit, spec.units), device)
+    weights.lock()
+    states = StateShape(CONTEXT, 1, "bf16", "bf16")
+    executor = Executor(spec, plan, device, device.allocate(plan.budget_mib << 20), weights, states, kernels, Group())
+    yield executor
     executor.close()
     weights.close()
-    return statistics.median(samples[many * WARM_UPS :])
 
 
 def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:

@@ -109,7 +109,8 @@ class UnitRuns:
         if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._means.spec.sum_norms:
             return None
         unit, exchange = self._means.spec.unit(following.unit), group.row_exchange(*part.shape)
-        if exchange is None or not unit.tensors or not unit.kind.adds:
+        begins_with_norm = unit.kind.adds or unit.kind.routing == "makes"  # of all rows: the output's is of wanted ones
+        if exchange is None or not unit.tensors or not begins_with_norm:
             return None
         return PendingSum(exchange, part, group.wire(part))
 

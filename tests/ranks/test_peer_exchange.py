@@ -114,9 +114,11 @@ def test_columns_of_unequal_ranks_are_gathered(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_engines_sum_and_gather_through_peers(ranks: int, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q5_0")  # dp4a, the quicker way in the interpreter
+@pytest.mark.parametrize(("ranks", "arch"), [(2, "qwen3"), (3, "qwen3"), (2, "qwen3moe")])
+def test_engines_sum_and_gather_through_peers(ranks: int, arch: str, tmp_path: Path) -> None:
+    # dp4a is the quicker way in the interpreter
+    shape = {"qtype": "Q4_0", "d_expert": 64, "n_layers": 2} if arch == "qwen3moe" else {"qtype": "Q5_0"}
+    write_gguf(tmp_path / "m.gguf", arch, **shape)
     with open_engine(tmp_path / "m.gguf", context=64) as engine:
         wanted = engine.forward([5, 6], all_logits=True)
     run_ranks("engines", ranks, tmp_path)
