@@ -17,6 +17,7 @@ from pshard.times.predicted_times import first_token_seconds, round_seconds, sum
 from pshard.units.kinds import kinds_by_flag
 from pshard.workload import Split, Workload
 
+LIMITED = 2  # cuts of limited kinds that are planned: bounds know nothing of ranks that wait for each other in turns
 MOVES = (1 / 8, 1 / 16, 1 / 32)  # how much of the model goes from one rank to another at a time
 
 
@@ -56,8 +57,8 @@ def choose_ratios(
     tops = [climb.improve(e) for e in promising]
     if workload.split_mode == "tensor" and not workload.max_tp:
         # also from where shares were not moved yet: they may have left a device out
-        limited = [e for e in map(climb.limit, (*promising, *tops)) if e.split.limits]
-        tops += sorted(limited, key=lambda e: e.total)[:1]
+        limited = {e.split: e for e in map(climb.limit, (*promising, *tops)) if e.split.limits}
+        tops += sorted(limited.values(), key=lambda e: e.total)[:LIMITED]
     made, refused = [], None
     for split in (wanted := dict.fromkeys((starts[0], *(top.split for top in tops)))):
         try:

@@ -127,7 +127,7 @@ class Tables:
             raise UserError(f"the machine profile has no attention timings of the {device}; run pshard-profile again")
         near = _nearest_heads(timed, heads)
         if tokens == 1 and 1 in timed[near]:
-            return interpolate(timed[near][1], _read_alike(near, heads) * context)
+            return self._read_cells(device, timed[near][1], _read_alike(near, heads), context)
         scale = heads.n_heads * heads.head_dim / (near[0] * near[2])  # products
         if tokens <= SMALL_BATCH:
             scale = _read_alike(near, heads)
@@ -150,9 +150,15 @@ class Tables:
         if sequences == 1 or not timed:
             return alone
         near = _nearest_heads(timed, heads)
-        read = cells * _read_alike(near, heads)
-        together = [(n, interpolate(curve, read / n)) for n, curve in timed[near].items()]
+        alike = _read_alike(near, heads)
+        together = [(n, self._read_cells(device, curve, alike, cells / n)) for n, curve in timed[near].items()]
         return interpolate(_curve([(1, alone), *together]), min(sequences, max(timed[near])))
+
+    def _read_cells(self, device: str, curve: Curve, alike: float, cells: float) -> float:
+        """Seconds of attention over cells of which each is as many bytes as `alike` of those that were timed. A GPU's
+        launches take as long over few of them."""
+        launched = device != "host" and self.kind != "cpu"
+        return interpolate(curve, alike * cells) if launched else alike * interpolate(curve, cells)
 
     def elementwise(self, device: str, what: str, tokens: int, width: int) -> float:
         """Seconds of a norm, residual addition, rotation, product or look-up on [tokens, width]; 0 when not timed."""
@@ -284,8 +290,7 @@ def _nearest_heads(timed: Iterable[tuple[int, int, int]], heads: Attend) -> tupl
 
 
 def _read_alike(timed: tuple[int, int, int], heads: Attend) -> float:
-    """How many cells of the timed heads are as many bytes as one of the model's. What a token's attention takes follows
-    these bytes, but for its launches, which few heads need too."""
+    """How many cells of the timed heads are as many bytes as one of the model's."""
     return heads.n_kv_heads * heads.head_dim / (timed[1] * timed[2])
 
 

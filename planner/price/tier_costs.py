@@ -18,6 +18,9 @@ from pshard.units.share import Share
 from pshard.units.unit import UnitKind
 from pshard.workload import Workload
 
+# times as long as one rank's turn until the last of several begins; two GPUs, four boots: 1.4 to 2.9 (docs/log.md)
+LAST_OF_RANKS = 2.0
+
 
 @dataclass(frozen=True)
 class TierCosts:
@@ -156,10 +159,12 @@ class TierCosts:
     @cached_property
     def turn(self) -> float:
         """Host seconds between two micro-batches, in which the accelerator has nothing to do. A rank that is handed
-        hidden states has them while the ranks before it compute."""
+        hidden states has them while the ranks before it compute; those that sum wait for the last one's thread."""
         neighbours = self.spec.neighbours
-        handed = neighbours is not None and neighbours.source is not None
-        return 0.0 if handed or self.tables.kind == "cpu" else self.tables.elementwise("acc", "turn", 1, 1)
+        if self.tables.kind == "cpu" or (neighbours is not None and neighbours.source is not None):
+            return 0.0
+        sums = self.ranks > 1 and neighbours is None
+        return (LAST_OF_RANKS if sums else 1.0) * self.tables.elementwise("acc", "turn", 1, 1)
 
     @cached_property
     def launch(self) -> float:

@@ -55,7 +55,7 @@ def draw_tiers(seed, kind):
     spec, rates, workload = random_case(seed, rng.choice((1, 2, 3, 5, 8)))
     workload = replace(workload, max_ubatch=256, sequences=rng.choice((1, 3)))
     profile = profile_from_datasheet(replace(rates, kind=kind))
-    host = (ElementwiseTiming("acc", what, 1, 1, rng.choice((0.0, 1e-5, 1e-4))) for what in ("copy", "run"))
+    host = (ElementwiseTiming("acc", what, 1, 1, rng.choice((0.0, 1e-5, 1e-4))) for what in ("copy", "run", "turn"))
     both = replace(profile.contention, cpu_alone=rng.choice((0.0, 1.0, 1.5)) * rates.host_memory)
     profile = replace(profile, elementwise=(*profile.elementwise, *host), contention=both)
     (task,) = prepare_ranks(spec, profile, workload)

@@ -106,8 +106,21 @@ def test_attention_grows_with_context_and_heads_read():
     near, far = (tables.attention("acc", config, "bf16", 1, context) for context in (8192, 65536))
     assert far == pytest.approx(8 * near, rel=0.1)
     few = replace(config, n_kv_heads=2)
-    assert tables.attention("acc", few, "bf16", 1, 65536) == pytest.approx(far / 4)
+    assert tables.attention("acc", few, "bf16", 1, 65536) == pytest.approx(far / 4, rel=0.1)  # and a launch
+    on_host = [tables.attention("host", heads, "bf16", 1, 65536) for heads in (config, few)]
+    assert on_host[1] == pytest.approx(on_host[0] / 4)
     assert tables.attention("acc", config, "bf16", 512, 8192) > tables.attention("acc", config, "bf16", 512, 1024)
+
+
+def test_few_heads_take_what_as_many_bytes_of_more_take_and_no_launch_less():
+    config = replace(make_model(heads=32, kv_heads=8).config, head_dim=128)
+    curve = {128: 5e-6, 1024: 6e-6, 16384: 24e-6}
+    rows = tuple(AttentionTiming("acc", 32, 8, 128, "bf16", 1, context, s) for context, s in curve.items())
+    tables = Tables(replace(PROFILE, attention=(*(a for a in PROFILE.attention if a.device == "host"), *rows)))
+    half = replace(config, n_heads=16, n_kv_heads=4)
+    assert tables.attention("acc", half, "bf16", 1, 2048) == pytest.approx(6e-6)
+    assert tables.attention("acc", half, "bf16", 1, 32768) == pytest.approx(24e-6)
+    assert tables.attention("acc", half, "bf16", 1, 128) == pytest.approx(5e-6)
 
 
 def test_sequences_that_decode_together_read_all_their_cells():

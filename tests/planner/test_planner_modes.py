@@ -20,7 +20,7 @@ from pshard.planner.search import exact
 from pshard.times.predicted_times import first_token_seconds, round_seconds
 from pshard.workload import Split, Workload
 
-FAST = profile_from_datasheet(replace(PAIR, collective_rate=100e9))
+FAST = profile_from_datasheet(replace(PAIR, collective_rate=100e9, copy_seconds=2e-6))
 SLOW = profile_from_datasheet(replace(PAIR, collective_rate=0.05e9))
 
 

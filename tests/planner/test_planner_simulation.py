@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 
+from pshard.cuts.rank_parts import cut_ranks
 from pshard.machine import Contention, ElementwiseTiming
 from pshard.model_config import Experts
 from pshard.planner.make_plan import plan_variant
@@ -23,7 +24,7 @@ from pshard.steps.graph_runs import LAUNCH_BOUND, enters, find_runs
 from pshard.steps.step import CopyIn, StepShape
 from pshard.times.curves import interpolate
 from pshard.units.ffn import FFN
-from pshard.workload import Workload
+from pshard.workload import Split, Workload
 
 DECODE = Workload((4000,), context=512, max_ubatch=1, prompt=256, generated=64)
 
@@ -130,6 +131,30 @@ def test_the_host_thread_pays_for_every_run_that_no_hand_off_begins(streamed, kv
     body = emit_steps(spec, tier, StepShape(1, 100, 1)).body
     runs = sum(not enters(body, begin) for begin, _ in find_runs(body))
     assert seconds[1] - seconds[0] == pytest.approx(each * runs, abs=0.3 * each)
+
+
+@pytest.mark.parametrize(("link", "paid"), [(25e9, 1.0), (2e7, 0.0)])
+def test_the_accelerator_waits_for_the_hosts_turn_and_copies_do_not(link, paid):
+    spec, turn, seconds = make_model(layers=6), 1e-3, []
+    profile = replace(profile_from_datasheet(replace(DESKTOP, link=link)), contention=Contention())
+    for row in ((), (ElementwiseTiming("acc", "turn", 1, 1, turn),)):
+        tables = Tables(replace(profile, elementwise=(*profile.elementwise, *row)))
+        room = rank_room(spec, DECODE, DECODE.vram_mib[0], tables.kind, tables.act_bytes)
+        costs = tier_costs(spec, tables, tier_loads(DECODE)[0], DECODE)
+        seconds.append(simulate_tier(room, place(room, 2, ffn="pinned" if paid else "streamed"), costs).seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(paid * turn, abs=1e-9)
+
+
+def test_ranks_that_sum_wait_for_the_last_ones_turn_and_later_layers_for_none():
+    spec = make_model(layers=4)
+    profile = profile_from_datasheet(DESKTOP)
+    tables = Tables(replace(profile, elementwise=(*profile.elementwise, ElementwiseTiming("acc", "turn", 1, 1, 1e-3))))
+    turns = {}
+    for mode in ("tensor", "layer"):
+        work, split = replace(DECODE, split_mode=mode), Split(mode, (1.0, 1.0))
+        parts = cut_ranks(spec, split)
+        turns[mode] = [tier_costs(part, tables, tier_loads(work)[0], work, 2).turn for part in parts]
+    assert turns == {"tensor": [2e-3, 2e-3], "layer": [1e-3, 0.0]}
 
 
 def test_one_slot_cannot_overlap_copy_and_compute_of_neighbours():

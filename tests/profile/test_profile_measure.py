@@ -348,6 +348,13 @@ class CapturingDevice(CpuDevice):
         self.graphs.clear()
 
 
+@pytest.fixture
+def quick_fills(monkeypatch):
+    """A CPU takes long to fill what keeps a GPU busy."""
+    monkeypatch.setattr("pshard.profile.timed.step_cost.FILLED", 1 << 12)
+
+
+@pytest.mark.usefixtures("quick_fills")
 def test_walks_on_one_device_share_no_graphs():
     device, kernels = CapturingDevice(), PlainKernels()
     kernels.repeatable = True
@@ -386,6 +393,7 @@ class SlowLanes(CapturingDevice):
         super().repeat(key, worth_it, work)
 
 
+@pytest.mark.usefixtures("quick_fills")
 def test_a_step_pays_for_copies_runs_and_hand_offs_and_not_for_what_cpu_units_take(monkeypatch):
     device, kernels = SlowLanes(), PlainKernels()
     reads = Reads(device.clock, 0.004)

@@ -28,7 +28,7 @@ from pshard.workload import Workload
 
 FILE = skew_routers(ExpertsFile(Experts(16, 2, 160), layers=4, d_model=256), 0.5)
 CONTEXT, TEXT = 256, 30  # tokens of a text: what comes first moves the choices of all after it
-WORK = Workload((OWN + 10,), context=CONTEXT, max_ubatch=16, prompt=16, generated=400)
+WORK = Workload((OWN + 12,), context=CONTEXT, max_ubatch=16, prompt=16, generated=400)
 MOST = 0.03  # of all choices, between what is promised and what is found
 
 
