@@ -127,7 +127,7 @@ class Tables:
             raise UserError(f"the machine profile has no attention timings of the {device}; run pshard-profile again")
         near = _nearest_heads(timed, heads)
         if tokens == 1 and 1 in timed[near]:
-            return self._read_cells(device, timed[near][1], _read_alike(near, heads), context)
+            return _read_cells((device, self.kind), timed[near][1], _read_alike(near, heads), context)
         scale = heads.n_heads * heads.head_dim / (near[0] * near[2])  # products
         if tokens <= SMALL_BATCH:
             scale = _read_alike(near, heads)
@@ -151,14 +151,8 @@ class Tables:
             return alone
         near = _nearest_heads(timed, heads)
         alike = _read_alike(near, heads)
-        together = [(n, self._read_cells(device, curve, alike, cells / n)) for n, curve in timed[near].items()]
+        together = [(n, _read_cells((device, self.kind), curve, alike, cells / n)) for n, curve in timed[near].items()]
         return interpolate(_curve([(1, alone), *together]), min(sequences, max(timed[near])))
-
-    def _read_cells(self, device: str, curve: Curve, alike: float, cells: float) -> float:
-        """Seconds of attention over cells of which each is as many bytes as `alike` of those that were timed. A GPU's
-        launches take as long over few of them."""
-        launched = device != "host" and self.kind != "cpu"
-        return interpolate(curve, alike * cells) if launched else alike * interpolate(curve, cells)
 
     def elementwise(self, device: str, what: str, tokens: int, width: int) -> float:
         """Seconds of a norm, residual addition, rotation, product or look-up on [tokens, width]; 0 when not timed."""
@@ -292,6 +286,13 @@ def _nearest_heads(timed: Iterable[tuple[int, int, int]], heads: Attend) -> tupl
 def _read_alike(timed: tuple[int, int, int], heads: Attend) -> float:
     """How many cells of the timed heads are as many bytes as one of the model's."""
     return heads.n_kv_heads * heads.head_dim / (timed[1] * timed[2])
+
+
+def _read_cells(by: tuple[str, str], curve: Curve, alike: float, cells: float) -> float:
+    """Seconds of attention over cells of which each is as many bytes as `alike` of those that were timed. A GPU's
+    launches take as long over few of them. by: the side, and what kind of accelerator there is."""
+    launched = by[0] != "host" and by[1] != "cpu"
+    return interpolate(curve, alike * cells) if launched else alike * interpolate(curve, cells)
 
 
 def count_pairs(tokens: int, context: int) -> float:
