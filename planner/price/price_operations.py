@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.planner.price.profile_tables import Tables, count_pairs
+from pshard.planner.price.profile_tables import Tables, count_pairs, runs_on_host
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import QUANT_TYPES
 from pshard.routing.expert_uses import Uses, chosen_share, used_experts
@@ -48,8 +48,8 @@ class OneSide:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host's kernels run: on the host, or on the CPU as accelerator."""
-        return self.side == "host" or self.tables.kind == "cpu"
+        """See `runs_on_host`."""
+        return runs_on_host(self.side, self.tables.kind)
 
 
 class Order(IntEnum):

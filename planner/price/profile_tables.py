@@ -127,10 +127,9 @@ class Tables:
             raise UserError(f"the machine profile has no attention timings of the {device}; run pshard-profile again")
         near = _nearest_heads(timed, heads)
         if tokens == 1 and 1 in timed[near]:
-            return _read_cells((device, self.kind), timed[near][1], _read_alike(near, heads), context)
-        scale = heads.n_heads * heads.head_dim / (near[0] * near[2])  # products
-        if tokens <= SMALL_BATCH:
-            scale = _read_alike(near, heads)
+            return _read_cells(timed[near][1], _read_alike(near, heads), context, runs_on_host(device, self.kind))
+        products = heads.n_heads * heads.head_dim / (near[0] * near[2])
+        scale = _read_alike(near, heads) if tokens <= SMALL_BATCH else products
         # between timed token counts: seconds per pair of new token and cell, at this context
         rates = _curve(
             (t, interpolate(curve, max(context, t)) / count_pairs(t, max(context, t)))
@@ -150,8 +149,8 @@ class Tables:
         if sequences == 1 or not timed:
             return alone
         near = _nearest_heads(timed, heads)
-        alike = _read_alike(near, heads)
-        together = [(n, _read_cells((device, self.kind), curve, alike, cells / n)) for n, curve in timed[near].items()]
+        alike, on_host = _read_alike(near, heads), runs_on_host(device, self.kind)
+        together = [(n, _read_cells(curve, alike, cells / n, on_host)) for n, curve in timed[near].items()]
         return interpolate(_curve([(1, alone), *together]), min(sequences, max(timed[near])))
 
     def elementwise(self, device: str, what: str, tokens: int, width: int) -> float:
@@ -277,6 +276,11 @@ class Tables:
         return max(link, 0.05), 1 / (1 + demand * max(0.0, 1 / both.cpu_with_link - 1 / alone))
 
 
+def runs_on_host(side: str, accelerator: str) -> bool:
+    """Whether a side's kernels are the host's: on the host, or with the CPU as accelerator (its kind)."""
+    return side == "host" or accelerator == "cpu"
+
+
 def _nearest_heads(timed: Iterable[tuple[int, int, int]], heads: Attend) -> tuple[int, int, int]:
     """The timed (heads, KV heads, head size) nearest to the model's in products and in what is read."""
     work, read = heads.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
@@ -288,11 +292,10 @@ def _read_alike(timed: tuple[int, int, int], heads: Attend) -> float:
     return heads.n_kv_heads * heads.head_dim / (timed[1] * timed[2])
 
 
-def _read_cells(by: tuple[str, str], curve: Curve, alike: float, cells: float) -> float:
+def _read_cells(curve: Curve, alike: float, cells: float, on_host: bool) -> float:
     """Seconds of attention over cells of which each is as many bytes as `alike` of those that were timed. A GPU's
-    launches take as long over few of them. by: the side, and what kind of accelerator there is."""
-    launched = by[0] != "host" and by[1] != "cpu"
-    return interpolate(curve, alike * cells) if launched else alike * interpolate(curve, cells)
+    launches take as long over few of them."""
+    return alike * interpolate(curve, cells) if on_host else interpolate(curve, alike * cells)
 
 
 def count_pairs(tokens: int, context: int) -> float:
