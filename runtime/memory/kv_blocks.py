@@ -136,8 +136,7 @@ class RecentBlocks:
         no room for all windows."""
         held = self._held[number]
         while self._lost[number] + len(held) < blocks_of(cells):
-            if not self._pool.room:
-                self._make_room(lengths)
+            self._make_room(lengths)
             self._pool.resize(held, (len(held) + 1) * KV_BLOCK)
 
     def missing(self, lengths: Sequence[int], wanted: Mapping[int, int]) -> int:
@@ -167,7 +166,7 @@ class RecentBlocks:
                 self._pool.hold(block)
         held = self._held[number] = []
         for at, block in enumerate(found):
-            if block is None and not self._pool.room:
+            if block is None:
                 try:
                     self._make_room(lengths)
                 except ValueError:
@@ -186,12 +185,18 @@ class RecentBlocks:
         return self._pool.idle
 
     def _make_room(self, lengths: Sequence[int]) -> None:
-        spare = [window_start(n, self._window) // KV_BLOCK - lost for n, lost in zip(lengths, self._lost)]
-        number = max(range(len(spare)), key=lambda i: spare[i])
-        if spare[number] <= 0 or not self._held[number]:
-            raise ValueError("there is no room for the windows of all sequences")
-        self._pool.take_back(self._held[number])
-        self._lost[number] += 1
+        """Let sequences leave blocks behind their windows until one is free: one that others have too frees nothing."""
+        while not self._pool.room:
+            spare = {
+                number: window_start(lengths[number], self._window) // KV_BLOCK - self._lost[number]
+                for number, held in enumerate(self._held)
+                if held
+            }
+            number = max(spare, key=spare.__getitem__, default=None)
+            if number is None or spare[number] <= 0:
+                raise ValueError("there is no room for the windows of all sequences")
+            self._pool.take_back(self._held[number])
+            self._lost[number] += 1
 
     def cut_back(self, number: int, length: int) -> bool:
         """Forget a sequence's cells after the first `length`; whether what its next token sees is still there. Where it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_files import write_gguf
+from model_files import OSS, write_gguf
 from served import DEMO, EngineLoader
 from test_engine_thread import PATIENCE, Waiter, ready, wait_for
 from tiles_in_use import tiles_in_use
@@ -224,6 +224,29 @@ def test_a_thousand_jobs_with_cancels_and_slow_readers_are_not_mixed_up(serve):
         else:
             assert ear.ended == Ended("length") and ear.tokens == expected[i % 40]
     check_blocks(thread, loader)
+
+
+@pytest.mark.parametrize(
+    ("clients", "rounds", "longest"),
+    [(4, 1, 150), pytest.param(8, 6, 500, marks=pytest.mark.slow)],
+    ids=["few", "soak"],
+)
+def test_clients_with_one_system_prompt_get_answers_longer_than_the_window(serve, tmp_path, clients, rounds, longest):
+    """What they share leaves their windows at different times; there is room for a block all the same."""
+    path = write_gguf(tmp_path / "windows.gguf", OSS, seed=3, context=1024)  # a window of 64 in every other layer
+    loader = EngineLoader(path, sequences=4, context=4096, tokens=(1, 4, 64))
+    thread = serve(loader, promises={"gap": 10.0, "queue": 1000})
+    rng = random.Random(11)
+    common = [rng.randrange(320) for _ in range(300)]
+    ask(thread, "first", common, 1).wait()
+    for turn in range(rounds):
+        asked = [[*common, *(rng.randrange(320) for _ in range(rng.randrange(1, 40)))] for _ in range(clients)]
+        lengths = [rng.randrange(longest // 2, longest) for _ in asked]
+        ears = [ask(thread, f"{turn}.{i}", p, n) for i, (p, n) in enumerate(zip(asked, lengths))]
+        for ear, most in zip(ears, lengths):
+            assert ear.over.wait(PATIENCE * 6) and ear.ended == Ended("length") and len(ear.tokens) == most
+    check_blocks(thread, loader)
+    assert len(loader.machines) == 1, "it was loaded again after an error"
 
 
 def test_a_model_is_called_by_its_file() -> None:
