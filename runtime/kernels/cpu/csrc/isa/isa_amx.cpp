@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "isa/hidden_sets.h"
 #include "kernels.h"
 
 #if defined(__clang__)
@@ -212,6 +213,7 @@ struct VectorAttention {
 
 bool has_bf16_vectors() {
   unsigned a, b, c, d;
+  if (is_hidden("avx512_bf16")) return false;
   return __builtin_cpu_supports("avx512vnni") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
@@ -219,6 +221,7 @@ bool has_bf16_vectors() {
 bool may_use_amx() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   unsigned a, b, c, d;
+  if (is_hidden("amx")) return false;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }

@@ -1,5 +1,6 @@
 // The kernels compiled for AVX2 with FMA and F16C. Everything is in an anonymous namespace, so that no function built for this
 // instruction set can be linked into code that runs without it.
+#include "isa/hidden_sets.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -34,12 +35,18 @@ namespace {
 #endif
 
 namespace pshard {
-const Kernels* kernels_avx2() {
+namespace {
+bool has_vectors() {
   __builtin_cpu_init();
-  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")))
-    return nullptr;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+         !is_hidden("avx2");
+}
+}  // namespace
+
+const Kernels* kernels_avx2() {
+  static const bool usable = has_vectors();
   static const Kernels kernels = make_kernels("avx2");
-  return &kernels;
+  return usable ? &kernels : nullptr;
 }
 }  // namespace pshard
 #else

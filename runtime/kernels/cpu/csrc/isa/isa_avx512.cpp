@@ -1,5 +1,6 @@
 // The kernels compiled for AVX-512 with VNNI. Everything is in an anonymous namespace, so that no function built for this
 // instruction set can be linked into code that runs without it.
+#include "isa/hidden_sets.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -35,13 +36,18 @@ namespace {
 #endif
 
 namespace pshard {
-const Kernels* kernels_avx512() {
+namespace {
+bool has_vectors() {
   __builtin_cpu_init();
-  if (!(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
-    return nullptr;
+  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && !is_hidden("avx512");
+}
+}  // namespace
+
+const Kernels* kernels_avx512() {
+  static const bool usable = has_vectors();
   static const Kernels kernels = make_kernels("avx512_vnni");
-  return &kernels;
+  return usable ? &kernels : nullptr;
 }
 }  // namespace pshard
 #else

@@ -1,0 +1,43 @@
+"""What a processor with fewer instruction sets runs, on this one: its kernels, and the tests of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pshard.runtime.kernels.cpu import native
+
+pytestmark = pytest.mark.skipif(
+    not native.is_available() or native.isa() != "avx512_vnni",
+    reason="the CPU kernels run here have no AVX-512 to hide",
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+ASK = "from pshard.runtime.kernels.cpu import native; print(native.isa(), native.tiles())"
+
+
+def without(sets: str) -> dict[str, str]:
+    return os.environ | {"PSHARD_CPU_WITHOUT": sets}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "isa"),
+    [("avx512_bf16", "avx512_vnni"), ("amx,avx512", "avx2"), ("avx512,avx2", "portable")],
+)
+def test_a_hidden_instruction_set_is_left_alone(hidden: str, isa: str) -> None:
+    asked = [sys.executable, "-c", ASK]
+    done = subprocess.run(asked, env=without(hidden), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [isa]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", ["avx512_bf16", "avx512"])
+def test_the_tests_of_cpu_kernels_pass_on_processors_with_less(hidden: str) -> None:
+    """Ice Lake and many virtual machines have AVX-512 without bf16; most desktops have AVX2 alone."""
+    asked = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+    folder = ROOT / "tests" / "kernels"
+    asked += [folder / "test_busy_threads.py", folder / "test_tile_kernels.py", *folder.glob("test_native_*.py")]
+    done = subprocess.run(asked, env=without(hidden), cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stdout[-3000:]
