@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 LEAST_IN_GRAPH, MOST_IN_GRAPH = 8, 256  # calls that one CUDA graph holds while they are timed
 TURNS = 7  # of a race
 STALLED = 2  # times the median: a core stood still
+LOAD_SECONDS, MOST_LOAD = 0.2, 2000  # of work before what heats is timed, and calls that this may be
 
 
 Record = Callable[[Callable[[], object]], Callable[[], object] | None]  # does work; how to do it again, or None
@@ -21,11 +22,18 @@ Record = Callable[[Callable[[], object]], Callable[[], object] | None]  # does w
 
 @dataclass(frozen=True)
 class Pace:
-    """How long one timing may take. A call longer than `seconds` is timed once, after its warm-up."""
+    """How long one timing may take. A call longer than `seconds` is timed once, after its warm-up. load: seconds of the
+    same work before it is timed."""
 
     seconds: float
     least: int = 3
     most: int = 200
+    load: float = 0.0
+
+    def under_load(self) -> "Pace":
+        """For work that heats: a GPU at its power limit lowers its clock some 0.1 s after the work began, and goes
+        up and down from then on (an H100: products of 4096 tokens take 0.61 ms at first, 0.66 to 0.74 later)."""
+        return replace(self, seconds=max(self.seconds, LOAD_SECONDS / 2), load=LOAD_SECONDS)
 
     def repetitions(self, estimate: float) -> int:
         """How often to run something that takes about `estimate` seconds."""
@@ -72,7 +80,8 @@ def _mean(samples: Sequence[float]) -> float:
 def _samples(run: Callable[[int], object], pace: Pace, cuda: bool) -> list[float]:
     sample = _sample_cuda if cuda else _sample_cpu
     estimate, count = _begin(run, pace, sample)
-    return sample(run, 2, count) if count > 1 else estimate
+    before = min(MOST_LOAD, int(pace.load / max(estimate[0], 1e-7)))  # a call longer than that has heated by itself
+    return sample(run, 2, before + count)[before:] if before + count > 1 else estimate
 
 
 def _begin(run: Callable[[int], object], pace: Pace, sample: Callable[..., list[float]]) -> tuple[list[float], int]:

@@ -11,7 +11,7 @@ from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
 
-OFF = 0.15  # a prediction further than this from what was measured is off
+OFF = 0.08  # a prediction further than this from what was measured is off
 PRIOR = 0.1  # weight of "the profile is right" against "the measurement is right"
 NUDGE = 0.05  # step of the numeric derivatives
 ITERATIONS = 4  # another lane may bind after a step

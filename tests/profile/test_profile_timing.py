@@ -82,6 +82,28 @@ def test_a_slow_call_is_timed_once(monkeypatch):
     assert seen == [0, 1]
 
 
+def test_what_heats_is_timed_when_it_has_heated(monkeypatch):
+    """A GPU that keeps its clock for 0.1 s of work, and takes an eighth longer from then on."""
+    clock, began = ManualClock(), []
+    monkeypatch.setattr(timing, "time", clock)
+
+    def run(i: int) -> None:
+        began.append(clock.perf_counter())
+        clock.sleep(0.0008 if began[-1] - began[0] < 0.1 else 0.0009)
+
+    assert median_seconds(run, Pace(0.03)) == pytest.approx(0.0008)
+    began.clear()
+    assert median_seconds(run, Pace(0.03).under_load()) == pytest.approx(0.0009)
+    long: list[int] = []
+
+    def run_long(i: int) -> None:
+        long.append(i)
+        clock.sleep(1.0)
+
+    assert median_seconds(run_long, Pace(0.03).under_load()) == pytest.approx(1.0)
+    assert long == [0, 1], "what takes so long has heated by itself"
+
+
 def test_threads_are_the_fewest_within_three_percent():
     assert pick_threads({1: 10.0, 2: 19.0, 4: 30.0, 8: 30.5, 16: 29.0}) == 4
     assert pick_threads({1: 10.0, 2: 10.5}) == 2
