@@ -28,6 +28,7 @@ AGAIN = 3  # times that a doubtful one is measured more
 UNLIKE, LARGE = 1.4, 1 << 24  # times as long for each weight as another matrix of at least so many takes
 LOOKS = 8  # slow calls that measuring such ones again may take
 HEATS = 1024  # tokens whose products keep a GPU's matrix units busy enough to reach its power limit
+UNLIKE_TOKENS = 64  # that a host is given, which would take a while to draw more
 THIN = 64  # columns of a matmul that is only there to carry the thing that is timed
 
 
@@ -84,10 +85,12 @@ class KernelBench:
         return x
 
     def activations(self, tokens: int, width: int) -> torch.Tensor:
-        """Random [tokens, width] in the kernels' activation type."""
-        generator = torch.Generator().manual_seed(0)
-        row = torch.randn(width, generator=generator).to(self.device, self.kernels.act_dtype)
-        return row.repeat(tokens, 1)
+        """Random [tokens, width] in the kernels' activation type, every token another: a GPU that multiplies equal ones
+        takes less power, and so lowers its clock less than in a model."""
+        unlike = min(tokens, UNLIKE_TOKENS) if self.device.type == "cpu" else tokens
+        generator = torch.Generator(self.device).manual_seed(0)
+        rows = torch.randn(unlike, width, generator=generator, device=self.device, dtype=self.kernels.act_dtype)
+        return rows if unlike == tokens else rows.repeat(-(-tokens // unlike), 1)[:tokens]
 
 
 def _write_down(work: Callable[[], object]) -> Callable[[], object] | None:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 
 from pshard.machine import Contention, CopyTiming
 from pshard.profile.timed.operands import fill_ordinary
+from pshard.profile.timed.time_kernels import time_series
 from pshard.profile.timing_loop import Pace, median_seconds
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.host.host_memory import map_memory
@@ -92,14 +94,14 @@ def time_copies(link: LinkBench, sizes: Iterable[int], pace: Pace) -> list[CopyT
     if link.ring is not None:
         ways.append(("h2d", "staged", link.pageable, link.ring.copy_in))
     ways += [("h2d", "pageable", link.pageable, device.copy_in), ("d2h", "pageable", link.pageable, device.copy_out)]
-    return [
-        CopyTiming(direction, memory, nbytes, _time_copy(link, host, direction, nbytes, copy, pace))
-        for direction, memory, host, copy in ways
-        for nbytes in sizes
-    ]
+    rows = []
+    for direction, memory, host, copy in ways:
+        series = time_series(sizes, inf, partial(_time_copy, link, host, direction, copy, pace))
+        rows += [CopyTiming(direction, memory, nbytes, seconds) for nbytes, seconds in series]
+    return rows
 
 
-def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, copy: Copy, pace: Pace) -> float:
+def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, copy: Copy, pace: Pace, nbytes: int) -> float:
     queued = max(1, min(DEEPEST_QUEUE, BATCH_BYTES // nbytes))
     copies = _copies(link, host, direction, nbytes, copy)
 

@@ -15,7 +15,7 @@ from pshard.profile.timed import time_kernels as kernels
 from pshard.profile.timed.host_threads import pick_threads, thread_counts
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench, time_series
-from pshard.profile.timed.time_links import copy_in_turn, link_from, run_together
+from pshard.profile.timed.time_links import LinkBench, copy_in_turn, link_from, run_together, time_copies
 from pshard.profile.timing_loop import Pace, calls_in_graph, mean_seconds, median_seconds, replay_seconds
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
@@ -102,6 +102,28 @@ def test_what_heats_is_timed_when_it_has_heated(monkeypatch):
 
     assert median_seconds(run_long, Pace(0.03).under_load()) == pytest.approx(1.0)
     assert long == [0, 1], "what takes so long has heated by itself"
+
+
+def test_no_token_of_a_timed_product_is_like_its_neighbour():
+    cpu = torch.device("cpu")
+    bench = KernelBench("host", PlainKernels(), cpu, OperandPool(1 << 20, cpu), Pace(0.1), 1.0)
+    assert len(bench.activations(60, 32).unique(dim=0)) == 60
+    assert bench.activations(300, 32).shape == (300, 32)
+
+
+def test_a_copy_that_stood_still_is_timed_again(monkeypatch):
+    stalls = iter([3e-3])
+
+    def time_copy(link, host, direction, copy, pace, nbytes):
+        return next(stalls, nbytes / 50e9) if nbytes == 64 << 20 else nbytes / 50e9
+
+    monkeypatch.setattr("pshard.profile.timed.time_links._time_copy", time_copy)
+    device = CpuDevice()
+    try:
+        rows = time_copies(LinkBench(device, *[torch.empty(0)] * 3), (16 << 20, 64 << 20, 256 << 20), Pace(0.1))
+    finally:
+        device.close()
+    assert not list(stalls) and all(row.seconds == row.nbytes / 50e9 for row in rows)
 
 
 def test_threads_are_the_fewest_within_three_percent():
