@@ -10,6 +10,7 @@ from pshard.errors import UserError
 from pshard.machine import AcceleratorInfo, HostInfo
 from pshard.runtime.devices.numa import read_nodes
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.gpu.card_limits import card_limits
 
 _SYS_CPU = Path("/sys/devices/system/cpu")
 _SIZE_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -156,12 +157,10 @@ def _read_text(path: Path) -> str:
 def _identify_gpu(index: int) -> AcceleratorInfo:
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
+    properties, limits = torch.cuda.get_device_properties(index), card_limits(f"cuda:{index}")
     generation, width, driver = _pcie_link(f"GPU-{properties.uuid}")
-    capability = f"{properties.major}.{properties.minor}"
-    return AcceleratorInfo(
-        "cuda", index, properties.name, properties.total_memory, generation, width, driver, capability
-    )
+    capability = f"{limits.capability // 10}.{limits.capability % 10}"
+    return AcceleratorInfo("cuda", index, limits.name, properties.total_memory, generation, width, driver, capability)
 
 
 def unlike_accelerators(accelerators: Sequence[AcceleratorInfo]) -> tuple[AcceleratorInfo, ...]:

@@ -1,8 +1,10 @@
 """MachineProfile: what a machine can do, measured with the runtime's own kernels or taken from datasheets. No torch."""
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pshard.errors import UserError
 from pshard.times.gpu_tiles import TileChoice
 
 PROFILE_VERSION = 1
@@ -17,6 +19,16 @@ ACCELERATOR_TABLES = (
     "deltas",
     "in_place",
 )  # whose rows name a device
+
+AS_CARD = "PSHARD_AS_CARD"  # capability of the card that the GPU here is taken for, as 86: see docs/cards.md
+
+
+def emulated_capability() -> int | None:
+    """The capability of PSHARD_AS_CARD, which every process of a run inherits; None where GPUs are what they are."""
+    text = os.environ.get(AS_CARD, "")
+    if text and not text.isdecimal():
+        raise UserError(f"environment variable {AS_CARD}: {text!r} is no capability such as 86; correct or unset it")
+    return int(text) if text else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pshard.errors import UserError
 from pshard.jsonio import Where, from_json, name_place, parse_json, write_json_atomically
-from pshard.machine import PROFILE_VERSION, MachineProfile
+from pshard.machine import PROFILE_VERSION, MachineProfile, emulated_capability
 from pshard.paths import cache_dir
 from pshard.registries.check_profile import check_timings
 
@@ -33,8 +33,9 @@ _SIZES |= {"experts", "used", "d_expert", "d_model", "key_heads", "value_heads",
 
 
 def default_profile_path() -> Path:
-    """The profile of this machine: `profile.json` in the cache folder."""
-    return cache_dir() / "profile.json"
+    """The profile of this machine: `profile.json` in the cache folder; another where its GPU is taken for another."""
+    emulated = emulated_capability()
+    return cache_dir() / (f"profile-as-{emulated}.json" if emulated else "profile.json")
 
 
 def load_profile(path: Path | None = None) -> MachineProfile:

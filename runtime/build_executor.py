@@ -8,6 +8,7 @@ import torch
 
 from pshard.buffers import SUM_NORMS, arena_bytes, index_words, shared_index_words
 from pshard.cuts.rank_parts import Ranges
+from pshard.machine import AS_CARD, emulated_capability
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
@@ -59,6 +60,8 @@ def choose_kernels(
     except ImportError as error:
         notes.append(f"GPU kernels: torch fallbacks, slower (no Triton: {error})")
         return PlainKernels(), host, tuple(notes)
+    if wanted_card := emulated_capability():
+        notes.append(f"GPU kernels: as card {wanted_card} has them, which this GPU is taken for ({AS_CARD})")
     return CudaKernels(device.torch_device, max_tokens, tiles), host, tuple(notes)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pshard.machine import AS_CARD
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).with_name("makers")))
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts jobs in the background: Ctrl-C is tested too
@@ -19,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts jobs 
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache, or is steered by the user's environment."""
     for name in list(os.environ):
-        if name.startswith("PSHARD_"):
+        if name.startswith("PSHARD_") and name not in (AS_CARD, "PSHARD_CARD_HERE"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PSHARD_VALIDATE", "0")  # plans are run before they are written where a test asks for it
     monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
@@ -81,9 +83,16 @@ def few_to_collect() -> None:
     gc.freeze()
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--as-card", metavar="86", help="take the GPU for a card of this capability: see docs/cards.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Examples of hypothesis have no deadline: where others use the machine too, any of them may be late."""
     from hypothesis import settings
+
+    if config.getoption("--as-card"):  # before anything has imported a kernel
+        os.environ[AS_CARD] = config.getoption("--as-card")
 
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.commands.command_line import check_writable, env_default, new_parser, run_cli
+from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.model_flags import named_model
 from pshard.errors import UserError
 from pshard.jsonio import to_json
@@ -33,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         "-t", "--threads", type=_thread_count, metavar="N", help="CPU threads (default: the count that reads fastest)"
     )
     parser.add_argument("-dev", "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    add_card_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the profile as JSON, and nothing else, on stdout")
     parser.set_defaults(threads=env_default("THREADS", _thread_count, None), device=env_default("DEVICE", str, None))
     return parser

@@ -13,6 +13,7 @@ from pshard.commands.command_line import (
     parse_mib,
     parse_mib_list,
 )
+from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.model_flags import add_model_flags
 from pshard.commands.split_flags import (
     add_split_flags,
@@ -66,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
     add_split_flags(p, otherwise="equal", reduce_dtype=Workload.reduce_dtype)
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
+    add_card_flag(p)
     p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
     p.add_argument(
         "--routing", type=Path, metavar="FILE",

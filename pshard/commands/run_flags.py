@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.commands.command_line import env_default, parse_count, parse_mib_list
+from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.model_flags import add_model_flags, choose_model
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 from pshard.registries.profile_store import load_profile
@@ -37,6 +38,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add_split_flags(group, otherwise="those of the plan that fits")
     group.add_argument("--registry", type=Path, help="plan registry (default: beside the model, else the cache)")
     group.add_argument("--profile", type=Path, help="machine profile (default: this machine's, in the cache)")
+    add_card_flag(group)
     group.add_argument("--kernels", choices=KERNELS, default="fast", help="plain: torch in float32, slow")
     group.add_argument("--replan", action="store_true", help="plan again before running")
 

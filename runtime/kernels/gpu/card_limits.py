@@ -3,9 +3,11 @@ torch."""
 
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from pshard.machine import emulated_capability
 
 if TYPE_CHECKING:
     import torch
@@ -74,11 +76,27 @@ def _read_limits(index: int) -> CardLimits:
 
     found: Any = torch.cuda.get_device_properties(index)  # whose stubs lack some
     capability = 10 * found.major + found.minor
-    return CardLimits(
+    limits = CardLimits(
         found.name, capability, found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor,
         found.regs_per_multiprocessor, found.max_threads_per_multi_processor, found.multi_processor_count,
         found.L2_cache_size, bf16=capability >= 80, wddm=is_scheduled_by_windows(),
     )  # fmt: skip
+    wanted = emulated_capability()
+    return take_for(limits, KNOWN_CARDS[wanted]) if wanted else limits
+
+
+def take_for(here: CardLimits, other: CardLimits) -> CardLimits:
+    """The card that is here where it is taken for another: processors and L2 are its own, whatever that other has."""
+    return replace(
+        here,
+        name=f"{here.name} as sm_{other.capability}",
+        capability=other.capability,
+        shared_block=min(here.shared_block, other.shared_block),
+        shared_processor=min(here.shared_processor, other.shared_processor),
+        registers=min(here.registers, other.registers),
+        threads=min(here.threads, other.threads),
+        bf16=here.bf16 and other.bf16,
+    )
 
 
 def is_scheduled_by_windows() -> bool:

@@ -1,0 +1,121 @@
+"""Attention as another card has it: tiles that fit that card beside the large tiles in the same code.
+
+    python benchmarks/as_card_attention.py --as-card 86 --out FILE
+
+Three rates of each case, in three processes: `fits`, tiles of that card, in its code; `large`, tiles of an H100 in that
+same code, with the limit of shared memory lifted; `native`, the GPU as it is. `share` is fits / large; the goal is 0.9.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pshard.machine import AS_CARD
+from pshard.profile.timed.operands import OperandPool
+from pshard.profile.timed.time_kernels import KernelBench, time_attention
+from pshard.profile.timing_loop import Pace
+from pshard.times.gpu_tiles import Tile
+from pshard.units.operations import Attend
+
+SHAPES = (Attend(64, 8, 64), Attend(32, 8, 128), Attend(16, 8, 256), Attend(16, 2, 256))
+CELLS = ("bf16", "q8_0")
+CASES = ((4096, 4096, 1), (1024, 16384, 1), (1, 4096, 1), (1, 32768, 1), (1, 4096, 16))  # tokens, cells, sequences
+WAYS = ("fits", "large", "native")
+# tiles that fit 99 KB, by the padded elements of a head, and those of an H100
+FIT = {
+    ("prefill", 64): Tile(128, 64, 8, 3),
+    ("prefill", 128): Tile(128, 64, 8, 3),
+    ("prefill", 256): Tile(64, 32, 8, 2),
+}
+LARGE = {
+    ("prefill", 64): Tile(128, 128, 8, 3),
+    ("prefill", 128): Tile(128, 128, 8, 3),
+    ("prefill", 256): Tile(64, 64, 8, 2),
+}
+
+
+def main() -> int:
+    """Entry point of the script; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--as-card", default="86", metavar="86", help="capability of the other card (default 86)")
+    parser.add_argument("--seconds", type=float, default=100.0, help="no case begins later than this (default 100)")
+    parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # what one of the three processes does
+    args = parser.parse_args()
+    if args.way:
+        print(json.dumps(time_cases(args.way, args.seconds)))
+        return 0
+    rates: dict[str, dict[str, Any]] = {}
+    for way in WAYS:
+        environment = os.environ | ({} if way == "native" else {AS_CARD: args.as_card})
+        command = [sys.executable, __file__, "--way", way, "--seconds", str(args.seconds / 3), "--out", str(args.out)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        sys.stderr.write(done.stderr[-4000:])
+        rates[way] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    rows = [compare(name, *(rates[way].get(name) for way in WAYS)) for name in rates["native"]]
+    result = {
+        "gpu": torch.cuda.get_device_name(), "as_card": args.as_card, "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d %H:%M"), "rows": rows,
+    }  # fmt: skip
+    args.out.write_text(json.dumps(result, indent=1))
+    for row in rows:
+        print(" ".join(f"{key} {value}" for key, value in row.items()))
+    return 0
+
+
+def compare(name: str, fits: Any, large: Any, native: Any) -> dict[str, Any]:
+    """One line of the result: microseconds of each way, or what it failed with."""
+    share = round(large / fits, 3) if isinstance(fits, float) and isinstance(large, float) else None
+    return {"case": name, "share": share, "fits_us": fits, "large_us": large, "native_us": native}
+
+
+def time_cases(way: str, seconds: float) -> dict[str, Any]:
+    """Case -> microseconds, or the error in words."""
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    if way == "large":
+        lift_limit()
+    device, end = torch.device("cuda"), time.monotonic() + seconds
+    kernels, pool = CudaKernels(device, 4096), OperandPool(256 << 20, device)
+    bench = KernelBench("acc", kernels, device, pool, Pace(0.08), 1.0)
+    found: dict[str, Any] = {}
+    for tokens, context, sequences in CASES:
+        for shape in SHAPES:
+            for cells in CELLS:
+                if time.monotonic() > end:
+                    return found
+                name = f"{'x'.join(map(str, shape.heads))} {cells} {sequences}x{tokens}@{context}"
+                use_tiles(FIT if way == "fits" else LARGE, 32 if way == "fits" and shape.head_dim > 128 else 64)
+                try:
+                    with torch.inference_mode():
+                        (row,) = time_attention(bench, shape, cells, tokens, [context], sequences)
+                    found[name] = round(row.seconds * 1e6, 2)
+                except Exception as error:
+                    found[name] = f"{type(error).__name__}: {error}"[:200]
+    return found
+
+
+def lift_limit() -> None:
+    """Kernels of the other card's code may have all of this GPU's shared memory."""
+    from triton.compiler import compiler
+
+    compiler.max_shared_mem = lambda device: 227 << 10
+
+
+def use_tiles(tiles: dict[tuple[str, int], Tile], cells: int) -> None:
+    """Have prompts cut so, and decoding take so many cells at once."""
+    from pshard.runtime.kernels.gpu.default_tiles import TUNING
+
+    TUNING.update({**tiles, ("decode", 0): replace(TUNING["decode", 0], depth=cells)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
