@@ -9,6 +9,7 @@ from pathlib import Path
 from pshard.errors import UserError
 from pshard.machine import AcceleratorInfo, HostInfo
 from pshard.runtime.devices.numa import read_nodes
+from pshard.runtime.devices.usable_gpus import count_usable, describe_unused
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.gpu.card_limits import card_limits
 
@@ -34,7 +35,8 @@ def identify_host(threads: int) -> HostInfo:
 
 
 def identify_accelerators(kind: str) -> tuple[AcceleratorInfo, ...]:
-    """Every visible GPU for "cuda", the CPU itself for "cpu". Raises UserError when torch sees no GPU."""
+    """Every visible GPU that is computed on for "cuda", the CPU itself for "cpu". Raises UserError when there is no
+    such GPU."""
     if kind == "cpu":
         return (AcceleratorInfo("cpu", 0, f"{_cpu_name()} (as accelerator)", usable_memory()),)
     if kind != "cuda":
@@ -43,7 +45,9 @@ def identify_accelerators(kind: str) -> tuple[AcceleratorInfo, ...]:
 
     if not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
-    return tuple(_identify_gpu(i) for i in range(torch.cuda.device_count()))
+    if not count_usable():
+        raise UserError(f"--device cuda: {describe_unused()[0]}; use --device cpu")
+    return tuple(_identify_gpu(i) for i in range(count_usable()))
 
 
 def _host_kernels() -> tuple[str, str]:
@@ -56,10 +60,8 @@ def _host_kernels() -> tuple[str, str]:
 
 
 def default_accelerator() -> str:
-    """ "cuda" where torch sees a GPU, else "cpu"."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """ "cuda" where there is a GPU that is computed on, else "cpu"."""
+    return "cuda" if count_usable() else "cpu"
 
 
 def last_cache_bytes() -> int:

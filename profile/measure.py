@@ -55,6 +55,7 @@ from pshard.profile.tuning.tile_cases import tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import Device, open_device
+from pshard.runtime.devices.usable_gpus import describe_unused
 from pshard.runtime.kernels.api import TiledKernels
 from pshard.times.gpu_tiles import TileChoice
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
@@ -261,7 +262,7 @@ def open_benches(effort: Effort, device: Device) -> tuple[KernelBench, KernelBen
         return host, None, list(notes)
     pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
     acc = KernelBench("acc", fast, device.torch_device, pool, effort.pace, effort.slow)
-    return host, acc, list(notes)
+    return host, acc, [*notes, *describe_unused()]
 
 
 def time_collectives(request: ProfileRequest, devices: int, notes: list[str]) -> tuple[CollectiveTiming, ...]:

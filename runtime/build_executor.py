@@ -8,12 +8,14 @@ import torch
 
 from pshard.buffers import SUM_NORMS, arena_bytes, index_words, shared_index_words
 from pshard.cuts.rank_parts import Ranges
+from pshard.errors import UserError
 from pshard.machine import AS_CARD, emulated_capability
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.devices.device import Device
+from pshard.runtime.devices.usable_gpus import describe_unused
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
@@ -40,6 +42,8 @@ def choose_kernels(
 
     tiles: what the machine profile chose for this accelerator; the defaults stand for what is not among them.
     exact: the host's products give a token the same bits however many are computed with it.
+
+    Raises UserError for a GPU where Triton is broken.
     """
     keep_freed_memory()
     if wanted == "plain":
@@ -54,12 +58,11 @@ def choose_kernels(
     else:
         notes.append(f"host kernels: torch fallbacks, slower ({native.why_missing()})")
     if device.kind == "cpu":
-        return host, host, tuple(notes)
+        return host, host, (*notes, *describe_unused())
     try:
         from pshard.runtime.kernels.gpu.cuda import CudaKernels
     except ImportError as error:
-        notes.append(f"GPU kernels: torch fallbacks, slower (no Triton: {error})")
-        return PlainKernels(), host, tuple(notes)
+        raise UserError(f"Triton cannot be imported: {error}; install it again, or use a profile of the CPU") from None
     if wanted_card := emulated_capability():
         notes.append(f"GPU kernels: as card {wanted_card} has them, which this GPU is taken for ({AS_CARD})")
     return CudaKernels(device.torch_device, max_tokens, tiles), host, tuple(notes)

@@ -114,11 +114,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
-    import torch
+    from pshard.runtime.devices.usable_gpus import count_usable, describe_unused
 
-    if not torch.cuda.is_available():
+    if not count_usable():
         for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+            item.add_marker(pytest.mark.skip(reason="; ".join(describe_unused()) or "no CUDA GPU"))
 
 
 def _draw_fewer_examples(items: list[pytest.Item]) -> None:

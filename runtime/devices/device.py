@@ -25,6 +25,7 @@ from pshard.runtime.devices.cuda_driver import (
 )
 from pshard.runtime.devices.row_copy import check_rows, copy_rows
 from pshard.runtime.devices.streams import OnDevice, OnStream
+from pshard.runtime.devices.usable_gpus import NEEDED, find_lack
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.host.host_memory import map_memory
 
@@ -78,6 +79,10 @@ def open_device(kind: str, index: int = 0) -> "CudaDevice | CpuDevice":
         raise UserError(f"unknown device {kind!r}; choose cuda or cpu")
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise UserError(f"no CUDA device {index} on this machine; use --device cpu")
+    if lack := find_lack(index):
+        raise UserError(
+            f"GPU {index} is not used: {lack.why}; {lack.remedy or NEEDED}, or use a profile of --device cpu"
+        )
     return CudaDevice(index)
 
 

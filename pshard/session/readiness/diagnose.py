@@ -54,8 +54,17 @@ def _look_at_gpu() -> Finding:
 
     driver = find_driver()
     if torch.cuda.is_available():
+        from pshard.profile.identify import identify_accelerators
+        from pshard.runtime.devices.usable_gpus import LEAST, count_usable, describe_unused, find_lack
+
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         says = f"{', '.join(names)}; driver {driver or 'unknown'}, torch {torch.__version__}"
+        if (used := count_usable()) < len(names):
+            lack, what = find_lack(used), describe_unused()[0]
+            says += f"; {what if used else f'the CPU computes: {what}'}"
+            return Finding("GPU", "wrong" if lack and lack.remedy else "note", says, lack.remedy if lack else "")
+        capabilities = {a.capability for a in identify_accelerators("cuda")}
+        says += f"; compute capability {', '.join(sorted(capabilities))}, of which {LEAST} is the least"
         return Finding("GPU", "ok", says)
     if driver:
         remedy = "install torch for CUDA: pip install --force-reinstall torch"
