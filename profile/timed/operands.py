@@ -144,9 +144,9 @@ def fill_ordinary(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def random_record(qtype: str, cols: int) -> np.ndarray:
+def random_record(qtype: str, cols: int, seed: int = 0) -> np.ndarray:
     """16 rows of a random packed matrix, u8: random codes with ordinary scales (no NaN, infinity or denormal)."""
-    rng = np.random.default_rng(cols)
+    rng = np.random.default_rng(cols + seed)
     if not QUANT_TYPES[qtype].planes:
         values = torch.from_numpy(rng.normal(0, 0.02, (ROW_BLOCK, cols)).astype(np.float32))
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[qtype]

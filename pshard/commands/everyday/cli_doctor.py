@@ -4,6 +4,7 @@ import sys
 from argparse import ArgumentParser
 
 from pshard.commands.command_line import new_parser, run_cli
+from pshard.commands.parsing.card_flags import add_card_flag
 
 SIGNS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "wrong": ("WRONG", "bold red")}
 
@@ -15,11 +16,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> ArgumentParser:
     """The flags of pshard doctor."""
-    return new_parser("pshard-doctor", "Check this machine; the exit code is 1 when something is wrong.")
+    parser = new_parser("pshard-doctor", "Check this machine; the exit code is 1 when something is wrong.")
+    parser.add_argument(
+        "--gpu", action="store_true",
+        help="run each GPU kernel once against the plain one, and print a table to paste into an issue",
+    )  # fmt: skip
+    add_card_flag(parser)
+    return parser
 
 
 def _main(argv: list[str]) -> int:
-    make_parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
+    if args.gpu:
+        return _check_gpu()
     from rich.console import Console
     from rich.text import Text
 
@@ -36,6 +45,23 @@ def _main(argv: list[str]) -> int:
         if found.remedy:
             out.print(Text(f"      -> {found.remedy}"), soft_wrap=True)
     return int(wrong)
+
+
+def _check_gpu() -> int:
+    """The table of kernels, as Markdown, on stdout; what begins on a terminal's stderr."""
+    from rich.console import Console
+
+    from pshard.session.readiness.try_gpu import describe_gpu, show_row, try_gpu
+
+    failed = count = 0
+    with Console(stderr=True).status("opening the GPU") as status:
+        rows = try_gpu(status.update)
+        print(f"{describe_gpu()}\n\n| kernel | case | off by | us | |\n|---|---|---|---|---|")
+        for row in rows:
+            count, failed = count + 1, failed + (not row.passed)
+            print(show_row(row), flush=True)
+    print(f"\n{count} cases, {failed} failed" + "; please paste this into an issue" * bool(failed))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
