@@ -137,11 +137,13 @@ def sweep(bench: Bench, model: Model, weights: ExpertWeights) -> None:
         usual, found = TUNING[key], []
         for tile in tiles:
             TUNING[key] = tile
+            bench.kernels.use_tiles(())
             name = f"{model.name} M={tokens} {key[0]} {tile.rows, tile.depth, tile.warps, tile.stages, tile.registers}"
             result = bench.case(f"{name} {tile.tokens}", partial(experts, bench, model, weights, tokens))
             if "us" in result:
                 found.append((result["us"], tile))
         TUNING[key] = min(found, key=lambda one: one[0])[1] if found else usual
+        bench.kernels.use_tiles(())
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from pshard.runtime.blocks.block import ALONE, Side, Work
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
-from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles
+from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
@@ -394,9 +394,9 @@ def sweep(bench: Bench) -> dict[str, Any]:
 
     def matmul(kernel: str, qtype: str, tokens: int, name: str, run: Run) -> None:
         def use(tile: Tile) -> None:
-            bench.kernels.use_tiles([TileChoice("acc", kernel, qtype, tokens, tile, 1.0, 1.0)])
+            bench.kernels.try_tile(TileChoice("acc", kernel, qtype, tokens, tile, 1.0, 1.0))
 
-        attempt(f"{name} M={tokens}", candidate_tiles(kernel, qtype, tokens), use, run)
+        attempt(f"{name} M={tokens}", candidate_tiles(kernel, qtype, tokens, bench.kernels.limits), use, run)
         bench.kernels.use_tiles(())
 
     def linears(qtype: str, shape: tuple[int, int], *tokens: int) -> None:
@@ -414,11 +414,13 @@ def sweep(bench: Bench) -> dict[str, Any]:
         linears(qtype, (25600, 5120), 1, 4, 8, 16, 64)
     for qtype in ("Q2_K", "Q3_K", "Q6_K"):
         linears(qtype, (25600, 5120), 1, 4, 8, 16)
-    usual = TUNING["prefill", 128]
+
+    def read(tile: Tile) -> None:
+        bench.kernels.try_tile(TileChoice("acc", "prompt 128", "bf16", 0, tile, 1.0, 1.0))
+
     for past, tiles in ((0, PROMPT), (12288, PROMPT[:3])):
-        attempt(f"prefill 4096 after {past}", tiles, lambda tile: TUNING.update({("prefill", 128): tile}),
-                lambda p=past: prefill_attention(bench, 4096, p))  # type: ignore[misc]  # fmt: skip
-    TUNING["prefill", 128] = usual
+        attempt(f"prefill 4096 after {past}", tiles, read, lambda p=past: prefill_attention(bench, 4096, p))  # type: ignore[misc]
+    bench.kernels.use_tiles(())
     return best
 
 

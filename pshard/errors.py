@@ -10,6 +10,10 @@ class StepFailed(RuntimeError):
     the engine refuses further work. A command prints the message as one line and exits with code 1."""
 
 
+class KernelRefused(UserError):
+    """A kernel cannot run on the GPU at hand, however often the model is loaded; the message names both."""
+
+
 class NoPlan(UserError):
     """No plan keeps within the memory at hand."""
 

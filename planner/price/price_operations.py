@@ -29,8 +29,8 @@ from pshard.units.operations import (
     StoreLatent,
 )
 
-# tokens of a prompt whose cells are read together: rows of the GPU tiles of runtime/kernels/gpu/default_tiles.py; plain
-# torch takes as many as a window of 128 has
+# tokens of a prompt whose cells are read together: rows of GPU tiles (runtime/kernels/gpu/tiles/attention_tiles.py);
+# plain torch takes as many as a window of 128 has
 ATTENDED_AT_ONCE = 128
 
 

@@ -45,10 +45,11 @@ def tune_tiles(bench: KernelBench, kernels: TiledKernels, cases: list[TileCase],
         if not needs[trial.case]:
             continue
         default, *others = needs[trial.case]
+        broken = any(compiled.get(r) is not None for r in needs[trial.case][default])
         reached = [tile for tile in others if all(r in compiled for r in needs[trial.case][tile])]
         ready = [tile for tile in reached if all(compiled[r] is None for r in needs[trial.case][tile])]
         untried += len(others) - len(reached)
-        choices += trial.choose([default, *ready]) if ready else []
+        choices += trial.choose(ready if broken else [default, *ready]) if ready else []
     kernels.use_tiles(choices)
     failures = [_describe(error) for error in compiled.values() if error is not None]
     return Tuned(tuple(choices), untried, tuple(failures + [f for trial in trials for f in trial.failures]))
@@ -67,30 +68,30 @@ class _Trial:
         self.failures: list[str] = []
 
     def needs(self) -> dict[Tile, tuple[Request, ...]]:
-        """The candidates for the largest matrix, the default first, and what must be compiled for each;
-        none where that cannot be."""
+        """The candidates for the largest matrix, the default first, and what must be compiled for each; without those
+        that cannot be."""
         call, _ = self._calls(*self.case.matrices[0])
-        tiles = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens)
+        tiles = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens, self.kernels.limits)
         found: dict[Tile, tuple[Request, ...]] = {}
         for tile in tiles:
             try:
                 found[tile] = requests_of(partial(self._run_with, tile, call, 0))
             except Exception as error:  # of Triton, which cannot even begin to compile it for this GPU
                 self.failures.append(_describe(error))
-        return found if tiles[0] in found else {}
+        return found
 
     def choose(self, tiles: list[Tile]) -> Iterator[TileChoice]:
-        """One choice among them, the first being the default, or none where not even that one works."""
-        default, totals = tiles[0], dict.fromkeys(tiles, 0.0)
-        best = default
+        """One choice among them, of which the first that works is what is used where nothing is chosen; none where not
+        one works."""
+        totals = dict.fromkeys(tiles, 0.0)
         for rows, cols in self.case.matrices:
             seconds = self._race(rows, cols, tiles)
-            if default not in seconds:
+            if not seconds:
                 return
+            default = best = next(iter(seconds))
             totals = {tile: totals[tile] + more for tile, more in seconds.items()}
             faster = [t for t in totals if totals[t] < (1 - NOISE) * totals[default]]
             if not faster:
-                best = default
                 break
             best = min(faster, key=lambda tile: totals[tile])
             tiles = [default, best]  # on the other matrices it must not lose what it gains on the largest
@@ -124,5 +125,5 @@ class _Trial:
         return calls_of(self.bench.kernels, self.case, weights, self.bench.activations(self.case.tokens, cols))
 
     def _run_with(self, tile: Tile, call: Callable[[int], None], i: int) -> None:
-        self.kernels.use_tiles((self.case.choose(tile),))
+        self.kernels.try_tile(self.case.choose(tile))
         call(i)

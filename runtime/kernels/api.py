@@ -15,6 +15,7 @@ from pshard.model_config import Experts
 from pshard.times.gpu_tiles import TileChoice
 
 if TYPE_CHECKING:
+    from pshard.runtime.kernels.gpu.card_limits import CardLimits
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
@@ -437,10 +438,24 @@ class Kernels(RowKernels, Protocol):
 
 @runtime_checkable
 class TiledKernels(Kernels, Protocol):
-    """Kernels whose tiles can be chosen."""
+    """Kernels whose tiles can be chosen.
+
+    limits: of the card that they run on. passed_over: one line for every tile that was wanted and does not work there.
+    """
+
+    @property
+    def limits(self) -> "CardLimits": ...
+
+    @property
+    def passed_over(self) -> tuple[str, ...]: ...
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
-        """From now on, these tiles for their kernels, types and tokens, and the defaults for all others."""
+        """From now on, these tiles for their kernels, types and tokens, and the defaults for all others; where one does
+        not work on this card, the next that does."""
+        ...
+
+    def try_tile(self, choice: TileChoice) -> None:
+        """From now on this tile and no other for its kernel, type and tokens: KernelRefused where it does not work."""
         ...
 
 

@@ -23,6 +23,7 @@ from pshard.quant import QUANT_TYPES
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.kernels.gpu import cuda
+from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
 from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
 from pshard.runtime.kernels.gpu.products import few_rows
 from pshard.times.gpu_tiles import Tile, TileChoice
@@ -43,7 +44,7 @@ def kernels() -> cuda.CudaKernels:
 
 def tiles_to_check(kernel: str, qtype: str, tokens: int) -> list[Tile]:
     """The candidates; in the interpreter without what changes nothing there, or nothing of how types are decoded."""
-    tiles = candidate_tiles(kernel, qtype, tokens)
+    tiles = candidate_tiles(kernel, qtype, tokens, KNOWN_CARDS[90])
     if DEVICE == "cpu":
         same = {"registers": None} if qtype in ("Q4_0", "Q6_K") else {"registers": None, "programs": 1, "stages": 1}
         tiles = tuple(replace(tile, **same) for tile in tiles)

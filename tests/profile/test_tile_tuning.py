@@ -33,6 +33,7 @@ from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.quant import QUANT_TYPES
 from pshard.registries.fingerprint import digest, fingerprint_inputs
 from pshard.runtime.kernels.api import Packed, TiledKernels
+from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.session.open_plan import Opened
@@ -44,14 +45,15 @@ from pshard.workload import Workload
 PLANED = [name for name, q in QUANT_TYPES.items() if q.planes]
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 CASE = TileCase("matvec", "Q4_0", 8, ((64, 32), (32, 32)))
+H100 = KNOWN_CARDS[90]
 
 
 @pytest.mark.parametrize("kernel", ["matvec", "gated", "gated few"])
 @pytest.mark.parametrize("qtype", PLANED)
 def test_every_candidate_fits_its_kernel(kernel: str, qtype: str) -> None:
     for tokens in BUCKETS if kernel != "gated few" else (1,):
-        tiles = candidate_tiles(kernel, qtype, tokens)
-        assert tiles[0] == default_tile(kernel, qtype, tokens) and 4 <= len(set(tiles)) == len(tiles) <= 14
+        tiles = candidate_tiles(kernel, qtype, tokens, H100)
+        assert tiles[0] == default_tile(kernel, qtype, tokens, H100) and 4 <= len(set(tiles)) == len(tiles) <= 15
         assert tokens > 8 or {tile.rows for tile in tiles} == {16, 32} or kernel != "matvec"
         for tile in tiles:
             assert tile.rows in (16, 32) and tile.stages <= 1 + (tile.rows == 32) and tile.tokens >= min(tokens, 4)
@@ -64,7 +66,7 @@ def test_every_candidate_fits_its_kernel(kernel: str, qtype: str) -> None:
 def test_both_ways_of_multiplying_are_tried_for_few_tokens() -> None:
     for kernel in ("matvec", "gated"):
         for tokens in (1, 2, 4):
-            assert {t.rows for q in PLANED for t in candidate_tiles(kernel, q, tokens)[1:]} == {16, 32}
+            assert {t.rows for q in PLANED for t in candidate_tiles(kernel, q, tokens, H100)[1:]} == {16, 32}
 
 
 def test_cases_are_the_models_kernels_types_and_batches() -> None:
@@ -103,6 +105,10 @@ class FakeKernels(PlainKernels):
     def __init__(self, broken: Tile | None = None, wrong: Tile | None = None) -> None:
         self.broken, self.wrong = broken, wrong
         self.used: tuple[TileChoice, ...] = ()
+        self.limits, self.passed_over = H100, ()
+
+    def try_tile(self, choice: TileChoice) -> None:
+        self.used = (choice,)
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
         self.used = tuple(choices)
@@ -156,7 +162,7 @@ def tune(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-DEFAULT, SECOND, THIRD, *_ = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens)
+DEFAULT, SECOND, THIRD, *_ = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens, H100)
 
 
 def test_the_fastest_tile_is_chosen_and_used(tune) -> None:
@@ -189,14 +195,23 @@ def test_tiles_that_fail_or_are_wrong_or_late_are_passed_over(tune) -> None:
 
 
 def test_without_time_for_other_tiles_nothing_is_chosen(tune) -> None:
-    tiles = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens)
+    tiles = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens, H100)
     tuned, rows = tune(FakeKernels(), lambda tile, rows: 1.0, late=tiles)
     assert tuned == tile_tuning.Tuned((), len(tiles) - 1, ()) and rows == [64]  # and nothing was timed
 
 
-def test_without_a_default_that_works_nothing_is_chosen(tune) -> None:
+def test_a_default_that_does_not_work_is_passed_over_like_any_other(tune) -> None:
     tuned, _ = tune(FakeKernels(broken=DEFAULT), lambda tile, rows: 1.0)
-    assert tuned.choices == () and tuned.failures == ("RuntimeError: out of resources",)
+    assert tuned.choices == (TileChoice("acc1", "matvec", "Q4_0", 8, SECOND, 1.0, 1.0),)
+    assert tuned.failures == ("RuntimeError: out of resources",)
+    tuned, _ = tune(FakeKernels(), lambda tile, rows: 0.9 if tile == THIRD else 1.0, failing=(DEFAULT, SECOND))
+    assert {choice.tile for choice in tuned.choices} == {THIRD} and tuned.failures == ("RuntimeError: no kernel",) * 2
+
+
+def test_where_no_tile_works_nothing_is_chosen(tune) -> None:
+    tiles = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens, H100)
+    tuned, _ = tune(FakeKernels(broken=DEFAULT), lambda tile, rows: 1.0, failing=tiles[1:])
+    assert tuned.choices == ()
 
 
 def test_what_was_left_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +302,7 @@ def test_the_profiles_table_says_what_tuning_gained() -> None:
 def test_the_table_of_defaults_has_every_bucket() -> None:
     for qtype in PLANED:
         for kernel in ("matvec", "gated"):
-            assert all(isinstance(default_tile(kernel, qtype, tokens), Tile) for tokens in BUCKETS)
+            assert all(isinstance(default_tile(kernel, qtype, tokens, H100), Tile) for tokens in BUCKETS)
     assert TUNING["gated few", 1].rows == 32
 
 

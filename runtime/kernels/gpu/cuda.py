@@ -17,11 +17,13 @@ from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
+from pshard.runtime.kernels.gpu.card_limits import CardLimits, card_limits
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
 from pshard.runtime.kernels.gpu.experts.experts_kernels import ExpertsOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.unpack import PLAIN
 from pshard.times.gpu_tiles import TileChoice
 
@@ -46,14 +48,35 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
     recordable = False
     leaves_norms = True
 
-    def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
-        self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device)
+    def __init__(
+        self,
+        device: torch.device | str,
+        max_tokens: int,
+        tiles: Iterable[TileChoice] = (),
+        limits: CardLimits | None = None,
+    ) -> None:
+        """limits: of a card that kernels are compiled for and that is not there; None: the device's."""
+        self._picker = TilePicker(limits or card_limits(device), tiles)
+        self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device, self._picker)
         self._wanted = self._left = self._placed = self._pairs = None
-        self.use_tiles(tiles)
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
         """See `TiledKernels.use_tiles`."""
-        self._few_rows.use_tiles(choices)
+        self._picker.use(choices)
+
+    def try_tile(self, choice: TileChoice) -> None:
+        """See `TiledKernels.try_tile`."""
+        self._picker.try_tile(choice)
+
+    @property
+    def limits(self) -> CardLimits:
+        """See `TiledKernels`."""
+        return self._picker.limits
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """See `TiledKernels`."""
+        return tuple(self._picker.passed_over)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -219,9 +242,12 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
         self._activations.ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
-            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, sinks=sinks)
+            attend_rows(
+                qkv, heads, kv, rows, scale, out, partial, picker=self._picker, activations=self._activations,
+                sinks=sinks,
+            )  # fmt: skip
         else:
-            attend_prompts(qkv, heads, kv, rows, scale, out, partial, sinks)
+            attend_prompts(qkv, heads, kv, rows, scale, out, partial, picker=self._picker, sinks=sinks)
 
     def dequantise(self, weight: Packed, first_row: int, out: torch.Tensor) -> None:
         """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""

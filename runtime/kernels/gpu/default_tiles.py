@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.times.gpu_tiles import Tile
-from pshard.units.attention import DECODE_PROGRAMS
 
+PROCESSORS = 132  # of the card that the defaults' programs are counted for; others run their share of these
 MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU
 # types that take so many registers to decode for the tensor cores that dp4a is faster for up to 4 tokens
 DP4A_TYPES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
@@ -47,17 +48,29 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("grouped down", 16): Tile(16, 64, 4, 3, tokens=128),
     ("grouped down", 64): Tile(64, 128, 4, 3, tokens=64),
     ("grouped down", 128): Tile(128, 128, 4, 3, tokens=64),
-    ("decode", 0): Tile(16, 64, 4, 3, DECODE_PROGRAMS),
-    ("prefill", 64): Tile(128, 128, 8, 3),
-    ("prefill", 128): Tile(128, 128, 8, 3),
-    ("prefill", 256): Tile(64, 64, 8, 2),
 }
-PROGRAMS = (800, 1600)  # of matvec, about: other numbers of pieces cost no other kernel where they round up alike
+_FEW_PAIRS = (Tile(16, 64, 4, 2, tokens=128), Tile(16, 64, 4, 4, tokens=128), Tile(16, 128, 4, 3, tokens=64))
+_GROUPED: dict[tuple[str, int], tuple[Tile, ...]] = {  # besides the defaults; see there
+    ("grouped gate", 16): _FEW_PAIRS,
+    ("grouped gate", 64): (Tile(64, 64, 4, 3, tokens=128), Tile(64, 128, 8, 2, tokens=128)),
+    ("grouped gate", 128): (Tile(128, 64, 4, 3, tokens=128), Tile(128, 128, 8, 2, tokens=128)),
+    ("grouped down", 16): _FEW_PAIRS,
+    ("grouped down", 64): (Tile(64, 128, 4, 2, tokens=64), Tile(64, 64, 4, 3, tokens=128)),
+    ("grouped down", 128): (Tile(128, 128, 4, 2, tokens=64), Tile(128, 64, 4, 3, tokens=128)),
+}
+# of matvec, about, to be tried on every card: other numbers of pieces cost no other kernel where they round up alike
+PROGRAMS = (200, 400, 800, 1600)
 
 
-def default_tile(kernel: str, qtype: str, tokens: int) -> Tile:
+def share_programs(programs: int, limits: CardLimits) -> int:
+    """As many programs for each processor of a card as `programs` are on one with PROCESSORS."""
+    return max(1, round(programs * limits.processors / PROCESSORS))
+
+
+def default_tile(kernel: str, qtype: str, tokens: int, limits: CardLimits) -> Tile:
     """The tile where no profile chose one; `tokens` a power of two."""
-    return TUNING.get((f"{kernel} {qtype}", tokens)) or TUNING[kernel, tokens]
+    tile = TUNING.get((f"{kernel} {qtype}", tokens)) or TUNING[kernel, tokens]
+    return replace(tile, programs=share_programs(tile.programs, limits))
 
 
 def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
@@ -65,22 +78,27 @@ def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
     return "gated few" if tokens == 1 and rows < MANY_ROWS and qtype not in DP4A_TYPES else "gated"
 
 
-def grouped_tile(pairs: int, experts: int, gated: bool) -> Tile:
-    """The tile for products of so many pairs (token, chosen expert): with room for twice an expert's even share, as
+def pairs_together(pairs: int, experts: int) -> int:
+    """Pairs (token, chosen expert) of a tile, of so many in all: with room for twice an expert's even share, as
     decoding an expert's weights for a second tile takes longer than rows that are empty. 64 pairs go to the tensor
     cores in larger pieces than 32, and take less time."""
     room = -(-2 * pairs // experts)
-    return TUNING["grouped gate" if gated else "grouped down", 16 if room <= 16 else 64 if room <= 64 else 128]
+    return 16 if room <= 16 else 64 if room <= 64 else 128
 
 
-def candidate_tiles(kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+def grouped_tiles(kernel: str, together: int) -> tuple[Tile, ...]:
+    """Tiles of "grouped gate" or "grouped down", the default first; see `pairs_together`."""
+    return TUNING[kernel, together], *_GROUPED[kernel, together]
+
+
+def candidate_tiles(kernel: str, qtype: str, tokens: int, limits: CardLimits) -> tuple[Tile, ...]:
     """What may be the fastest for batches of up to `tokens`, a power of two; the default first, then what is likeliest.
 
     All give the same sums but for their order, whatever the numbers of rows and columns. A limit of registers also
     changes how the compiler orders loads; a scheduler of the GPU has 512 for each thread of a warp: 128 let four run.
     """
-    default = default_tile(kernel, qtype, tokens)
-    ways = _ways(tokens)
+    default = default_tile(kernel, qtype, tokens, limits)
+    ways = [replace(tile, programs=share_programs(tile.programs, limits)) for tile in _ways(tokens)]
     if kernel == "matvec":
         ways += [replace(default, programs=programs) for programs in PROGRAMS]
     else:  # these are not cut into pieces, and 16 rows of theirs need all tokens in one program, see `matvec_kernel`

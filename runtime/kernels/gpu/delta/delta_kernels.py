@@ -1,6 +1,5 @@
 """Launches of a gated delta net's kernels: what `CudaKernels` has of it."""
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +9,17 @@ from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
 from pshard.quant import align
 from pshard.runtime.kernels.api import DeltaWeights
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+from pshard.runtime.kernels.gpu.card_limits import CardLimits
+from pshard.runtime.kernels.gpu.default_tiles import share_programs
 from pshard.runtime.kernels.gpu.delta import triton_delta
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 
 HEADS = (16, 32, 64, 128)  # elements of a head that kernels are written for
 STEP_WARPS, CONV_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 4, 4, 4
 CONV_ROWS, FULL_WARPS = 32, 8  # FULL_WARPS: PREPARE_WARPS of float32
 PREPARE_REGISTERS = 168  # of bfloat16, at 4 warps: so that three programs share a processor
-PROGRAMS = 96  # columns of values are cut until so many programs carry states along
+PROGRAMS = 96  # columns of values are cut until so many carry states along, on PROCESSORS of `default_tiles`
 ROOMY, WIDE = 200 << 10, 150 << 10  # bytes of shared memory for three and for two chunks of bfloat16 on their way
 GATE_ROWS, TAIL_CHANNELS = 16, 512
 
@@ -37,6 +39,7 @@ class DeltaOnGpu:
 
     _activations: Activations
     _few_rows: FewRows
+    _picker: TilePicker
 
     def delta_net(
         self,
@@ -61,7 +64,7 @@ class DeltaOnGpu:
         rows = (qkv, qkv.stride(0), z, z.stride(0), beta, beta.stride(0), alpha, alpha.stride(0))
         if longest > DELTA_STEPS:
             self._activations.ready = None
-            _run_chunks(rows, weights, heads, (states, tails), ends, longest, scratch)
+            _run_chunks(rows, weights, heads, (states, tails), ends, longest, scratch, limits=self._picker.limits)
             return
         counters, most = self._few_rows.scratch[1], self._few_rows.scratch[1].numel() // weights.key_heads
         if slots.shape[0] > most:
@@ -84,6 +87,7 @@ def _run_chunks(
     ends: dict[str, Any],
     longest: int,
     scratch: torch.Tensor | None,
+    limits: CardLimits,
 ) -> None:
     """Rows of every sequence from `start` on, so many at once as the scratch is for."""
     qkv, qkv_stride, z, z_stride, *scalars = rows
@@ -92,7 +96,7 @@ def _run_chunks(
     sequences, half = slots.shape[0], qkv.dtype == torch.bfloat16
     together = min(max(1, DELTA_ROWS // sequences // DELTA_CHUNK) * DELTA_CHUNK, align(longest, DELTA_CHUNK))
     between = _divide(scratch, weights, sequences * together, qkv.dtype)
-    columns = _columns(sequences * weights.value_heads, weights.head)
+    columns = _columns(sequences * weights.value_heads, weights.head, share_programs(PROGRAMS, limits))
     how = {**heads, "C": DELTA_CHUNK, "HALF": half}
     channels = {name: heads[name] for name in ("KEYS", "VALUES", "D")}
     for start in range(0, longest, together):
@@ -108,7 +112,7 @@ def _run_chunks(
         )  # fmt: skip
         triton_delta.advance_states_kernel[(weights.head // columns, weights.value_heads, sequences)](
             *between, states, *index, start, together, out, out_stride, **how, COLUMNS=columns,
-            STAGES=_stages(qkv.device, half), num_warps=ADVANCE_WARPS,
+            STAGES=_stages(limits, half), num_warps=ADVANCE_WARPS,
         )  # fmt: skip
     triton_delta.gate_rows_kernel[(triton.cdiv(out.shape[0], GATE_ROWS), weights.value_heads)](
         out, out_stride, z, z_stride, weights.norm, weights.eps, offsets, sequences, D=weights.head, ROWS=GATE_ROWS,
@@ -131,21 +135,17 @@ def _divide(scratch: torch.Tensor | None, weights: DeltaWeights, rows: int, kind
     return Chunked(keys.view(kind), w.view(kind), u.view(kind), p.view(kind), c.view(torch.float32))
 
 
-def _columns(states: int, head: int) -> int:
+def _columns(states: int, head: int, programs: int) -> int:
     """Columns of values that one program carries along, of so many states."""
     columns = min(64, head)
-    while columns > 16 and states * (head // columns) < PROGRAMS:
+    while columns > 16 and states * (head // columns) < programs:
         columns //= 2
     return columns
 
 
-@lru_cache(maxsize=64)
-def _stages(device: torch.device, half: bool) -> int:
-    """Chunks that are on their way at once: what the shared memory of the GPU holds."""
-    if device.type != "cuda" or not half:
-        return 1
-    index = torch.cuda.current_device() if device.index is None else device.index
-    room = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+def _stages(limits: CardLimits, half: bool) -> int:
+    """Chunks that are on their way at once: what the shared memory of the card holds."""
+    room = limits.shared_block if half else 0
     return 3 if room >= ROOMY else 2 if room >= WIDE else 1
 
 

@@ -6,13 +6,15 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import Activations
+from pshard.runtime.kernels.gpu.default_tiles import share_programs
 from pshard.runtime.kernels.gpu.experts.grouped import Kinds, add_up, find_kinds, multiply_sorted
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.picked import Picked
-from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
+from pshard.runtime.kernels.gpu.experts.route_tokens import PROGRAMS, route_tokens
 from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
 from pshard.runtime.kernels.gpu.norms import NormsOnGpu
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 
 
 class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
@@ -21,6 +23,7 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
     act_dtype: torch.dtype
     _activations: Activations
     _few_rows: FewRows
+    _picker: TilePicker
     _pairs: tuple[torch.Tensor, Picked] | None  # the last part of experts that was left to its sum
 
     def route(
@@ -35,7 +38,9 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
     ) -> None:
         """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
         _, unscaled = self._activations.find(x)
-        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin, unscaled)
+        programs = share_programs(PROGRAMS, self._picker.limits)
+        biases, scratch = (bias, choice_bias), self._few_rows.scratch
+        route_tokens(x, router, rule, routes, biases, scratch, begin=begin, programs=programs, unscaled=unscaled)
 
     def experts(
         self,
@@ -59,7 +64,7 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
             quantised = self._activations.quantise(x)
             gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
             if gated is not None:
-                how = accumulate, self._few_rows.scratch
+                how = accumulate, self._few_rows.scratch, self._picker
                 following = self._room_for_norm(out, accumulate and kinds.down.rows % 32 == 0, beside_spare=True)
                 add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=following)
                 return
@@ -77,7 +82,7 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
         if x.dtype is not self.act_dtype:
             self.place(x, scratch["normed"])
             x = scratch["normed"]
-        return multiply_sorted(x, routes, weights, kinds, rule, scratch)
+        return multiply_sorted(x, routes, weights, kinds, rule, scratch, self._picker)
 
     def experts_part(
         self,

@@ -7,10 +7,12 @@ import triton
 
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
-from pshard.runtime.kernels.gpu.default_tiles import grouped_tile
+from pshard.runtime.kernels.gpu.default_tiles import pairs_together
 from pshard.runtime.kernels.gpu.experts import triton_grouped
 from pshard.runtime.kernels.gpu.experts.picked import Picked
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
+from pshard.times.gpu_tiles import Tile
 
 
 class Kinds(NamedTuple):
@@ -45,6 +47,7 @@ def multiply_sorted(
     kinds: Kinds,
     rule: Experts,
     scratch: dict[str, torch.Tensor],
+    picker: TilePicker,
 ) -> Picked:
     """See `Kernels.experts`, for any number of tokens: all but adding up. Three launches."""
     tokens, used = routes.ids.shape
@@ -56,9 +59,9 @@ def multiply_sorted(
     gate_at, up_at, down_at = weights.addresses
     clamped = rule.activation == "clamped"
     both = {"bias": gate_bias, "second_bias": up_bias, "CLAMPED": clamped}
-    _multiply(by_expert, used, x, (kinds.gate, kinds.up), (gate_at, up_at), gated, both)
+    _multiply(by_expert, used, x, (kinds.gate, kinds.up), (gate_at, up_at), gated, both, picker=picker)
     down = {"bias": down_bias, "second_bias": None, "CLAMPED": False}
-    _multiply(by_expert, used, gated, (kinds.down,), (down_at,), picked, down)
+    _multiply(by_expert, used, gated, (kinds.down,), (down_at,), picked, down, picker=picker)
     return Picked(picked, routes.ids, routes.weights, down_at)
 
 
@@ -75,7 +78,7 @@ def _sort(routes: Routes, addresses: torch.Tensor, memory: torch.Tensor) -> Sort
     """Pairs by expert, in int32 [4 * pairs + 4 * experts] of memory or less."""
     (tokens, used), experts = routes.ids.shape, addresses.shape[1]
     pairs = tokens * used
-    together = grouped_tile(pairs, experts, False).rows
+    together = pairs_together(pairs, experts)
     slots = pairs // together + experts
     order, tiles = memory[:pairs], memory[pairs : pairs + 3 * slots]
     triton_grouped.sort_kernel[(experts,)](
@@ -93,20 +96,26 @@ def _multiply(
     addresses: tuple[torch.Tensor, ...],
     out: torch.Tensor,
     how: dict[str, Any],
+    picker: TilePicker,
 ) -> None:
     """Products of every tile of pairs with one or two matrices of its expert: `products_kernel`."""
     first, second, gated = matrices[0], matrices[-1], len(matrices) == 2
-    tile = grouped_tile(out.shape[0], addresses[0].shape[0], gated)
     low, high = _bits_of(first.qtype)
     second_low, second_high = _bits_of(second.qtype)
-    triton_grouped.products_kernel[(triton.cdiv(first.rows, tile.depth), by_expert.slots)](
-        x=x, x_stride=x.stride(0), addresses=addresses[0], second_addresses=addresses[-1], order=by_expert.order,
-        tiles=by_expert.tiles, slots=by_expert.slots, used=used, out=out, out_stride=out.stride(0), rows=first.rows,
-        cols=first.cols, places=_places_of(first), second_places=_places_of(second), QTYPE=first.qtype, LOW=low,
-        HIGH=high, SECOND_QTYPE=second.qtype, SECOND_LOW=second_low, SECOND_HIGH=second_high, GATED=gated,
-        MASKED=first.cols % tile.tokens != 0, BM=by_expert.together, BN=tile.depth, BK=tile.tokens, STAGES=tile.stages,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **how,
-    )  # fmt: skip
+
+    def start(tile: Tile) -> None:
+        triton_grouped.products_kernel[(triton.cdiv(first.rows, tile.depth), by_expert.slots)](
+            x=x, x_stride=x.stride(0), addresses=addresses[0], second_addresses=addresses[-1], order=by_expert.order,
+            tiles=by_expert.tiles, slots=by_expert.slots, used=used, out=out, out_stride=out.stride(0),
+            rows=first.rows, cols=first.cols, places=_places_of(first), second_places=_places_of(second),
+            QTYPE=first.qtype, LOW=low, HIGH=high, SECOND_QTYPE=second.qtype, SECOND_LOW=second_low,
+            SECOND_HIGH=second_high, GATED=gated, MASKED=first.cols % tile.tokens != 0, BM=by_expert.together,
+            BN=tile.depth, BK=tile.tokens, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+            maxnreg=tile.registers, **how,
+        )  # fmt: skip
+
+    key = "grouped gate" if gated else "grouped down", first.qtype, by_expert.together
+    picker.launch(key, picker.grouped(*key), start)
 
 
 def _bits_of(qtype: str) -> tuple[int, int]:

@@ -8,12 +8,12 @@ import triton
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised
-from pshard.runtime.kernels.gpu.default_tiles import default_tile
 from pshard.runtime.kernels.gpu.experts import triton_pairs
 from pshard.runtime.kernels.gpu.experts.grouped import Kinds
 from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 
 FEW = 8  # tokens: from about here on experts that several tokens share are better read once
 
@@ -32,12 +32,12 @@ def add_pairs(
     kinds: Kinds,
     rule: Experts,
     out: torch.Tensor,
-    how: tuple[bool, tuple[torch.Tensor, torch.Tensor]],
+    how: tuple[bool, tuple[torch.Tensor, torch.Tensor], TilePicker],
     following: tuple[Quantised, Unscaled] | None = None,
 ) -> None:
     """See `Kernels.experts`. Two launches. x: of the tokens; gated: room for [pairs, F]; how: whether to add to `out`,
-    and scratch of floats and of counters that are zero; following: see `FewRows.multiply`."""
-    (tokens, used), (accumulate, scratch) = routes.ids.shape, how
+    scratch of floats and of counters that are zero, and tiles; following: see `FewRows.multiply`."""
+    (tokens, used), (accumulate, scratch, picker) = routes.ids.shape, how
     chosen = {"ids": routes.ids, "ids_stride": routes.ids.stride(0), "used": used}
     gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
     gate_at, up_at, down_at = weights.addresses
@@ -49,19 +49,19 @@ def add_pairs(
         UNSCALED=triton.next_power_of_2(gate.cols // 32) if old else 0, addresses=gate_at, up_addresses=up_at,
         bias=gate_bias, up_bias=up_bias, new_words=gated.words,
         new_scale=gated.scale, new_sums=gated.sums, CLAMPED=rule.activation == "clamped",
-        **_cut("pairs gate", gate),
+        **_cut("pairs gate", gate, picker),
     )  # fmt: skip
     triton_pairs.down_pairs_kernel[(triton.cdiv(down.rows, 32), tokens * used)](
         *gated, **chosen, new_words=left[0], new_scale=left[1], new_sums=left[2], squares=squares, norm=norm,
         NEXT=following is not None, weights=routes.weights, weights_stride=routes.weights.stride(0), tokens=tokens,
         addresses=down_at, bias=down_bias, partial=scratch[0], counters=scratch[1], out=out, out_stride=out.stride(0),
-        ACCUMULATE=accumulate, PLACES=triton.next_power_of_2(used), **_cut("pairs down", down),
+        ACCUMULATE=accumulate, PLACES=triton.next_power_of_2(used), **_cut("pairs down", down, picker),
     )  # fmt: skip
 
 
-def _cut(kernel: str, matrix: Packed) -> dict[str, Any]:
+def _cut(kernel: str, matrix: Packed, picker: TilePicker) -> dict[str, Any]:
     """How the rows of one expert's matrix are cut, and how they are read."""
-    tile, encoding, chunks = default_tile(kernel, matrix.qtype, 1), ENCODINGS[matrix.qtype], matrix.cols // 32
+    tile, encoding, chunks = picker.fixed(kernel, matrix.qtype, 1), ENCODINGS[matrix.qtype], matrix.cols // 32
     return {
         "rows": matrix.rows, "chunks": chunks, "places": places(matrix.qtype, matrix.cols), "DEPTH": tile.depth,
         "WARPS": tile.warps, "QTYPE": matrix.qtype, "LOW": encoding.low, "HIGH": encoding.high,

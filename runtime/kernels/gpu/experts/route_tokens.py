@@ -12,7 +12,7 @@ from pshard.runtime.kernels.gpu.experts import triton_route
 from pshard.runtime.kernels.gpu.next_norm import FEW, NO_NORM, Unscaled
 from pshard.runtime.kernels.unpack import PLAIN
 
-PROGRAMS = 264  # the columns of a product are cut until about so many run
+PROGRAMS = 264  # the columns of a product are cut until about so many run, on PROCESSORS of `default_tiles`
 PIECES = 16  # at most: who chooses waits for them all
 
 
@@ -24,20 +24,22 @@ def route_tokens(
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     scratch: tuple[torch.Tensor, torch.Tensor],
     begin: torch.Tensor | None,
+    programs: int,
     unscaled: Unscaled | None = None,
 ) -> None:
     """See `Kernels.route`. biases: the router's and that of the choice. scratch: floats, and counters that are zero.
-    unscaled: x is to be made of that, of up to FEW rows."""
+    programs: see PROGRAMS. unscaled: x is to be made of that, of up to FEW rows."""
     if router.qtype not in PLAIN:
         raise ValueError(f"a router of type {router.qtype}: the kernels take F32, F16 and BF16")
     if unscaled is not None:
-        _route_part(x, router, rule, routes, (*biases, begin), scratch, unscaled)
+        _route_part(x, router, rule, routes, (*biases, begin), scratch, programs, unscaled)
         return
     most = scratch[0].numel() // router.rows
     for first in range(0, x.shape[0], most):
         part = slice(first, first + most)
         own = None if begin is None else begin[part]
-        _route_part(x[part], router, rule, Routes(routes.ids[part], routes.weights[part]), (*biases, own), scratch)
+        into = Routes(routes.ids[part], routes.weights[part])
+        _route_part(x[part], router, rule, into, (*biases, own), scratch, programs)
 
 
 def _route_part(
@@ -47,6 +49,7 @@ def _route_part(
     routes: Routes,
     given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     scratch: tuple[torch.Tensor, torch.Tensor],
+    programs: int,
     unscaled: Unscaled | None = None,
 ) -> None:
     """given: both biases, and `begin`."""
@@ -54,7 +57,7 @@ def _route_part(
     few = tokens <= FEW  # each has programs of its own then, and routing is one launch
     together, block, depth = (1, 4, 256) if few else (64, 32, 32) if rule.count <= 32 else (128, 64, 32)
     blocks, rows = triton.cdiv(rule.count, block), triton.cdiv(tokens, together)
-    wanted = min(max(1, PROGRAMS // (blocks * rows)), PIECES, partial.numel() // (tokens * rule.count))
+    wanted = min(max(1, programs // (blocks * rows)), PIECES, partial.numel() // (tokens * rule.count))
     each = align(triton.cdiv(router.cols, wanted), depth)
     pieces = triton.cdiv(router.cols, each)
     product = (x, x.stride(0), router.data.view(PLAIN[router.qtype]), partial)

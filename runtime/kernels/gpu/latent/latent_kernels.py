@@ -8,13 +8,17 @@ from pshard.quant import packed_nbytes
 from pshard.runtime.kernels.api import Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells
 from pshard.runtime.kernels.gpu.activations import Activations
+from pshard.runtime.kernels.gpu.attend import NAMES
+from pshard.runtime.kernels.gpu.default_tiles import share_programs
 from pshard.runtime.kernels.gpu.latent import triton_latent
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.gpu.tiles.attention_tiles import latent_decode_tiles, latent_prompt_tiles, number_bytes
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.row_index import part_rows
+from pshard.times.gpu_tiles import Tile
+from pshard.units.attention import DECODE_PROGRAMS
 from pshard.units.latent.latent_attention import HEADS_TOGETHER, latent_pieces
 
-# Tiles that fit the shared memory and registers of all GPUs: no machine has chosen them yet.
-CELLS_TOGETHER, ROWS_TOGETHER, STAGES, WARPS = 32, 32, 1, 8
 COLS_TOGETHER, HEAD_ROWS = 64, 64
 
 
@@ -22,6 +26,7 @@ class LatentOnGpu:
     """See `Kernels`. Launch sizes depend on shapes and `RowIndex.cells` alone."""
 
     _activations: Activations
+    _picker: TilePicker
 
     def head_products(self, x: torch.Tensor, stack: Packed, out: torch.Tensor) -> None:
         """See `Kernels.head_products`. Sums in float32 of bfloat16, for any number of tokens."""
@@ -81,24 +86,43 @@ class LatentOnGpu:
         tokens, heads, width = q.shape
         padded, tail = max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(width - rank))
         sizes = {"HEADS": heads, "W": width, "R": rank, "RP": padded}
-        tiles = {"TP": tail, "BLOCK": CELLS_TOGETHER, "CELLS": cells.shape[1], "STAGES": STAGES}
-        at = (cells, *cells.stride()[:2])
+        fixed = {**sizes, "TP": tail, "CELLS": cells.shape[1]}
+        at, picker = (cells, *cells.stride()[:2]), self._picker
+        kind, each = NAMES[cells.dtype], number_bytes(cells.itemsize)
         if partial is None or tokens > SMALL_BATCH:
             runs, prompts = part_rows(rows, partial is not None)
             for new, own in runs:
                 self.attend_latent(q[new], rank, cells, own, scale, out[new], partial)
-            for new, begin in prompts:
-                count = new.stop - new.start
-                triton_latent.prompt_latent_kernel[(triton.cdiv(count * heads, ROWS_TOGETHER),)](
-                    q[new], *at, rows.blocks, begin, rows.position[new], out[new], count, scale, **sizes, **tiles,
-                    BM=ROWS_TOGETHER, num_warps=WARPS,
-                )  # fmt: skip
+
+            def read(tile: Tile) -> None:
+                for new, begin in prompts:
+                    count = new.stop - new.start
+                    triton_latent.prompt_latent_kernel[(triton.cdiv(count * heads, tile.rows),)](
+                        q[new], *at, rows.blocks, begin, rows.position[new], out[new], count, scale, **fixed,
+                        BM=tile.rows, BLOCK=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
+                    )  # fmt: skip
+
+            key = f"latent prompt {padded}", kind, 0
+            if prompts:
+                ways = picker.ways(key, lambda: latent_prompt_tiles(picker.limits, padded, tail, each))
+                picker.launch(key, ways, read)
             return
-        splits = min(latent_pieces(tokens, heads), triton.cdiv(rows.cells, CELLS_TOGETHER))
+        programs = share_programs(DECODE_PROGRAMS, picker.limits)
+        groups = triton.cdiv(heads, HEADS_TOGETHER)
+        most, splits = min(latent_pieces(tokens, heads), max(1, programs // (tokens * groups))), 1
         index = (rows.begin, rows.position, rows.blocks)
-        triton_latent.decode_latent_kernel[(splits, triton.cdiv(heads, HEADS_TOGETHER), tokens)](
-            q, *at, *index, partial, scale, splits, **sizes, **tiles, SHARE=HEADS_TOGETHER, num_warps=WARPS
-        )
+
+        def decode(tile: Tile) -> None:
+            nonlocal splits
+            splits = min(most, triton.cdiv(rows.cells, tile.depth))
+            triton_latent.decode_latent_kernel[(splits, groups, tokens)](
+                q, *at, *index, partial, scale, splits, **fixed, SHARE=HEADS_TOGETHER, BLOCK=tile.depth,
+                STAGES=tile.stages, num_warps=tile.warps,
+            )  # fmt: skip
+
+        key = f"latent decode {padded}", kind, 0
+        ways = picker.ways(key, lambda: latent_decode_tiles(picker.limits, padded, tail, each, HEADS_TOGETHER))
+        picker.launch(key, ways, decode)
         triton_latent.combine_latent_kernel[(heads, tokens)](
             partial, out, splits, **sizes, SPLITS=triton.next_power_of_2(splits), num_warps=4
         )

@@ -1,6 +1,5 @@
 """Products of up to SMALL_BATCH rows: packed weights times int8 activations, and float weights times bfloat16."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,13 +8,14 @@ import triton
 from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised, bucket_of
-from pshard.runtime.kernels.gpu.default_tiles import TUNING, default_tile, gated_kernel
+from pshard.runtime.kernels.gpu.default_tiles import gated_kernel
 from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.gpu.products import triton_float, triton_matvec
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.unpack import PLAIN
-from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.times.gpu_tiles import Tile
 
 PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
 COUNTERS = 1 << 16  # one for each program of a piece, where the columns of a matrix are cut into pieces
@@ -32,14 +32,10 @@ class FewRows:
         scratch: float32 sums of pieces, and int32 counters that are zero between launches.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, picker: TilePicker) -> None:
+        self.picker = picker
         self._partial = torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device)
         self.scratch = self._partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        self._tiles: dict[tuple[str, str, int], Tile] = {}
-
-    def use_tiles(self, choices: Iterable[TileChoice]) -> None:
-        """See `TiledKernels.use_tiles`."""
-        self._tiles = {(c.kernel, c.qtype, c.tokens): c.tile for c in choices}
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +58,14 @@ class FewRows:
         results are left for the norm that follows, see `leaves_norm`.
         """
         tokens, rows = out.shape
-        qtype = weights[0].qtype
-        tile = (self._norm_tile(qtype, tokens) if following else None) or self._tile("matvec", qtype, tokens)
-        cut = cut_columns(tile, rows, weights[0].cols // 32, tokens)
-        self._launch(x, weights, out, biases, tile, cut, accumulate=accumulate, push=push, following=following)
+        key, chunks = ("matvec", weights[0].qtype, bucket_of(tokens)), weights[0].cols // 32
+        ways = (self.picker.few_rows_of_32(*key) if following else ()) or self.picker.few_rows(*key)
+
+        def start(tile: Tile) -> None:
+            cut = cut_columns(tile, rows, chunks, tokens)
+            self._launch(x, weights, out, biases, tile, cut, accumulate=accumulate, push=push, following=following)
+
+        self.picker.launch(key, ways, start)
 
     def gate_up(
         self,
@@ -78,24 +78,24 @@ class FewRows:
     ) -> None:
         """out[M, F] = act(x @ gate.T) * (x @ up.T) of packed weights of one type; quantised into `ready` too."""
         tokens = out.shape[0]
-        tile = self._tile(gated_kernel(gate.qtype, tokens, gate.rows), gate.qtype, tokens)
-        self._launch(x, (gate, up), out, (None,), tile, (1, gate.cols // 32), gate=activation, ready=ready)
+        key = gated_kernel(gate.qtype, tokens, gate.rows), gate.qtype, bucket_of(tokens)
+        whole, both = (1, gate.cols // 32), (gate, up)
+        self.picker.launch(
+            key,
+            self.picker.few_rows(*key),
+            lambda tile: self._launch(x, both, out, (None,), tile, whole, gate=activation, ready=ready),
+        )
 
     def leaves_norm(self, weight: Packed, tokens: int) -> bool:
         """Whether such a product can leave its results for a norm."""
-        return weight.rows % 32 == 0 and self._norm_tile(weight.qtype, tokens) is not None
-
-    def _norm_tile(self, qtype: str, tokens: int) -> Tile | None:
-        """A tile whose programs complete 32 results: one of 16 rows saves less than a launch for the norm takes."""
-        tiles = self._tile("matvec", qtype, tokens), default_tile("matvec", qtype, bucket_of(tokens))
-        return next((tile for tile in tiles if tile.rows == 32), None)
+        return weight.rows % 32 == 0 and bool(self.picker.few_rows_of_32("matvec", weight.qtype, bucket_of(tokens)))
 
     def multiply_plain(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
     ) -> None:
         """out[M, rows] (+)= x @ W.T + bias of F32, F16 or BF16 weights."""
         tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
-        tile = TUNING["rows", bucket]
+        tile = self.picker.fixed("rows", weight.qtype, bucket)
         pieces, each = cut_columns(tile, weight.rows, weight.cols, tokens)
         direct = pieces == 1
         target, stride = (out, out.stride(0)) if direct else (self._partial, weight.rows)
@@ -110,10 +110,6 @@ class FewRows:
                 self._partial, out, bias, weight.rows, out.stride(0), pieces,
                 BLOCK=256, BIAS=bias is not None, ACCUMULATE=accumulate, num_warps=4,
             )  # fmt: skip
-
-    def _tile(self, kernel: str, qtype: str, tokens: int) -> Tile:
-        bucket = bucket_of(tokens)
-        return self._tiles.get((kernel, qtype, bucket)) or default_tile(kernel, qtype, bucket)
 
     def _launch(
         self,

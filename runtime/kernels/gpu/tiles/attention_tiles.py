@@ -1,0 +1,94 @@
+"""Tiles of attention, by how much shared memory a card has. No torch.
+
+`rows` of a tile are rows of queries, `depth` is cells. The bytes are what Triton 3.6 and 3.7 allocate at most, found by
+compiling (`scripts/cards`); the first tile of a list that fits is a card's default.
+"""
+
+from pshard.errors import UserError
+from pshard.runtime.kernels.gpu.card_limits import CardLimits
+from pshard.times.gpu_tiles import Tile
+
+LARGEST_HEAD = 512  # numbers, of attention's kernels
+Q8_BYTES = 34 / 32  # of a number in a q8_0 cell
+_MARGIN = 2048  # barriers and the like of cards that multiply asynchronously
+
+_PROMPT = {  # by numbers of a head, a power of two
+    128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    256: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 4, 2), Tile(32, 16, 4, 2)),
+    512: (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 4, 2)),
+}
+_DECODE = (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2))
+_LATENT_PROMPT = (Tile(32, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
+_LATENT_DECODE = (Tile(16, 32, 8, 1), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
+
+
+def number_bytes(itemsize: int) -> float:
+    """Bytes of a number in a cell whose tensor has elements of so many bytes: those of one are q8_0's."""
+    return Q8_BYTES if itemsize == 1 else float(itemsize)
+
+
+def prompt_tiles(limits: CardLimits, padded: int, cells: float) -> tuple[Tile, ...]:
+    """Tiles of a prompt's attention that fit, the default first. padded: numbers of a head, a power of two; cells:
+    bytes of a number of k and of one of v. Raises UserError for heads that are too large."""
+    check_head(padded)
+    ways = _PROMPT[max(128, padded)]
+    return tuple(t for t in ways if attention_bytes(t, t.rows, padded, cells, limits) <= limits.shared_block)
+
+
+def decode_tiles(limits: CardLimits, padded: int, cells: float, share: int) -> tuple[Tile, ...]:
+    """The same of decoding; share: heads that share a KV head, a power of two."""
+    check_head(padded)
+    return tuple(t for t in _DECODE if attention_bytes(t, share, padded, cells, limits) <= limits.shared_block)
+
+
+def latent_prompt_tiles(limits: CardLimits, padded: int, tail: int, cells: float) -> tuple[Tile, ...]:
+    """The same of a prompt over latents of `padded` numbers and keys of `tail`, both powers of two."""
+    return tuple(
+        t for t in _LATENT_PROMPT if latent_bytes(t, t.rows, padded, tail, cells, limits) <= limits.shared_block
+    )
+
+
+def latent_decode_tiles(limits: CardLimits, padded: int, tail: int, cells: float, share: int) -> tuple[Tile, ...]:
+    """The same of decoding; share: heads that one program computes."""
+    return tuple(
+        t for t in _LATENT_DECODE if latent_bytes(t, share, padded, tail, cells, limits) <= limits.shared_block
+    )
+
+
+def check_head(numbers: int) -> None:
+    """Raise UserError for heads that attention's kernels are not written for."""
+    if numbers > LARGEST_HEAD:
+        raise UserError(
+            f"attention heads of {numbers} numbers: the GPU's kernels take up to {LARGEST_HEAD}; "
+            "use --kernels plain (slow)"
+        )
+
+
+def attention_bytes(tile: Tile, rows: int, padded: int, cells: float, limits: CardLimits) -> int:
+    """Most bytes of shared memory of attention: `rows` of queries, cells on their way, and what is exchanged between
+    warps. cells: see `prompt_tiles`."""
+    wide, plain = multiplies_wide(rows, limits), cells == 4  # both k and v of two bytes: they go on as they come
+    stages = tile.stages if wide and plain else tile.stages - 1
+    found = 2 * rows * padded + stages * tile.depth * padded * cells
+    if wide:
+        found += (0 if plain else 4 * tile.depth * padded) + (_MARGIN if limits.capability >= 100 else 0)
+    else:
+        found += 2 * rows * tile.depth if rows < max(padded, 16 * tile.warps) else 0
+        found += tile.depth * padded if cells < 4 else 0
+    return int(found)
+
+
+def latent_bytes(tile: Tile, rows: int, padded: int, tail: int, cells: float, limits: CardLimits) -> int:
+    """The same of attention over latents. cells: bytes of a number."""
+    width = padded + tail
+    if multiplies_wide(rows, limits):
+        return int(2 * rows * width + 2 * tile.depth * width * max(2, cells)) + _MARGIN
+    if tile.stages == 1:
+        return int(2 * rows * width + 2 * tile.depth * width * cells)
+    more = tile.depth * padded if cells < 2 else 0
+    return int(2 * rows * width + (tile.stages - 1) * tile.depth * width * cells + 2 * rows * tile.depth + more)
+
+
+def multiplies_wide(rows: int, limits: CardLimits) -> bool:
+    """Whether Triton multiplies so many rows from shared memory (wgmma, tcgen05), which GeForce cards cannot."""
+    return rows >= 64 and 90 <= limits.capability < 120

@@ -1,0 +1,90 @@
+"""Which tile every launch takes: what a profile chose for this card, else the first of its limits that works."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pshard.errors import KernelRefused
+from pshard.runtime.kernels.gpu.card_limits import CardLimits
+from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles, default_tile, grouped_tiles
+from pshard.runtime.kernels.gpu.tiles.kernel_failures import describe_failure, is_kernel_failure, name_card, refuse
+from pshard.times.gpu_tiles import Tile, TileChoice
+
+Key = tuple[str, str, int]  # kernel, quant type or that of cells, bucket of tokens; as of a `TileChoice`
+
+
+class TilePicker:
+    """Tiles of one card's kernels.
+
+    Attributes:
+        passed_over: one line for every tile that was wanted and does not work here; another took its place.
+    """
+
+    def __init__(self, limits: CardLimits, choices: Iterable[TileChoice] = ()) -> None:
+        self.limits = limits
+        self.passed_over: list[str] = []
+        self._ways: dict[Key, tuple[Tile, ...]] = {}
+        self._of_32: dict[Key, tuple[Tile, ...]] = {}
+        self.use(choices)
+
+    def use(self, choices: Iterable[TileChoice]) -> None:
+        """See `TiledKernels.use_tiles`."""
+        self._chosen = {(c.kernel, c.qtype, c.tokens): c.tile for c in choices}
+        self._only: Key | None = None
+        self._ways.clear()
+        self._of_32.clear()
+
+    def try_tile(self, choice: TileChoice) -> None:
+        """See `TiledKernels.try_tile`."""
+        self.use((choice,))
+        self._only = choice.kernel, choice.qtype, choice.tokens
+
+    def few_rows(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+        """Tiles of a product of up to `tokens`, a power of two; the first is to be tried first."""
+        return self.ways((kernel, qtype, tokens), lambda: candidate_tiles(kernel, qtype, tokens, self.limits))
+
+    def few_rows_of_32(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+        """Of these the first and the default, where their programs complete 32 results: one of 16 rows that is followed
+        by a norm saves less than a launch for the norm takes."""
+        key = kernel, qtype, tokens
+        found = self._of_32.get(key)
+        if found is None:
+            ways = self.few_rows(*key)
+            some = dict.fromkeys((*ways[:1], default_tile(*key, self.limits)))
+            found = tuple(tile for tile in some if tile.rows == 32 and tile in ways)
+            self._of_32[key] = found
+        return found
+
+    def grouped(self, kernel: str, qtype: str, together: int) -> tuple[Tile, ...]:
+        """Tiles of "grouped gate" or "grouped down" with so many pairs; the first is to be tried first."""
+        return self.ways((kernel, qtype, together), lambda: grouped_tiles(kernel, together))
+
+    def fixed(self, kernel: str, qtype: str, tokens: int) -> Tile:
+        """The tile of a kernel that has one."""
+        return default_tile(kernel, qtype, tokens, self.limits)
+
+    def ways(self, key: Key, tiles: Callable[[], Sequence[Tile]]) -> tuple[Tile, ...]:
+        """The tiles that are left for a kernel: the chosen one and, behind it, `tiles`."""
+        found = self._ways.get(key)
+        if found is None:
+            chosen = (self._chosen[key],) if key in self._chosen else ()
+            found = chosen if self._only == key else tuple(dict.fromkeys((*chosen, *tiles())))
+            self._ways[key] = found
+        return found
+
+    def launch(self, key: Key, ways: tuple[Tile, ...], start: Callable[[Tile], None]) -> None:
+        """start(tile) with the first of these that works; one that does not is not tried again. Raises KernelRefused
+        when there is none."""
+        for tile in ways:
+            try:
+                return start(tile)
+            except Exception as error:
+                if not is_kernel_failure(error):
+                    raise
+                if tile == ways[-1]:
+                    raise refuse(error, self.limits) from error
+                self.passed_over.append(f"{describe_failure(error)} with {tile}: another tile is used")
+                self._ways[key] = tuple(t for t in self._ways[key] if t != tile)
+                self._of_32.pop(key, None)
+        raise KernelRefused(
+            f"no tile of {key[0]} {key[1]} fits {name_card(self.limits)}: it has {self.limits.shared_block} bytes of "
+            "shared memory a block; use --kernels plain (slow)"
+        )
