@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,12 @@ from pshard.machine import AS_CARD
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench, time_attention
 from pshard.profile.timing_loop import Pace
-from pshard.times.gpu_tiles import Tile
 from pshard.units.operations import Attend
 
 SHAPES = (Attend(64, 8, 64), Attend(32, 8, 128), Attend(16, 8, 256), Attend(16, 2, 256))
 CELLS = ("bf16", "q8_0")
 CASES = ((4096, 4096, 1), (1024, 16384, 1), (1, 4096, 1), (1, 32768, 1), (1, 4096, 16))  # tokens, cells, sequences
 WAYS = ("fits", "large", "native")
-# tiles that fit 99 KB, by the padded elements of a head, and those of an H100
-FIT = {
-    ("prefill", 64): Tile(128, 64, 8, 3),
-    ("prefill", 128): Tile(128, 64, 8, 3),
-    ("prefill", 256): Tile(64, 32, 8, 2),
-}
-LARGE = {
-    ("prefill", 64): Tile(128, 128, 8, 3),
-    ("prefill", 128): Tile(128, 128, 8, 3),
-    ("prefill", 256): Tile(64, 64, 8, 2),
-}
 
 
 def main() -> int:
@@ -79,12 +66,14 @@ def compare(name: str, fits: Any, large: Any, native: Any) -> dict[str, Any]:
 
 def time_cases(way: str, seconds: float) -> dict[str, Any]:
     """Case -> microseconds, or the error in words."""
+    from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
     if way == "large":
         lift_limit()
     device, end = torch.device("cuda"), time.monotonic() + seconds
-    kernels, pool = CudaKernels(device, 4096), OperandPool(256 << 20, device)
+    kernels = CudaKernels(device, 4096, limits=KNOWN_CARDS[90] if way == "large" else None)
+    pool = OperandPool(256 << 20, device)
     bench = KernelBench("acc", kernels, device, pool, Pace(0.08), 1.0)
     found: dict[str, Any] = {}
     for tokens, context, sequences in CASES:
@@ -93,7 +82,6 @@ def time_cases(way: str, seconds: float) -> dict[str, Any]:
                 if time.monotonic() > end:
                     return found
                 name = f"{'x'.join(map(str, shape.heads))} {cells} {sequences}x{tokens}@{context}"
-                use_tiles(FIT if way == "fits" else LARGE, 32 if way == "fits" and shape.head_dim > 128 else 64)
                 try:
                     with torch.inference_mode():
                         (row,) = time_attention(bench, shape, cells, tokens, [context], sequences)
@@ -108,13 +96,6 @@ def lift_limit() -> None:
     from triton.compiler import compiler
 
     compiler.max_shared_mem = lambda device: 227 << 10
-
-
-def use_tiles(tiles: dict[tuple[str, int], Tile], cells: int) -> None:
-    """Have prompts cut so, and decoding take so many cells at once."""
-    from pshard.runtime.kernels.gpu.default_tiles import TUNING
-
-    TUNING.update({**tiles, ("decode", 0): replace(TUNING["decode", 0], depth=cells)})
 
 
 if __name__ == "__main__":

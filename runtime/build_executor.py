@@ -15,6 +15,7 @@ from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.devices.device import Device
+from pshard.runtime.devices.hand_offs import describe_hand_offs
 from pshard.runtime.devices.usable_gpus import describe_unused
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Kernels
@@ -65,7 +66,7 @@ def choose_kernels(
         raise UserError(f"Triton cannot be imported: {error}; install it again, or use a profile of the CPU") from None
     if wanted_card := emulated_capability():
         notes.append(f"GPU kernels: as card {wanted_card} has them, which this GPU is taken for ({AS_CARD})")
-    return CudaKernels(device.torch_device, max_tokens, tiles), host, tuple(notes)
+    return CudaKernels(device.torch_device, max_tokens, tiles), host, (*notes, *describe_hand_offs())
 
 
 def build_executor(

@@ -1,6 +1,7 @@
 """Flags of pshard-plan, and the workloads that they ask for."""
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from pshard.machine import MachineProfile
 from pshard.planner.llama_cpp_arguments import PROGRAMS, check_emit
 from pshard.planner.serving.size_load import LoadSizes, size_load
 from pshard.session.run_request import check_budgets, count_devices, suggest_budget
-from pshard.session.this_machine import free_by_driver
+from pshard.session.this_machine import doubt_free_memory, free_by_driver
 from pshard.times.running_requests import CONCURRENCY
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, UNLIMITED_MIB, Workload, binding_limits, usual_ubatch
@@ -236,4 +237,6 @@ def _free_budgets(args: argparse.Namespace, profile: MachineProfile) -> tuple[in
     if accelerators[0].kind == "cpu":
         return (UNLIMITED_MIB,) * len(accelerators)
     free = {} if args.profile else free_by_driver()
+    if free and (doubt := doubt_free_memory()):
+        print(f"note: {doubt}", file=sys.stderr)
     return tuple(free.get(a.index, int(0.95 * a.memory_bytes)) // MIB for a in accelerators)

@@ -13,7 +13,7 @@ from pshard.plan import Variant
 from pshard.registries.known_models import note_model
 from pshard.routing.order_experts import order_experts
 from pshard.session.run_request import RunRequest, full_workload, suggest_budget, wanted_workload
-from pshard.session.this_machine import check_machine
+from pshard.session.this_machine import check_machine, doubt_free_memory
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
 
@@ -80,6 +80,8 @@ def open_plan(request: RunRequest) -> Opened:
         if known:
             tell_once(f"note: {str(error).split('; run: ')[0]}; so it was planned anew")
         tell_once(describe_made(made, path, command))
+        if not request.vram_mib and profile.accelerators[0].kind == "cuda" and (doubt := doubt_free_memory()):
+            tell_once(f"note: {doubt}")
         choice = choose()
     on_gpu = profile.accelerators[0].kind == "cuda"
     if request.plans and on_gpu and not request.vram_mib and (note := _describe_waste(choice.variant, full, command)):

@@ -42,6 +42,18 @@ def free_vram_mib(profile: MachineProfile) -> int:
     return torch.cuda.mem_get_info(0)[0] >> 20
 
 
+def doubt_free_memory() -> str | None:
+    """Why what is said to be free of a GPU may not be, in a line; None where it can be believed."""
+    from pshard.runtime.kernels.gpu.card_limits import is_scheduled_by_windows
+
+    if not is_scheduled_by_windows():
+        return None
+    return (
+        "how much VRAM is free is doubtful where Windows schedules the GPU: it lends the same to several programs, and "
+        "moves what does not fit into host memory; where a run is much slower than predicted, give a smaller --vram"
+    )
+
+
 def free_by_driver() -> dict[int, int]:
     """Free bytes of each GPU of the machine, as the driver says, without torch; none where it says nothing."""
     try:

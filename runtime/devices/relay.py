@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pshard.runtime.devices.device import Device
+from pshard.runtime.devices.hand_offs import kernels_may_wait
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import CallList
 from pshard.runtime.memory.host.host_memory import map_memory
@@ -72,8 +73,11 @@ class Relay:
 
 def open_relay(device: Device, runs: int) -> Relay | None:
     """A relay for micro-batches of up to so many runs on the CPU; None where there is no GPU, no Triton, no C++ library
-    or no page-locked memory: hand-offs then wait for the thread that launches."""
-    kernels = _find_kernels() if device.kind == "cuda" and native.is_available() and runs else None
+    or no page-locked memory, or kernels may not wait: hand-offs then go by events, and wait for the thread that
+    launches."""
+    if device.kind != "cuda" or not kernels_may_wait():
+        return None
+    kernels = _find_kernels() if native.is_available() and runs else None
     if kernels is None:
         return None
     flags = map_memory(2 * runs * LINE * 4)

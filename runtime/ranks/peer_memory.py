@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.runtime.devices.hand_offs import kernels_may_wait
 from pshard.runtime.kernels.gpu.exchange import triton_exchange as kernels
 from pshard.runtime.kernels.gpu.exchange import triton_many_rows as many_rows
 from pshard.runtime.kernels.gpu.exchange import triton_row_sum as row_sum
@@ -194,7 +195,10 @@ def open_peer_exchange(store: dist.Store, rank: int, ranks: int) -> PeerExchange
 
 
 def _reaches_all(here: int, ranks: int) -> bool:
-    """Whether the ranks are those of this host, one GPU each, and this one reads and writes all others' memory."""
+    """Whether the ranks are those of this host, one GPU each, this one reads and writes all others' memory, and kernels
+    may wait for those of others."""
+    if not kernels_may_wait():
+        return False
     if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks or torch.cuda.device_count() < ranks:
         return False
     return all(torch.cuda.can_device_access_peer(here, other) for other in range(ranks) if other != here)

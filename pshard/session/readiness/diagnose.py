@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from pshard.errors import UserError
 from pshard.session.readiness.find_driver import find_driver
+from pshard.session.this_machine import doubt_free_memory
 
 GIB = 1 << 30
 OLD_DAYS = 90  # of a profile: drivers, kernels of the system and neighbours have changed since
@@ -135,8 +136,10 @@ def _look_at_memory() -> Finding:
         free, total = torch.cuda.mem_get_info(i)
         says.append(f"GPU {i} {free / GIB:.1f} of {total / GIB:.1f} GiB")
         short = short or free < total / 2
-    remedy = "end what else holds memory: plans fill what is free when they are made" if short else ""
-    return Finding("free memory", "note" if short else "ok", "; ".join(says), remedy)
+    remedies = ["end what else holds memory: plans fill what is free when they are made"] if short else []
+    if says[1:] and (doubt := doubt_free_memory()):
+        remedies.append(doubt)
+    return Finding("free memory", "note" if remedies else "ok", "; ".join(says), "; ".join(remedies))
 
 
 def _look_at_profile() -> Finding:
