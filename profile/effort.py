@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.model import ModelSpec
 from pshard.model_config import Experts, ModelConfig
 from pshard.profile.timed.collective_times import SIZES
@@ -10,6 +11,7 @@ from pshard.profile.timed.operands import rotation_bytes
 from pshard.profile.timed.time_links import COPY_SIZES
 from pshard.profile.timing_loop import Pace
 from pshard.quant import QUANT_TYPES
+from pshard.units.moe.routed import scratch_of
 from pshard.units.operations import (
     Attend,
     AttendLatent,
@@ -142,6 +144,32 @@ def full_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         tile_matrices=3,
         tile_seconds=180.0,
     )
+
+
+def largest_case(shapes: Shapes, tokens: int) -> int:
+    """Bytes of activations and scratch, in bfloat16 and float32, of the largest case of so many tokens on a GPU: an
+    operand pool and the tile of dequantised weights come besides."""
+    plain = [2 * (rows + cols) for _, rows, cols in shapes.matmuls]
+    gates = [2 * (2 * d_ffn + d_model) for d_model, d_ffn in shapes.widths]
+    heads = [2 * d * (2 * n + 2 * groups) for n, groups, d in (a.heads for a in (*shapes.attention, *shapes.latent))]
+    delta = [2 * (n.channels + 2 * n.value_heads * n.head) for n in shapes.delta]
+    experts = [
+        6 * d_model * tokens + sum(b.nbytes(2) for b in scratch_of(rule, d_model, tokens))
+        for _, _, d_model, rule in shapes.experts
+    ]
+    return max((*(tokens * each for each in (*plain, *gates, *heads, *delta)), *experts), default=0)
+
+
+def fit_card(effort: Effort, model: Shapes | None, free: int) -> tuple[Effort, tuple[str, ...]]:
+    """The effort on a GPU with so many free bytes, and a note of what it leaves out: batches whose largest case takes
+    more than a half of them. A planner goes on above the largest batch that was timed, in proportion."""
+    most = max(effort.acc_tokens)
+    shapes = [effort.grid, *((model,) if model else ())]
+    fits = [t for t in effort.acc_tokens if t <= SMALL_BATCH or max(largest_case(s, t) for s in shapes) <= free // 2]
+    if fits[-1] == most:
+        return effort, ()
+    left_out = f"GPU batches of more than {fits[-1]} tokens were not timed: {free >> 20} MiB of VRAM were free"
+    return replace(effort, acc_tokens=tuple(fits)), (left_out,)
 
 
 def shapes_to_tune(effort: Effort, model: Shapes | None) -> Shapes:

@@ -30,7 +30,7 @@ from pshard.machine import (
     RouteTiming,
     ShareTiming,
 )
-from pshard.profile.effort import Effort, Shapes, shapes_to_tune
+from pshard.profile.effort import Effort, Shapes, fit_card, shapes_to_tune
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
 from pshard.profile.timed.collective_times import measure_collectives
 from pshard.profile.timed.host_threads import (
@@ -102,7 +102,9 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
     unlike = unlike_accelerators(accelerators)
     device = open_device(request.accelerator)
     try:
+        request, left_out = fit_request(request, device)
         host, acc, notes = open_benches(request.effort, device)
+        notes += left_out
         progress("host memory and threads", 0.0)
         figures = _measure_host(request, host)
         progress("link", 0.05)
@@ -126,11 +128,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         )
         again = repeat_unlike(host, [r for r in timed if isinstance(r, MatmulTiming) and r.device == "host"])
         timed = [again.get(row, row) for row in timed]
-        if (share := disturbed_share(cores, read_core_time())) >= DISTURBED:
-            notes.append(
-                "other programs or machines had cores while kernels were timed, which may have cost "
-                f"{share:.0%} of the time: profile again when nothing else runs"
-            )
+        notes += _describe_disturbance(disturbed_share(cores, read_core_time()))
         rows += timed
         if acc is not None:
             rows += time_in_place(acc, device, layers_to_read(request))
@@ -162,6 +160,16 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         notes.append(f"{skipped} series of the general grid were left out for lack of time")
     profile = _compose(request, accelerators, figures, replace(link, copies=copies), steps.handoff, rows, notes)
     return replace(profile, collectives=collectives, shares=shares, tiles=tiles)
+
+
+def _describe_disturbance(share: float) -> tuple[str, ...]:
+    """A note where others may have cost much of the time in which kernels were timed."""
+    if share < DISTURBED:
+        return ()
+    return (
+        "other programs or machines had cores while kernels were timed, which may have cost "
+        f"{share:.0%} of the time: profile again when nothing else runs",
+    )
 
 
 def layers_to_read(request: ProfileRequest) -> Sequence[Layer]:
@@ -212,14 +220,17 @@ def measure_accelerator(
     Also its tiles, and how many series of the general grid were skipped; it has as much time for these as the first and
     the host.
     """
-    side, effort, started = f"acc{accelerator.index}", request.effort, time.monotonic()
+    side, started = f"acc{accelerator.index}", time.monotonic()
     device = open_device(accelerator.kind, accelerator.index)
     try:
+        request, left_out = fit_request(request, device)
+        effort = request.effort
+        notes += left_out
         fast, on_host, _ = choose_kernels(device, "fast", max(effort.acc_tokens))
         progress(f"link of {side_name(side)}", 0.0)
         with closing(_open_link(effort, device)) as link:
             copies = _time_copies(link, effort, side)
-        pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
+        pool = OperandPool(_pool_bytes(effort, device), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
         jobs = list_jobs(side, effort, request.model)
         tiles, jobs, spent = prepare_kernels(request, bench, jobs, notes)
@@ -233,6 +244,27 @@ def measure_accelerator(
         return [*own, *rows], copies, tiles, skipped
     finally:
         device.close()
+
+
+def fit_request(request: ProfileRequest, device: Device) -> tuple[ProfileRequest, tuple[str, ...]]:
+    """The request with what fits the accelerator's free memory, and a note of what is left out."""
+    free = _free_bytes(device)
+    if free is None:
+        return request, ()
+    effort, left_out = fit_card(request.effort, request.model, free)
+    return replace(request, effort=effort), left_out
+
+
+def _pool_bytes(effort: Effort, device: Device) -> int:
+    """Of an accelerator's operands: a quarter of what is free at most, but for a matrix that takes more."""
+    free = _free_bytes(device)
+    most = min(effort.rotation, LEAST_ROTATION)
+    return most if free is None else min(most, free // 4)
+
+
+def _free_bytes(device: Device) -> int | None:
+    """Of an accelerator that has memory of its own."""
+    return torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else None
 
 
 def _open_link(effort: Effort, device: Device) -> LinkBench:
@@ -260,7 +292,7 @@ def open_benches(effort: Effort, device: Device) -> tuple[KernelBench, KernelBen
     host = KernelBench("host", on_host, cpu, OperandPool(effort.rotation, cpu), effort.pace, effort.slow)
     if device.kind == "cpu":
         return host, None, list(notes)
-    pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
+    pool = OperandPool(_pool_bytes(effort, device), device.torch_device)
     acc = KernelBench("acc", fast, device.torch_device, pool, effort.pace, effort.slow)
     return host, acc, [*notes, *describe_unused()]
 
