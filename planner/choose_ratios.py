@@ -79,7 +79,8 @@ def describe_way(variant: Variant) -> Considered:
 def _starts(workload: Workload) -> Iterator[tuple[float, ...]]:
     n = len(workload.vram_mib)
     yield (1 / n,) * n
-    yield tuple(mib / sum(workload.vram_mib) for mib in workload.vram_mib)
+    if total := sum(workload.vram_mib):
+        yield tuple(mib / total for mib in workload.vram_mib)
     for out in range(n):
         yield tuple(0.0 if i == out else 1 / (n - 1) for i in range(n))
 

@@ -10,6 +10,8 @@ from pshard.plan import REGISTRY_VERSION
 
 PLAN_FORMAT = 5  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
 
+PAGE_LOCKS = "page-locked memory"  # the limit that runs have met: left out where none was
+
 Inputs = tuple[tuple[str, str], ...]
 
 
@@ -27,6 +29,8 @@ def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: Machine
         pairs.append((f"accelerator {acc.index}", value))
         if acc.driver:
             pairs.append((f"driver {acc.index}", acc.driver))
+    if profile.lockable_bytes is not None:
+        pairs.append((PAGE_LOCKS, f"{profile.lockable_bytes} bytes at most"))
     pairs += [profile_input(profile), ("registry format", str(REGISTRY_VERSION)), ("plan format", str(PLAN_FORMAT))]
     return tuple(pairs)
 
@@ -37,7 +41,7 @@ def profile_input(profile: MachineProfile) -> tuple[str, str]:
 
 
 def digest_profile(profile: MachineProfile) -> str:
-    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking that a run has met changes no timing.
+    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking changes none of them.
 
     Profiles of before there were several hosts, or experts, delta nets or reading in place were timed, are what they
     were.
@@ -55,6 +59,11 @@ def digest_profile(profile: MachineProfile) -> str:
 def digest(inputs: Iterable[tuple[str, str]]) -> str:
     """The fingerprint: SHA-256 (hex) of the pairs."""
     return hashlib.sha256(json.dumps([list(pair) for pair in inputs]).encode()).hexdigest()
+
+
+def differ_in_locks(one: Inputs, other: Inputs) -> bool:
+    """Whether inputs differ in the limit of page-locking at most: such plans run, slower than they might."""
+    return [p for p in one if p[0] != PAGE_LOCKS] == [p for p in other if p[0] != PAGE_LOCKS]
 
 
 def explain_difference(stored: Iterable[tuple[str, str]], current: Iterable[tuple[str, str]]) -> list[str]:

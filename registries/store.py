@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pshard.jsonio import check_regular, write_text_atomically
 from pshard.paths import bundled_model, cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
-from pshard.registries.fingerprint import Inputs, digest, explain_difference
+from pshard.registries.fingerprint import Inputs, differ_in_locks, digest, explain_difference
 from pshard.routing.popularity import Popularity
 
 SUFFIX = ".pshard.json"
@@ -134,6 +134,18 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
     return Saved(older, oldest, tuple(v for v in variants if variant_key(v) in proven and not v.validated))
 
 
+def check_place(path: Path) -> None:
+    """Raise the UserError of `save_variants` for a place where it cannot write, as far as that shows beforehand: what
+    is there is no file, or the nearest folder that exists lets nobody write."""
+    with _report_write_errors(path):
+        check_regular(path)
+        nearest = next(folder for folder in path.resolve().parents if folder.exists())
+        if not nearest.is_dir():
+            raise OSError(errno.ENOTDIR, f"{nearest} is no folder", str(path))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 def _read_stored(path: Path) -> tuple[tuple[PlanSet, ...], int]:
     """The sets of plans in the file, and how many plans it has in a format that is not read any more."""
     if not path.exists():
@@ -152,14 +164,19 @@ def variant_key(variant: Variant) -> tuple:
 
 
 def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanSet:
-    """The plans that were made for these inputs.
+    """The plans that were made for these inputs, and behind them those for another limit of page-locking: a run that
+    meets the limit must not end the next one.
 
     Raises StaleRegistry where there are none: it names the inputs in which the nearest set of plans differs, the one
     with the fewest, and the command to plan.
     """
-    for plans in registry.sets:
-        if plans.fingerprint == digest(current):
-            return plans
+    serving = [plans for plans in registry.sets if differ_in_locks(plans.inputs, current)]
+    if serving:
+        serving.sort(key=lambda plans: plans.fingerprint != digest(current))
+        found: dict[tuple, Variant] = {}
+        for variant in (v for plans in serving for v in plans.variants):
+            found.setdefault(variant_key(variant), variant)
+        return replace(serving[0], variants=tuple(found.values())) if len(serving) > 1 else serving[0]
     if not registry.sets:
         raise StaleRegistry(f"the registry has no plans; run: {replan_command}")
     changes = sorted((explain_difference(plans.inputs, current) for plans in registry.sets), key=len)
@@ -168,6 +185,12 @@ def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanS
     if len(changes) > 1:
         made = f"no plan was made for these inputs; the nearest of {len(changes)} sets of plans differs"
     raise StaleRegistry(f"{made} ({nearest}); run: {replan_command}")
+
+
+def describe_other_locks(registry: Registry, variant: Variant, current: Inputs) -> str | None:
+    """In what limit of page-locking these inputs differ from those of the registry's variant; None where in none."""
+    made_for = next(plans.inputs for plans in registry.sets if any(v is variant for v in plans.variants))
+    return "; ".join(explain_difference(made_for, current)) or None
 
 
 @contextmanager

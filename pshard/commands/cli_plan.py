@@ -31,7 +31,7 @@ from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.known_models import note_model
-from pshard.registries.store import load_registry, registry_path, save_variants
+from pshard.registries.store import check_place, load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.workload import Workload
 
@@ -179,11 +179,12 @@ def list_gaps(profile: MachineProfile, splits: bool, routes: bool) -> list[str]:
 def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Path | None:
     """Where plans are written; None for those for another machine, which no run here takes.
 
-    Raises UserError for a file that cannot be written to, before minutes of planning.
+    Raises UserError for a place that cannot be written to, before minutes of planning.
     """
     if elsewhere and args.registry is None:
         return None
     registry = registry_path(model, args.registry)
+    check_place(registry)
     if registry.is_file():
         with suppress(StaleRegistry):  # its plans will give way to these
             load_registry(registry)

@@ -128,6 +128,8 @@ def _check_write_lp(args: argparse.Namespace) -> None:
         raise UserError("--write-lp needs one plan for one device by the program; leave out -sm, --sweep, --strategy")
     if not args.write_lp.parent.is_dir():
         raise UserError(f"--write-lp: there is no folder {args.write_lp.parent}; make it first")
+    if args.write_lp.is_dir():
+        raise UserError(f"--write-lp: {args.write_lp} is a folder; name a file in it")
 
 
 def _yes_or_no(text: str) -> bool:

@@ -47,7 +47,7 @@ def open_plan(request: RunRequest) -> Opened:
     from pshard.registries.choose import Choice, choose_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
-    from pshard.registries.store import load_registry, own_plans, registry_path
+    from pshard.registries.store import describe_other_locks, load_registry, own_plans, registry_path
 
     file = open_model(request.model)
     check_kv_types(file.spec.config, request.type_k, request.type_v)
@@ -62,11 +62,15 @@ def open_plan(request: RunRequest) -> Opened:
     command = _replan_command(request, full)
 
     def choose() -> Choice:
-        plans = own_plans(load_registry(path, command), inputs, f"{command} (or add --replan)")
+        registry = load_registry(path, command)
+        plans = own_plans(registry, inputs, f"{command} (or add --replan)")
         small = [v for v in plans.variants if request.ubatch is None or v.workload.max_ubatch <= request.ubatch]
         if plans.variants and not small:
             raise NotPlanned(f"no plan keeps its micro-batches to {request.ubatch} tokens; run: {command}")
-        return choose_variant(replace(plans, variants=tuple(small)), want, command)
+        found = choose_variant(replace(plans, variants=tuple(small)), want, command)
+        if other := describe_other_locks(registry, found.variant, inputs):
+            tell_once(f"note: the plan was made for another limit ({other}); for a plan for this one run: {command}")
+        return found
 
     if request.replan:
         _plan_again(request, full, file, profile, path, inputs)

@@ -254,6 +254,18 @@ def test_planning_for_another_machine_says_so(world: World, capsys: pytest.Captu
 # Registries
 
 
+@pytest.mark.parametrize("place", ["folder", "file/r.json"])
+def test_a_place_where_no_registry_can_be_is_refused_before_anything_is_planned(
+    world: World, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("pshard.planner.choose_mode.plan_split", lambda *_: pytest.fail("it was planned"))
+    monkeypatch.setattr("pshard.session.try_plans.choose_by_trial", lambda *_: pytest.fail("it was planned"))
+    line = refuse("plan", "-m", world.model, "--vram", world.budget, "-c", 128, "--registry", tmp_path / place)
+    assert f"cannot write the registry {tmp_path / place}" in line and "choose another place with --registry" in line
+
+
 def test_missing_registry(world: World, refuse: Refuse) -> None:
     for call in commands_of(world)[2:]:  # a run plans
         line = refuse(*call)

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from registry_samples import make_profile, make_registry
+from registry_samples import make_plan_set, make_profile, make_registry, make_variant
 
 from pshard.errors import StaleRegistry
 from pshard.machine import ReadTiming
 from pshard.plan import Registry
 from pshard.registries.fingerprint import digest, explain_difference, fingerprint_inputs
-from pshard.registries.store import own_plans
+from pshard.registries.store import describe_other_locks, own_plans
 
 MODEL = (("architecture", "llama"), ("tensors", "abc"), ("bytes", "1000"))
 
@@ -33,6 +33,7 @@ def accelerator_with(profile, **changes):
         (lambda p: accelerator_with(p, pcie_width=8), "PCIe 4 x16 -> cuda Some GPU, 16384 MiB, PCIe 4 x8"),
         (lambda p: accelerator_with(p, memory_bytes=8 << 30), "16384 MiB, PCIe 4 x16 -> cuda Some GPU, 8192 MiB"),
         (lambda p: replace(p, accelerators=()), "accelerator 0: cuda Some GPU, 16384 MiB, PCIe 4 x16 -> absent"),
+        (lambda p: replace(p, lockable_bytes=3 << 20), "page-locked memory: absent -> 3145728 bytes at most"),
         (lambda p: replace(p, reads=(ReadTiming(4, 1e10),)), "profile: measured 2026-01-02"),
     ],
 )
@@ -46,6 +47,21 @@ def test_a_change_of_the_model_is_named():
     old = fingerprint_inputs(MODEL, make_profile())
     new = fingerprint_inputs((*MODEL[:2], ("bytes", "1001")), make_profile())
     assert explain_difference(old, new) == ["model bytes: 1000 -> 1001"]
+
+
+def test_plans_for_another_limit_of_page_locking_come_behind_those_for_this_one():
+    limits = [fingerprint_inputs(MODEL, replace(make_profile(), lockable_bytes=b)) for b in (None, 1 << 20, 2 << 20)]
+    far, near = (make_plan_set(inputs=inputs, variants=variants) for inputs, variants in (
+        (limits[0], (make_variant((100,)), make_variant((200,)))), (limits[1], (make_variant((100,), seconds=1.0),)),
+    ))  # fmt: skip
+    both = Registry((far, near))
+    found = own_plans(both, limits[1], "plan")
+    assert found.variants == (*near.variants, far.variants[1])
+    told = [describe_other_locks(both, variant, limits[1]) for variant in found.variants]
+    assert told == [None, "page-locked memory: absent -> 1048576 bytes at most"]
+    assert own_plans(both, limits[2], "plan").variants == (*far.variants,)
+    with pytest.raises(StaleRegistry, match="threads: 8 -> 12"):
+        own_plans(both, fingerprint_inputs(MODEL, host_with(make_profile(), threads=12)), "plan")
 
 
 def test_equal_inputs_give_the_same_fingerprint():

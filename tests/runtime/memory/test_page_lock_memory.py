@@ -48,7 +48,7 @@ def test_a_limit_that_is_no_number_of_bytes_is_not_known(value: str) -> None:
 
 
 def test_a_run_that_meets_the_limit_says_so_once_and_plans_stay_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     world, ceiling = make_world(tmp_path), 3 << 20
     monkeypatch.setattr(staging, "CHUNK", 64 << 10)
@@ -57,19 +57,23 @@ def test_a_run_that_meets_the_limit_says_so_once_and_plans_stay_valid(
     before = load_profile()
     assert before.lockable_bytes is None
     monkeypatch.setattr("pshard.runtime.devices.device.open_device", lambda kind, index: CeilingDevice(ceiling))
-    said = []
+    said, told = [], list[bool]()
     for _ in range(2):
         with pshard.load(world.model, world.budget) as engine:
             logits, memory = engine.forward([*range(40)]), engine.memory()
             said.append((logits, sum("limit of page-locking is remembered" in note for note in engine.notes)))
+        told.append("the plan was made for another limit (page-locked memory: absent -> " in capsys.readouterr().err)
     assert 0 < memory.host_locked <= ceiling and not memory.page_locked
     assert recall_lockable() == memory.host_locked
     assert torch.equal(said[0][0], said[1][0]) and [n for _, n in said] == [1, 0]
+    assert told == [False, True]
     now = load_profile()
     assert now.lockable_bytes == memory.host_locked and digest_profile(now) == digest_profile(before)
     assert load_profile(world.profile).lockable_bytes is None  # planning for another machine
     assert cli_plan.main(["-m", str(world.model), "-c", "128", "--vram", str(world.budget)]) == 0
+    capsys.readouterr()
     monkeypatch.setattr("pshard.runtime.devices.device.open_device", lambda kind, index: CeilingDevice(1 << 40))
     with pshard.load(world.model, world.budget) as engine:
+        assert "another limit" not in capsys.readouterr().err
         torch.testing.assert_close(engine.forward([*range(40)]), said[0][0], rtol=0.05, atol=0.05)
     assert recall_lockable() is None
