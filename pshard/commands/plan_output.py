@@ -46,20 +46,18 @@ def emit_arguments(planned: Planned, program: str) -> list[str]:
     """Every variant as arguments for a program of llama.cpp. Raises UserError for what they cannot say."""
     from pshard.planner.llama_cpp_arguments import llama_arguments
 
-    units = {u.name: u for u in planned.spec.units}
-    return [llama_arguments(variant, units, program) for variant in planned.variants]
+    return [llama_arguments(variant, planned.spec, program) for variant in planned.variants]
 
 
 def list_unsaid_of(planned: Planned) -> list[str]:
     """What arguments for llama.cpp cannot say of each variant; a line names its budget where there are several."""
     from pshard.planner.llama_cpp_arguments import list_unsaid
 
-    units = {u.name: u for u in planned.spec.units}
     several = len(planned.variants) > 1
     return [
         f"{variant.workload.vram_mib[0]} MiB: {line}" if several else line
         for variant in planned.variants
-        for line in list_unsaid(variant, units)
+        for line in list_unsaid(variant, planned.spec)
     ]
 
 

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from golden.shapes import make_shape
 from model_files import write_gguf
+from planner_cases import make_model
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.commands.cli_plan import main
 from pshard.jsonio import from_json
+from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
 from pshard.planner.llama_cpp_arguments import llama_arguments
 from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
@@ -22,9 +25,7 @@ from pshard.planner.published.strategies import NAMES
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.registries.store import load_registry
 from pshard.times.predicted_times import round_seconds
-from pshard.units.attention import ATTENTION
-from pshard.units.ffn import FFN
-from pshard.units.unit import Unit
+from pshard.units.state import StateShape
 from pshard.workload import Workload
 
 OWN = TORCH_RESERVE_MIB
@@ -165,21 +166,45 @@ def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
     assert ("'^(output(_norm)?|token_embd)\\.weight=CPU'" in out) == (tier.placement("output").sort != "pinned")
 
 
+def variant_with_states(spec: ModelSpec, mib: int, context: int, in_vram: set[str]) -> Variant:
+    """10 MiB beside the states, of which 2 are slots; states of the units of these names in VRAM."""
+    workload = Workload((mib,), context, max_ubatch=1, prompt=context // 2, generated=context // 2)
+    sizes, units = spec.state_sizes(workload.state_shape), [u for u in spec.units if u.layer >= 0]
+    places = [
+        Placement(u.name, "pinned", "vram" if u.name in in_vram else "host")
+        if u.kind.state
+        else Placement(u.name, "streamed")
+        for u in units
+    ]
+    buffers = Buffers(6 << 20, 2 << 20, 2, 1 << 20, sum(sizes[name] for name in in_vram))
+    tier = TierPlan(1, tuple(places), buffers, UNPREDICTED, UNSOLVED)
+    return Variant(workload, True, (RankPlan(0, mib, 1.0, (), (), (tier,)),))
+
+
 @pytest.mark.parametrize(
     ("layers", "in_vram", "spare_mib", "offloads"),
     [(8, 8, 0, True), (8, 0, 900, False), (8, 2, 3, False), (8, 2, 4, True)],
 )
 def test_llama_cpp_keeps_its_kv_cache_in_vram_where_all_of_it_fits(layers, in_vram, spare_mib, offloads):
     """It cannot have a part there. Six layers of 1 MiB are on the host; the slots' 2 MiB are free in llama.cpp."""
-    mib, budget = 1 << 20, 10 + in_vram + spare_mib
-    units = [Placement(f"blk.{i}.attn", "pinned", "vram" if i < in_vram else "host") for i in range(layers)]
-    ffns = [Placement(f"blk.{i}.ffn", "streamed") for i in range(layers)]
-    buffers = Buffers(6 * mib, 2 * mib, 2, mib, in_vram * mib)
-    tier = TierPlan(1, (*units, *ffns), buffers, UNPREDICTED, UNSOLVED)
-    rank = RankPlan(0, budget, 1.0, (), (), (tier,))
-    variant = Variant(Workload((budget,), 64, max_ubatch=1, prompt=32, generated=32), True, (rank,))
-    model = {p.unit: Unit(p.unit, ATTENTION if p.kv else FFN, i % layers, ()) for i, p in enumerate(tier.placements)}
-    assert ("-nkvo" not in llama_arguments(variant, model)) == offloads
+    spec = make_model(layers, heads=32, kv_heads=32)
+    names = {f"attention.{i}" for i in range(in_vram)}
+    variant = variant_with_states(spec, 10 + in_vram + spare_mib, 64, names)
+    assert {spec.state_sizes(variant.workload.state_shape)[f"attention.{i}"] for i in range(layers)} == {1 << 20}
+    assert ("-nkvo" not in llama_arguments(variant, spec)) == offloads
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_llama_cpp_keeps_states_of_unlike_layers_in_vram_by_their_own_sizes(fits):
+    """Delta nets keep little, whatever the context, and full attention much: what is in VRAM says nothing of the
+    rest."""
+    spec, context = make_shape("qwen3.5-27b"), 131072
+    sizes = spec.state_sizes(StateShape(context, 1, "bf16", "bf16", 1))
+    small = {u.name for u in spec.units if u.kind.state and sizes[u.name] < 16 << 20}
+    assert len(small) == 48 and sum(sizes.values()) > 8 << 30 > 1 << 28 > sum(sizes[name] for name in small)
+    needed = -(-(8 * (1 << 20) + sum(sizes.values())) >> 20)
+    variant = variant_with_states(spec, needed - (not fits), context, small)
+    assert ("-nkvo" not in llama_arguments(variant, spec)) == fits
 
 
 def test_arguments_for_llama_cpp_of_several_devices_are_refused_before_anything_is_written(plan):
