@@ -14,6 +14,7 @@ from pshard.planner.make_plan import RoughPlan, plan_roughly, plan_variant
 from pshard.planner.prepare_ranks import may_choose_apart, price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables, find_tables
+from pshard.planner.remedies.advise import plan_or_advise
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.workload import Split, Workload, binding_limits
@@ -38,11 +39,28 @@ def plan_mode(
 ) -> Variant:
     """The variant with the shortest predicted round over all budgets' devices; `considered` lists all ways.
 
+    workload: `max_tp` is for tensors, and so is `tensor_split` for both splits unless `auto_ratios`. Raises as
+    `plan_variant` does when nothing fits.
+    """
+
+    def plan(spec: ModelSpec, workload: Workload) -> Variant:
+        return _plan_fastest_way(spec, profile, workload, auto_ratios, time_limit)
+
+    def try_one(spec: ModelSpec, workload: Workload) -> RoughPlan:
+        device = next(_unlike_devices(profile, workload.vram_mib))
+        return plan_roughly(spec, profile, alone_on(workload, device), time_limit / 4)
+
+    return plan_or_advise(plan, try_one, spec, profile, workload)
+
+
+def _plan_fastest_way(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float
+) -> Variant:
+    """The same, without what may work where nothing fits.
+
     Every way is planned and simulated: each device alone (like ones once), layers, tensors over all devices and, as
     sums take longer the more ranks take part, over the first 2, 4, 8... of them; of ways within 1% the simplest. Those
-    that no refinement could bring there are not refined unit by unit. workload: `max_tp` is for tensors, and so is
-    `tensor_split` for both splits unless `auto_ratios`. Raises NoPlan when nothing fits, UserError as `plan_variant`
-    does.
+    that no refinement could bring there are not refined unit by unit. Raises Shortage when nothing fits.
     """
     tables, made, ways = find_tables(profile), [], []
     refused: NoPlan | None = None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pshard.cuts.rank_parts import cut_ranks
-from pshard.errors import BudgetTooSmall, NoPlan
+from pshard.errors import NoPlan, Shortage
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
@@ -13,6 +13,7 @@ from pshard.planner.make_plan import RoughPlan, plan_roughly
 from pshard.planner.prepare_ranks import fitting_tiers, price_roughly
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import tier_loads
+from pshard.planner.remedies.advise import plan_or_advise
 from pshard.times.predicted_times import first_token_seconds, round_seconds, sum_round
 from pshard.units.kinds import kinds_by_flag
 from pshard.workload import Split, Workload
@@ -33,9 +34,16 @@ class Estimate:
 def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> Variant:
     """The variant with the shortest predicted round among cuts that were planned in full; `considered` lists them.
 
-    Only the chosen one is refined unit by unit. Raises as `choose_ratios` does.
+    Only the chosen one is refined unit by unit. Raises as `plan_variant` does.
     """
-    rough, others = choose_ratios(spec, profile, workload, time_limit)
+
+    def choose(spec: ModelSpec, workload: Workload) -> tuple[RoughPlan, tuple[Considered, ...]]:
+        return choose_ratios(spec, profile, workload, time_limit)
+
+    def try_equal(spec: ModelSpec, workload: Workload) -> RoughPlan:
+        return plan_roughly(spec, profile, replace(workload, tensor_split=()), time_limit)
+
+    rough, others = plan_or_advise(choose, try_equal, spec, profile, workload)
     best = rough.refine()
     return replace(best, considered=(describe_way(best), *others))
 
@@ -47,8 +55,8 @@ def choose_ratios(
 
     Equal shares are always among them where they fit; the others are the ends of climbs from several starts (equal, by
     budget, one device left out), on which cuts are judged by rough bounds. A share may end at 0. Kinds of units are
-    limited to fewer ranks where that helps; to those of `workload.max_tp` when it names any. Raises BudgetTooSmall
-    when no split fits, UserError as `plan_variant` does.
+    limited to fewer ranks where that helps; to those of `workload.max_tp` when it names any. Raises Shortage when no
+    split fits, UserError as `plan_variant` does.
     """
     starts = tuple(Split(workload.split_mode, shares, workload.max_tp) for shares in dict.fromkeys(_starts(workload)))
     climb = _Climb(spec, profile, workload, starts)
@@ -59,12 +67,13 @@ def choose_ratios(
         # also from where shares were not moved yet: they may have left a device out
         limited = {e.split: e for e in map(climb.limit, (*promising, *tops)) if e.split.limits}
         tops += sorted(limited.values(), key=lambda e: e.total)[:LIMITED]
-    made, refused = [], None
+    made: list[RoughPlan] = []
+    refused: NoPlan | None = None
     for split in (wanted := dict.fromkeys((starts[0], *(top.split for top in tops)))):
         try:
             made.append(plan_roughly(spec, profile, workload.under(split), time_limit / len(wanted)))
         except NoPlan as error:
-            refused = error
+            refused = refused or error
     if refused and not made:
         raise refused
     best, *others = sorted(made, key=lambda plan: round_seconds(plan.variant))
@@ -101,7 +110,7 @@ class _Climb:
     def _fitting(self, split: Split) -> tuple[int, ...]:
         try:
             return fitting_tiers(cut_ranks(self._spec, split), self._workload, self._tables)
-        except BudgetTooSmall:
+        except Shortage:
             return ()
 
     def estimate(self, split: Split) -> Estimate | None:

@@ -29,6 +29,7 @@ from pshard.planner.published.strategies import (
     list_strategies,
 )
 from pshard.planner.rank_task import RankTask
+from pshard.planner.remedies.advise import plan_or_advise
 from pshard.planner.routing.slot_promises import fill_pools, list_pools
 from pshard.planner.search.anneal import refine_candidate
 from pshard.planner.search.candidates import (
@@ -68,8 +69,13 @@ def plan_variant(
     when smaller ones prefill the prompt faster. Raises BudgetTooSmall when not even decoding fits, UserError when
     the profile lacks a table.
     """
-    tasks = prepare_ranks(spec, profile, workload, correction)
-    variant = join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
+
+    def begin(spec: ModelSpec, workload: Workload) -> tuple[tuple[RankTask, ...], tuple[Candidate, ...]]:
+        tasks = prepare_ranks(spec, profile, workload, correction)
+        return tasks, place_ranks(tasks, time_limit)
+
+    tasks, placed = plan_or_advise(begin, begin, spec, profile, workload)
+    variant = join_fastest(tasks, refine_ranks(tasks, placed))
     if spec.popularity and not spec.caches and tasks[0].plan_needed and len(tasks) == 1:
         return _or_unrecorded(spec, profile, variant, time_limit)
     return variant
@@ -113,7 +119,7 @@ class RoughPlan:
 
 
 def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> RoughPlan:
-    """The first part of `plan_variant`, which raises the same."""
+    """The first part of `plan_variant`. Raises Shortage where that raises BudgetTooSmall, and UserError as it does."""
     tasks = prepare_ranks(spec, profile, workload)
     placed = place_ranks(tasks, time_limit)
     return RoughPlan(tasks, placed, join_fastest(tasks, placed))
@@ -131,7 +137,7 @@ class Sketch:
 def sketch_plan(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float, correction: Correction
 ) -> Sketch:
-    """The quick part of what `plan_variant` does, which raises the same."""
+    """The quick part of what `plan_variant` does. Raises as `plan_roughly` does."""
     tasks = prepare_ranks(spec, profile, workload, correction)
 
     def sketch(task: RankTask) -> Candidate:
@@ -162,10 +168,22 @@ def plan_baseline(
     check_strategy(name, spec)
     if name == PER_TIER and len(workload.vram_mib) > 1:
         raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
-    tasks = tasks or prepare_ranks(spec, profile, workload, correction)
-    if name == EXPERT_LRU:
-        slots = _like_ranks_once(tasks, partial(_fill_room, record=record))
-        tasks = prepare_ranks(hold_slots(spec, slots), profile, workload, correction)
+
+    def prepare(spec: ModelSpec, workload: Workload) -> tuple[RankTask, ...]:
+        return prepare_ranks(spec, profile, workload, correction)
+
+    def place(spec: ModelSpec, workload: Workload, tasks: tuple[RankTask, ...] = ()) -> Variant:
+        tasks = tasks or prepare(spec, workload)
+        if name == EXPERT_LRU:
+            slots = _like_ranks_once(tasks, partial(_fill_room, record=record))
+            tasks = prepare(hold_slots(spec, slots), workload)
+        return _place_published(name, tasks)
+
+    return plan_or_advise(partial(place, tasks=tasks), place, spec, profile, workload)
+
+
+def _place_published(name: str, tasks: tuple[RankTask, ...]) -> Variant:
+    """The variant that a published strategy gives for these tasks. Raises NoPlan where it does not fit."""
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:

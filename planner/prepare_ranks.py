@@ -1,12 +1,13 @@
 """From a model, a machine and a workload to one task a rank: cut, tiers that fit, costs, bounds, weights."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.cuts.rank_parts import cut_ranks
-from pshard.errors import BudgetTooSmall, UserError
+from pshard.errors import Shortage, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction
@@ -19,14 +20,13 @@ from pshard.planner.price.tier_loads import raise_weights, tier_loads
 from pshard.planner.program.bounds import bound_seconds, rough_bound
 from pshard.planner.program.unit_classes import group_units
 from pshard.planner.rank_task import RankTask
-from pshard.planner.remedies.suggest_fitting import suggest_fitting
 from pshard.planner.search.candidates import (
     whole_tier,
 )
 from pshard.times.predicted_times import prefill_seconds
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
-from pshard.workload import MIB, Split, Workload
+from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
 SMALLER_BATCH_SHARE = 0.99  # of a prompt's time: what smaller micro-batches must stay below
@@ -36,7 +36,8 @@ OFF_DEVICE_SHARE = 0.99  # of a unit's time on the device: what the CPU must sta
 def prepare_ranks(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
 ) -> tuple[RankTask, ...]:
-    """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
+    """Cut the model, choose the largest micro-batch, and price every tier of every rank. Raises Shortage where the
+    memory at hand cannot hold it, UserError when the profile lacks a table."""
     check_kv_types(spec.config, workload.type_k, workload.type_v)
     if workload.split_mode == "tensor":
         _check_cut(spec, profile, workload)
@@ -160,10 +161,10 @@ def split_of(workload: Workload) -> Split:
 def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables) -> tuple[int, ...]:
     """Tiers whose scratch fits every rank's arena, and beside which host memory holds what the arenas do not.
 
-    Raises BudgetTooSmall when decoding does not fit, UserError when no budget makes it fit.
+    Raises Shortage when decoding does not fit, were units divisible.
     """
 
-    def fits(tokens: int, budgets: Sequence[int], workload: Workload = workload) -> bool:
+    def fits(tokens: int, budgets: Sequence[int]) -> bool:
         rooms = _rooms(specs, workload, budgets, tables)
         on_device = all(r.scratch(tokens) + r.least_slot <= r.arena for r in rooms)
         return on_device and host_fits(rooms, tables.profile, tokens)
@@ -172,32 +173,14 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
     if tiers and tiers[-1] >= workload.sequences:
         return tiers
     rooms = _rooms(specs, workload, workload.vram_mib, tables)
-    why, missing = explain_shortage(rooms, tables.profile, workload.sequences)
-    low, smallest = 0, 1
-
-    def remedies(budget: int | None) -> str:
-        there = min(a.memory_bytes for a in tables.profile.accelerators) // MIB
-        within = budget if budget is not None and budget <= there else None
-
-        def may_fit(other: Workload) -> bool:
-            return fits(other.sequences, other.vram_mib, other)
-
-        return suggest_fitting(specs, workload, may_fit, within, missing)
-
-    while not fits(workload.sequences, [smallest] * len(specs)):
-        if smallest > MOST_MIB:
-            raise UserError(f"{why}; {remedies(None)}")
-        low, smallest = smallest, 2 * smallest
-    while smallest - low > 1:
-        middle = (low + smallest) // 2
-        low, smallest = (low, middle) if fits(workload.sequences, [middle] * len(specs)) else (middle, smallest)
-    if not host_fits(rooms, tables.profile, workload.sequences):
-        raise BudgetTooSmall(f"{why}; {remedies(smallest)}", smallest)
+    budgets = range(1, MOST_MIB)
+    least = bisect_left(budgets, True, key=lambda mib: fits(workload.sequences, [mib] * len(specs)))
+    works = budgets[least] if least < len(budgets) else None
+    if works is None or not host_fits(rooms, tables.profile, workload.sequences):
+        why, missing = explain_shortage(rooms, tables.profile, workload.sequences)
+        raise Shortage(why, max(1, missing), works)
     given = ",".join(map(str, workload.vram_mib))
-    raise BudgetTooSmall(
-        f"--vram {given} MiB is too small for {specs[0].name}; the smallest budget that works is {smallest} MiB",
-        smallest,
-    )
+    raise Shortage(f"--vram {given} MiB is too small for {specs[0].name}", 0, works)
 
 
 def _rooms(specs: Sequence[ModelSpec], workload: Workload, budgets: Sequence[int], tables: Tables) -> tuple[Room, ...]:

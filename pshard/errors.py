@@ -18,6 +18,20 @@ class NoPlan(UserError):
     """No plan keeps within the memory at hand."""
 
 
+class Shortage(NoPlan):
+    """The same, before what may work was tried.
+
+    Attributes:
+        why: the message but for what to do.
+        missing: bytes of host memory that are lacking at least; 0 where it is VRAM alone.
+        smallest_mib: no smaller budget works; None where none does.
+    """
+
+    def __init__(self, why: str, missing: int, smallest_mib: int | None) -> None:
+        super().__init__(f"{why}; raise --vram, lower -c, or take a smaller model")
+        self.why, self.missing, self.smallest_mib = why, missing, smallest_mib
+
+
 class BudgetTooSmall(NoPlan):
     """The VRAM budget cannot hold any plan.
 

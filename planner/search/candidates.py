@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from pshard.errors import NoPlan, UserError
+from pshard.errors import Shortage, UserError
 from pshard.plan import RankPlan, TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
@@ -61,7 +61,7 @@ def rank_candidates(
     What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours, and
     the most promising are improved. `bounds` in seconds by tier: what reaches them needs no improvement. Where memory
     can be page-locked up to a limit only, plans are also made as if there were none: theirs may lie below it. Raises
-    NoPlan when nothing keeps within host memory, UserError when nothing was found in time.
+    Shortage when nothing keeps within host memory, UserError when nothing was found in time.
     """
     whole = locked(costs)
     candidates = place_best_baselines(room, classes, whole)
@@ -69,10 +69,11 @@ def rank_candidates(
     if costs[0].staged:
         candidates += _solve_and_improve(room, group_units(room.spec), whole, bounds, time_limit, programs)
     if not candidates and room.host is not None:
-        raise NoPlan(
+        why = (
             f"no plan found for {room.spec.name} that keeps at most {room.host >> 20} MiB of weights and KV cache in "
-            "host memory; raise --vram, lower -c, or take a smaller model"
+            "host memory"
         )
+        raise Shortage(why, 1, max(room.workload.vram_mib) + 1)
     if not candidates:
         raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
     return tuple(sorted((restage_candidate(room, costs, c) for c in candidates), key=lambda c: c.total))

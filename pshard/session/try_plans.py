@@ -17,6 +17,7 @@ from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
+    from pshard.model import ModelSpec
     from pshard.models import ModelFile
     from pshard.planner.price.tier_loads import TierLoad
     from pshard.planner.rank_task import RankTask
@@ -96,16 +97,25 @@ def choose_by_trial(
     one line for each plan that was not tried, and why, one on measurements that were disturbed, and one where they
     could not tell plans apart. Nothing measured: the planner's choice, as it was predicted.
     """
-    from pshard.planner.make_plan import plan_to_try, predict_again, same_placements
+    from pshard.planner.make_plan import place_ranks, plan_to_try, predict_again, same_placements
     from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
     from pshard.planner.price.fit_correction import fit_correction, is_off, measured_tiers
     from pshard.planner.price.profile_tables import find_tables
+    from pshard.planner.remedies.advise import plan_or_advise
 
-    (task,) = profiled = prepare_ranks(file.spec, profile, workload)
-    tiers = tuple(c.load.tokens for c in task.costs)
-    bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say, record)
+    def place(spec: "ModelSpec", asked: Workload) -> object:
+        return place_ranks(prepare_ranks(spec, profile, asked), time_limit)
+
+    def plan(spec: "ModelSpec", asked: Workload) -> "tuple[tuple[RankTask, ...], tuple[Variant, ...]]":
+        tasks = prepare_ranks(spec, profile, asked)
+        return tasks, plan_to_try(tasks[0], find_tables(profile), time_limit)
+
+    deadline = time.monotonic() + seconds
     with planning_bar(f"planning {file.spec.name}"):
-        candidates = plan_to_try(task, find_tables(profile), time_limit)
+        profiled, candidates = plan_or_advise(plan, place, file.spec, profile, workload)
+    (task,) = profiled
+    tiers = tuple(c.load.tokens for c in task.costs)
+    bench = _Bench(file, profile, tiers, workload, deadline, say, record)
     for variant in candidates:
         bench.attempt(variant, task)
     if not bench.trials:

@@ -102,7 +102,7 @@ def test_memory_that_holds_everything_changes_nothing_and_less_never_makes_plans
     assert all(later >= earlier * 0.99 for earlier, later in pairwise(found))
     with pytest.raises(BudgetTooSmall, match=r"stay in host memory.*what may work: --vram") as caught:
         plan_variant(spec, with_memory(PROFILE, whole - arena * 11 // 10), workload)
-    more = replace(workload, vram_mib=(caught.value.smallest_mib + 50,))
+    more = replace(workload, vram_mib=(caught.value.smallest_mib,))
     plan_variant(spec, with_memory(PROFILE, whole - arena * 11 // 10), more)
 
 
