@@ -28,7 +28,7 @@ async def send_message(desk: Desk, call: Call) -> Reply:
     (answer,) = answers.all
     blocks = Blocks()
     blocks.take(answer.whole)
-    blocks.close()
+    blocks.close(answer.reader.cut)
     told = show_whole_message(heading.id, heading.model, blocks.done, ending_of(answer), answers.usage())
     return reply_json(told)
 
@@ -81,4 +81,4 @@ async def _stream(heading: Heading, answers: Answers) -> AsyncIterator[bytes]:
         return
     reason, stopped = ending_of(answer)
     delta = {"delta": {"stop_reason": reason, "stop_sequence": stopped}, "usage": show_message_usage(answers.usage())}
-    yield write([*blocks.close(), ("message_delta", delta), ("message_stop", {})])
+    yield write([*blocks.close(answer.reader.cut), ("message_delta", delta), ("message_stop", {})])

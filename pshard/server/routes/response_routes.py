@@ -34,7 +34,7 @@ async def respond(desk: Desk, call: Call) -> Reply:
     await answers.gather()
     (answer,) = answers.all
     items.take(answer.whole)
-    items.close(answer.reason == "stop")
+    items.close(answer.reason == "stop", answer.reader.cut)
     return reply_json(show_response(heading, echo, status_of(answer.reason), items.done, answers.usage()))
 
 
@@ -71,7 +71,7 @@ async def _stream(heading: Heading, echo: dict[str, Any], answers: Answers, item
         failed["error"] = {"code": error["code"] or "server_error", "message": error["message"]}
         yield write([("response.failed", {"response": failed})])
         return
-    yield write(items.close(answer.reason == "stop"))
+    yield write(items.close(answer.reason == "stop", answer.reader.cut))
     status = status_of(answer.reason)
     whole = show_response(heading, echo, status, items.done, answers.usage())
     yield write([(f"response.{status}", {"response": whole})])

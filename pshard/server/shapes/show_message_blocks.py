@@ -60,10 +60,11 @@ class Blocks:
             events += self._add_call(call)
         return events
 
-    def close(self) -> Events:
-        """Events at the end of the block that is made."""
+    def close(self, cut: bool = False) -> Events:
+        """Events at the end of the block that is made. cut: the answer ended within it: a call is then left out, and no
+        event says that it is whole, as clients run one that is."""
         block, self._block = self._block, None
-        if block is None:
+        if block is None or (cut and block["type"] == "tool_use"):
             return []
         if block["type"] == "tool_use":
             block["input"] = _read_input(self._input)
@@ -96,7 +97,7 @@ class Blocks:
 
 
 def _read_input(text: str) -> Any:
-    """A call's arguments; those of a call that was cut off are told as text, as there is no such object."""
+    """A call's arguments; those that the model spoiled are told as text, as there is no such object."""
     try:
         return json.loads(text or "{}", strict=False)
     except (ValueError, RecursionError):

@@ -69,11 +69,14 @@ class OutputItems:
             events += self._add_call(call)
         return events
 
-    def close(self, complete: bool) -> Events:
-        """Events at the end of the item that is made."""
-        if self._item is None:
+    def close(self, complete: bool, cut: bool = False) -> Events:
+        """Events at the end of the item that is made. complete: the answer came to its end; cut: it ended within a
+        call, which is then left out, and no event says that it is done: clients run one that is."""
+        calls = self._item is not None and "call_id" in self._item
+        if self._item is None or (cut and calls):
+            self._item = None
             return []
-        item = self._end(complete)
+        item = self._end(complete or calls)
         at = {"item_id": item["id"], "output_index": len(self.done) - 1}
         events: Events = []
         if item["type"] == "function_call":

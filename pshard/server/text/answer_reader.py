@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pshard.server.jobs import Made
-from pshard.server.text.call_reader import CallPart, CallReader
+from pshard.server.text.call_reader import ENDS, CallPart, CallReader
 from pshard.server.text.formats import ChatFormat
 from pshard.server.text.stop_finder import StopFinder
 from pshard.server.text.token_words import Entry, make_entry
@@ -14,7 +14,7 @@ from pshard.session.chat.thoughts import Piece, Sorter
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
 
-SPELLED = ("[ARGS]", "[CALL_ID]")  # special tokens within a call
+SPELLED = ("[ARGS]", "[CALL_ID]", *ENDS.values())  # special tokens within a call
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class AnswerReader:
     """One answer. A stop string ends it: `stopped` is then it, and what comes later is not read; so does the first
     call where one is all that is wanted. `ended`: whether either came.
 
-    `count`: tokens up to that end; `ids`: these tokens; `called`: whether a tool was called.
+    `count`: tokens up to that end; `ids`: these tokens; `called`: whether a tool was called; `cut`: whether the answer
+    ended within a call, the last one, which nobody may run.
     """
 
     def __init__(self, tokenizer: "Tokenizer | None", stops: tuple[str, ...], format: ChatFormat | None = None) -> None:
@@ -92,7 +93,11 @@ class AnswerReader:
 
     @property
     def called(self) -> bool:
-        return self._shape is not None and self._shape.calls.count > 0
+        return self._shape is not None and self._shape.calls.count > self._shape.calls.cut
+
+    @property
+    def cut(self) -> bool:
+        return self._shape is not None and self._shape.calls.cut
 
     def push(self, made: Made) -> list[Delta]:
         """What is certain after new tokens, in order. They are read one by one: how many come at once changes
@@ -172,7 +177,7 @@ class _Shape:
     def push(self, text: str, special: str | None) -> list[Delta]:
         if self._format.forced:
             return self._end([Delta(calls=tuple(self.calls.push(text)))])
-        if special in SPELLED:
+        if special in SPELLED and self._format.tools:
             text, special = text + special, None
         return self._end(self._collect(self._sorter.push(text, special)))
 
@@ -180,7 +185,7 @@ class _Shape:
         """What is new, without what follows the first call where that is the last one."""
         if not self._format.single or not self.calls.count:
             return parts
-        self.ended = self.ended or self.calls.count > 1 or not self.calls.open
+        self.ended = self.ended or self.calls.count > 1 or not (self.calls.open or self.calls.cut)
         return [replace(part, calls=tuple(call for call in part.calls if call.index == 0)) for part in parts]
 
     def finish(self) -> list[Delta]:
@@ -190,44 +195,59 @@ class _Shape:
             parts.append(self._give("text", lead))
         calls, rest = self.calls.finish()
         parts.append(Delta(calls=tuple(calls)))
-        if rest and not (self._format.forced and self.calls.count):  # there it is a call that was cut off
+        if rest and not (self._format.forced and self.calls.count):  # there it is a call of which little came
             parts.append(self._give("text", rest))
         if self._space and not self.calls.count and self._kind == "text":
             parts.append(Delta(self._space))
         return self._end(parts)
 
     def _collect(self, pieces: Iterator[Piece]) -> list[Delta]:
-        return [self._take(piece) for piece in pieces]
+        return [delta for piece in pieces for delta in self._take(piece)]
 
-    def _take(self, piece: Piece) -> Delta:
+    def _take(self, piece: Piece) -> list[Delta]:
         kind = self._format.kind_of(piece.within)
         if piece.mark:
-            rest = Delta()
+            told: list[Delta] = []
             if kind == "call":
-                calls, text = self.calls.begin(piece.text, piece.within)  # the text is of before: it was no call
-                rest = replace(self._give("text", text) if text else Delta(), calls=tuple(calls))
-            self._kind, self._space, self._begun = "", "", False
-            return rest
+                calls, text = self.calls.begin(piece.text, piece.within)
+                self._lead = None
+                told = [replace(self._give("text", text) if text else Delta(), calls=tuple(calls))]
+            self._start_stretch()
+            return told
         if kind == "call":
-            return Delta(calls=tuple(self.calls.push(piece.text)))
+            return self._take_call(piece.text)
         if kind == "text" and self._lead is not None:
             return self._take_lead(piece.text)
-        return self._give(kind, piece.text)
+        return [self._give(kind, piece.text)]
 
-    def _take_lead(self, text: str) -> Delta:
+    def _start_stretch(self) -> None:
+        self._kind, self._space, self._begun = "", "", False
+
+    def _take_call(self, text: str) -> list[Delta]:
+        """Text of a stretch that may hold calls, which says itself where it ends."""
+        told = [Delta(calls=tuple(self.calls.push(text)))]
+        if (left := self.calls.leave()) is not None:
+            none, after = left
+            if none:
+                told.append(self._give("text", none))
+            else:
+                self._start_stretch()
+            self._sorter.leave()
+            told += self._collect(self._sorter.push(after))
+        return told
+
+    def _take_lead(self, text: str) -> list[Delta]:
         """Text that may be a call without any tag."""
         assert self._lead is not None
-        if self.calls.open:
-            return Delta(calls=tuple(self.calls.push(text)))
         self._lead += text
-        begin = self._lead.lstrip()
-        if begin.startswith("{"):
+        if self.calls.open or self.calls.count or self._lead.lstrip():
+            told = [Delta(calls=tuple(self.calls.push(self._lead)))]
             self._lead = ""
-            return Delta(calls=tuple(self.calls.push(begin)))
-        if begin:
-            lead, self._lead = self._lead, None
-            return self._give("text", lead)
-        return Delta()
+            if (left := self.calls.leave()) is None:
+                return told
+            self._lead = None
+            return [*told, self._give("text", "".join(left))]
+        return []
 
     def _give(self, kind: str, text: str) -> Delta:
         if kind != self._kind:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 from pshard.server.api.asks import Tool
 from pshard.server.text.call_reader import CHANNEL_TO, make_call_id, make_short_id
+from pshard.server.text.function_tags import OPEN
 
 THOUGHTS = {"<think>": "</think>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]"}
-CALLS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "<|python_tag|>": ""}  # an empty end: to the text's end
+CALLS = ("<tool_call>", OPEN, "[TOOL_CALLS]", "<|python_tag|>")  # where they end is known to what reads the calls
 HARMONY = "<|channel|>"
-LLAMA = ("<|python_tag|>", "ipython")  # either is in templates of models that write a call as bare JSON
+BARE = ("<|python_tag|>", "ipython", "<tool_call>")  # in templates of models that write a call as bare JSON, at times
 ENDS = ("<|call|>", "<|eom_id|>")  # special tokens that end an answer with a call
 
 
@@ -46,10 +47,8 @@ def find_format(
     words = template or ""
     tags = {begin: end for begin, end in THOUGHTS.items() if begin in words or end in words}
     if tools:
-        tags |= {begin: end for begin, end in CALLS.items() if begin in words}
-        if not knows_tools(words):
-            tags["<tool_call>"] = CALLS["<tool_call>"]
-    bare = bool(tools) and any(word in words for word in LLAMA)
+        tags |= {begin: "" for begin in CALLS if begin in words or (begin == CALLS[0] and not knows_tools(words))}
+    bare = bool(tools) and any(word in tags or word in words for word in BARE)
     short = make_short_id if "[TOOL_CALLS]" in words else make_call_id
     return ChatFormat(prompt[-200:], tags, tools, forced, single, bare, bool(tags) or HARMONY in words, short)
 

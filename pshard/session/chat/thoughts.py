@@ -59,6 +59,10 @@ class Sorter:
             self._held += text
             yield from self._sort()
 
+    def leave(self) -> None:
+        """The tag that is open ends before what is pushed next: who reads what it encloses has found its end."""
+        self._tag = ""
+
     def finish(self, text: str = "") -> Iterator[Piece]:
         """The rest."""
         self._held += text
