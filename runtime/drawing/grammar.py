@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pshard.errors import UserError
+from pshard.runtime.drawing.close_objects import close_objects
 
 
 class Tokenizer(Protocol):
@@ -60,11 +61,13 @@ class GrammarWords:
         self._known = library.LLTokenizer(words, n_vocab=vocab, eos_token=sorted(tokenizer.eos_ids))
 
     def compile_schema(self, text: str, spaces: str, flag: str = "schema") -> Callable[[], Grammar]:
-        """What makes a grammar for one answer after another, of a JSON schema as text. spaces: a regular expression of
-        what may stand between JSON's words, "" for nothing. Raises UserError, which begins with `flag`."""
+        """What makes a grammar for one answer after another, of a JSON schema as text, whose objects take other keys
+        than they name only where it says so. spaces: a regular expression of what may stand between JSON's words, ""
+        for nothing. Raises UserError, which begins with `flag`."""
         with _name_error(flag):
             schema = json.loads(text)
             if isinstance(schema, dict):
+                schema = close_objects(schema)
                 if spaces:
                     schema.setdefault("x-guidance", {"whitespace_pattern": spaces})
                 else:

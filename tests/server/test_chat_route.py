@@ -86,6 +86,17 @@ def test_a_schema_makes_compact_json(app) -> None:
     assert chat(app, **body)["choices"][0]["message"]["content"].startswith("{")
 
 
+def test_a_weak_model_writes_no_keys_that_a_schema_does_not_name(app, service) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    given = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    found = chat(app, response_format=given, max_completion_tokens=60)["choices"][0]
+    assert found["finish_reason"] == "stop" and json.loads(found["message"]["content"]).keys() == {"ok"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    found = chat(app, tools=tools, tool_choice="required", max_completion_tokens=60)["choices"][0]
+    assert allowed(service, '[{"name":"f","arguments":{"ok":true}}]')
+    assert not allowed(service, '[{"name":"f","arguments":{"ok":true,"more":1}}]')
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_forced_tool_is_called_whatever_the_model_likes(app, choice) -> None:
     body = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "max_completion_tokens": 80}

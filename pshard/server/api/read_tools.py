@@ -11,7 +11,7 @@ from pshard.server.api.limits import Limits
 from pshard.server.api.tables.fields import ByType, Field, Fields, Flag, Items, Object, OneOf, Text, read_fields
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 INPUT: dict[str, Any] = {
