@@ -13,6 +13,8 @@ import numpy as np
 from pshard.errors import UserError
 from pshard.runtime.drawing.close_objects import close_objects
 
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}}
+
 
 class Tokenizer(Protocol):
     """What is asked of a tokenizer; `pshard.models.text.tokenizer` has one."""
@@ -71,7 +73,7 @@ class GrammarWords:
                 if spaces:
                     schema.setdefault("x-guidance", {"whitespace_pattern": spaces})
                 else:
-                    schema["x-guidance"] = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+                    schema |= COMPACT
             made = self._library.LLMatcher.grammar_from_json_schema(schema)
         return self._compile(made, flag)
 
@@ -92,6 +94,12 @@ class GrammarWords:
             why = " ".join(first.get_error().partition("<state>")[0].split())
             raise UserError(f"{flag} cannot be read: {why}; correct it")
         return lambda: Grammar(matcher.deep_copy(), self._vocab)
+
+
+def spell_schema(schema: dict[str, Any]) -> str:
+    """Compact JSON of a schema, as a word of a Lark grammar. Raises UserError for one that is too deep."""
+    with _name_error("schema"):
+        return f"%json {json.dumps(close_objects(schema) | COMPACT)}"
 
 
 def open_words(tokenizer: Tokenizer | None, vocab: int) -> GrammarWords:

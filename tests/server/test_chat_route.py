@@ -275,6 +275,4 @@ def test_schemas_that_cannot_be_kept_to_are_refused_at_once(app, service) -> Non
         assert found.status_code == 400 and found.json()["error"]["param"].startswith("response_format")
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         assert ask(app, PATH, HI | {"tools": [tool], "tool_choice": "required"}).status_code == 400
-    given = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY}}
-    assert ask(app, PATH, HI | {"response_format": given, "tools": [WEATHER]}).status_code == 400
     assert len(service.jobs) == before

@@ -36,13 +36,14 @@ class Answering:
 class Tool:
     """A function that the model may call. parameters: JSON schema of its arguments. custom: the client knows it as one
     that takes a text, which is the argument `input`. space: the namespace that the name begins with, for clients that
-    tell it apart."""
+    tell it apart. where: the field that has the schema, for errors."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     custom: bool = False
     space: str = ""
+    where: str = ""
 
     @property
     def own_name(self) -> str:
@@ -65,7 +66,7 @@ class ChatAsk:
     """A conversation to be continued.
 
     messages: as chat templates expect them. choice: "none", "auto", "required", or ("name",) of the tool that has to be
-    called. several: an answer may have more than one call. schema: a JSON schema that the answer has to follow.
+    called. several: an answer may have more than one call. schema: a JSON schema that an answer without calls follows.
     arguments: of the template. where and format: the fields that have the conversation and the schema, for errors.
     """
 

@@ -113,8 +113,8 @@ def read_arguments(given: dict[str, Any], effort: str | None) -> dict[str, Any]:
 
 
 def check_chat(ask: ChatAsk) -> ChatAsk:
-    """The ask; without tools where none may be called. Raises Fault for a schema beside tools: a grammar for the one
-    forbids the other."""
-    if ask.choice != "none" and ask.schema is not None:
-        raise bad_field(ask.format, "cannot be kept together with tools; give tool_choice: none, or no schema")
-    return ask if ask.choice != "none" else replace(ask, tools=())
+    """The ask; without tools where none may be called, and without a schema where a call is forced: it is of answers
+    that are none."""
+    if ask.choice == "none":
+        return replace(ask, tools=())
+    return replace(ask, schema=None) if ask.forced else ask

@@ -116,7 +116,7 @@ def _read_tool(given: dict[str, Any], where: str, limits: Limits) -> Any:
         Field("input_schema", Object(), needed=True),
     )
     read = read_fields(given, table, f"{where}.")
-    return read_tool(read | {"parameters": read["input_schema"]}, where, limits)
+    return read_tool(read | {"parameters": read["input_schema"]}, where, limits, "input_schema")
 
 
 def _read_choice(given: dict[str, Any] | None, tools: tuple[Any, ...]) -> str | tuple[str]:

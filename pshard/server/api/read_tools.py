@@ -63,14 +63,15 @@ def choice_kind() -> ByType:
     return ByType((("string", words), ("object", named)), "none, auto, required, or an object with a function's name")
 
 
-def read_tool(given: dict[str, Any], where: str, limits: Limits) -> Tool:
-    """One tool. Raises Fault for a name that is none, and for a schema beyond the limits."""
+def read_tool(given: dict[str, Any], where: str, limits: Limits, field: str = "parameters") -> Tool:
+    """One tool. field: where the client has its schema. Raises Fault for a name that is none, and for a schema beyond
+    the limits."""
     function = given.get("function", given)
     if not NAME.fullmatch(function["name"]):
         raise bad_field(f"{where}.name", "is made of letters, digits and _ . : -")
     parameters = NO_ARGUMENTS if not function["parameters"] else function["parameters"]
-    check_schema(parameters, f"{where}.parameters", limits)
-    return Tool(function["name"], function["description"], parameters)
+    check_schema(parameters, f"{where}.{field}", limits)
+    return Tool(function["name"], function["description"], parameters, where=f"{where}.{field}")
 
 
 def read_response_tools(given: Iterable[dict[str, Any]], where: str, limits: Limits, space: str = "") -> list[Tool]:

@@ -22,7 +22,6 @@ from pshard.server.shapes.show_chat import (
 )
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.text.answer_reader import Delta
-from pshard.server.text.guides import schema_of_calls
 from pshard.server.text.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -62,11 +61,8 @@ async def prepare_chat(desk: Desk, ask: ChatAsk, id: str, key: str) -> Answers:
     prompt: Prompt = await desk.off_loop(desk.prompts.of_chat, ask)
     guide: Callable[[], Constraint] | None = None
     if ask.forced or ask.schema is not None:
-        where = "tools" if ask.forced else ask.format
-        most = desk.limits.calls if ask.choice == "required" and ask.several else 1  # a named one is called once
-        schema = schema_of_calls(ask.forced, most) if ask.forced else ask.schema
-        seconds = desk.limits.compile_seconds
-        guide = await desk.off_loop(desk.guides.follow_schema, schema, where, seconds=seconds)
+        mark, seconds = prompt.format.mark if prompt.format else "", desk.limits.compile_seconds
+        guide = await desk.off_loop(desk.guides.follow_ask, ask, desk.limits.calls, mark, seconds=seconds)
     return Answers(desk, Asked(id, key, [prompt], ask.drawing, guide))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pshard.server.jobs import Made
-from pshard.server.text.call_reader import ENDS, CallPart, CallReader
+from pshard.server.text.call_reader import CLOSES, CallPart, CallReader
 from pshard.server.text.formats import ChatFormat
 from pshard.server.text.stop_finder import StopFinder
 from pshard.server.text.token_words import Entry, make_entry
@@ -14,7 +14,7 @@ from pshard.session.chat.thoughts import Piece, Sorter
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
 
-SPELLED = ("[ARGS]", "[CALL_ID]", *ENDS.values())  # special tokens within a call
+SPELLED = ("[ARGS]", "[CALL_ID]", *CLOSES.values())  # special tokens within a call
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pshard.server.api.asks import Tool
 
 BETWEEN = " \t\r\n[],;"  # around calls in lists of them
-ENDS = {"<tool_call>": "</tool_call>"}  # of stretches that hold calls; others go to the answer's end
+CLOSES = {"<tool_call>": "</tool_call>"}  # of stretches that hold calls; others go to the answer's end
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 NAMED = re.compile(r"([\w.:-]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")  # of newer Mistral models
 CHANNEL_TO = re.compile(r"to=(?:functions\.)?([\w.:-]+)")
@@ -120,7 +120,7 @@ class CallReader:
 
     def _step(self, parts: list[CallPart]) -> bool:
         """Read some of the buffer; whether there may be more to read."""
-        end = ENDS.get(self._mark, "")
+        end = CLOSES.get(self._mark, "")
         if self._channel:
             return self._read_channel(parts)
         if self._value is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pshard.server.api.asks import Tool
-from pshard.server.text.call_reader import CHANNEL_TO, make_call_id, make_short_id
+from pshard.server.text.call_reader import CHANNEL_TO, CLOSES, make_call_id, make_short_id
 from pshard.server.text.function_tags import OPEN
 
 THOUGHTS = {"<think>": "</think>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]"}
@@ -32,6 +32,11 @@ class ChatFormat:
     trims: bool = False
     make_id: Callable[[], str] = make_call_id
 
+    @property
+    def mark(self) -> str:
+        """The tag that a call stands in, "" for none that has an end."""
+        return next((tag for tag in CLOSES if tag in self.tags), "")
+
     def kind_of(self, within: str) -> str:
         """What text within a tag or channel is: "text", "thought" or "call"."""
         if within in CALLS or CHANNEL_TO.search(within):
@@ -40,15 +45,23 @@ class ChatFormat:
 
 
 def find_format(
-    template: str | None, prompt: str, tools: tuple[Tool, ...], forced: bool, single: bool = False
+    template: str | None,
+    prompt: str,
+    tools: tuple[Tool, ...],
+    forced: bool,
+    single: bool = False,
+    guided: bool = False,
 ) -> ChatFormat:
     """The format of the model with that template. What the template never names is text like any other; a template
-    without tools gets calls by <tool_call>, as its prompt tells the model (`describe_tools`)."""
+    without tools gets calls by <tool_call>, as its prompt tells the model (`describe_tools`). guided: an answer that is
+    no call is JSON, by a grammar, in which a call has its tag if there is one."""
     words = template or ""
     tags = {begin: end for begin, end in THOUGHTS.items() if begin in words or end in words}
     if tools:
         tags |= {begin: "" for begin in CALLS if begin in words or (begin == CALLS[0] and not knows_tools(words))}
     bare = bool(tools) and any(word in tags or word in words for word in BARE)
+    if guided:
+        bare = bool(tools) and not any(tag in tags for tag in CLOSES)
     short = make_short_id if "[TOOL_CALLS]" in words else make_call_id
     return ChatFormat(prompt[-200:], tags, tools, forced, single, bare, bool(tags) or HARMONY in words, short)
 

@@ -1,17 +1,23 @@
 """Grammars that answers follow: a JSON schema of the request, or the call of a tool that is forced."""
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pshard.errors import UserError
 from pshard.runtime.drawing.grammar import Grammar, GrammarWords, open_words
-from pshard.server.api.asks import Tool
+from pshard.server.api.asks import ChatAsk, Tool
 from pshard.server.api.faults import Fault
+from pshard.server.text.call_schemas import as_object, schema_of_calls, write_either
 
 if TYPE_CHECKING:
     from pshard.server.snapshot import ServedModel
+
+UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+SAID = ("type", "format", "pattern", "$ref")  # keywords whose value may be what is wrong
+TABLES = ("properties", "patternProperties", "$defs", "definitions")
 
 
 class Guides:
@@ -22,49 +28,69 @@ class Guides:
         self._words: GrammarWords | None = None
         self._lock = threading.Lock()
 
+    def _open_words(self) -> GrammarWords:
+        with self._lock:
+            self._words = self._words or open_words(self._model.tokenizer, self._model.vocab)
+            return self._words
+
     def follow_schema(self, schema: dict[str, Any], where: str) -> Callable[[], Grammar]:
         """What makes a grammar for each answer: compact JSON of that schema, as whitespace lets a small model go on for
         ever. Raises Fault for a schema that cannot be kept to."""
         try:
-            with self._lock:
-                self._words = self._words or open_words(self._model.tokenizer, self._model.vocab)
-            return self._words.compile_schema(json.dumps(schema), spaces="")
+            return self._open_words().compile_schema(json.dumps(schema), spaces="")
         except UserError as error:
-            raise Fault(400, f"{where} cannot be kept: {error}", param=where, code="invalid_schema") from None
+            raise _refuse(schema, where, error) from None
+
+    def follow_ask(self, ask: ChatAsk, most: int, mark: str) -> Callable[[], Grammar]:
+        """The same for an ask that forces calls, has a schema, or both tools and a schema: then the answer is calls or
+        follows the schema. most: calls of an answer; mark: the tag before a call, "" for none. Raises Fault that names
+        the tool and the field."""
+        several = most if ask.several and not isinstance(ask.choice, tuple) else 1  # a named one is called once
+        if not ask.tools:
+            assert ask.schema is not None
+            return self.follow_schema(ask.schema, ask.format)
+        try:
+            words = self._open_words()
+            if ask.forced:
+                return words.compile_schema(json.dumps(schema_of_calls(ask.forced, several)), spaces="")
+            either = write_either(ask.schema or {}, ask.tools, several, mark)
+            return words.compile_grammar(either, "the grammar of calls and answers")
+        except UserError as error:
+            for tool in ask.forced or ask.tools:
+                self._check_tool(tool)
+            if ask.schema is not None and not ask.forced:
+                self.follow_schema(ask.schema, ask.format)
+            raise Fault(400, f"tools cannot be kept: {error}", param="tools", code="invalid_schema") from None
+
+    def _check_tool(self, tool: Tool) -> None:
+        """Raises Fault for a tool whose schema cannot be kept to."""
+        try:
+            self._open_words().compile_schema(json.dumps(as_object(tool.parameters)), spaces="")
+        except UserError as error:
+            raise _refuse(tool.parameters, tool.where or "tools", error, tool.name) from None
 
 
-def schema_of_calls(tools: tuple[Tool, ...], most: int) -> dict[str, Any]:
-    """JSON schema of calls of any of these tools, the name of each first: of one call, or of a list of up to `most`."""
-    calls: list[dict[str, Any]] = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{i}"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for i, tool in enumerate(tools)
-    ]
-    # each tool's schema stands on its own: two may define different things by one name
-    definitions = {f"{i}": _move_root(_as_object(tool.parameters), f"#/$defs/{i}") for i, tool in enumerate(tools)}
-    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return (call if most == 1 else {"type": "array", "items": call, "minItems": 1, "maxItems": most}) | {
-        "$defs": definitions
-    }
+def _refuse(schema: Any, where: str, error: UserError, tool: str = "") -> Fault:
+    field = find_field(schema, str(error))
+    of = " of ".join(part for part in (field, f"the tool {tool!r}" if tool else "") if part)
+    told = f"{where} cannot be kept: {of}{': ' if of else ''}{error}"
+    return Fault(400, told, param=where, code="invalid_schema")
 
 
-def _as_object(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A schema of arguments: they are an object in any case."""
-    free = not any(key in parameters for key in ("type", "anyOf", "$ref"))
-    named = ("$schema", "$id")  # of the document that it was
-    return {key: value for key, value in parameters.items() if key not in named} | ({"type": "object"} if free else {})
-
-
-def _move_root(schema: Any, root: str) -> Any:
-    """The schema with references to its own root led to where it stands now."""
-    if isinstance(schema, list):
-        return [_move_root(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _move_root(value, root) for key, value in schema.items()}
-    target = moved.get("$ref")
-    return moved | {"$ref": root + target[1:]} if isinstance(target, str) and target.startswith("#") else moved
+def find_field(schema: Any, told: str) -> str:
+    """The field of a schema that an error speaks of, as "properties.city.if"; "" where none can be told apart."""
+    keys = UNKNOWN_KEYS.search(told)
+    named = set(re.findall(r'"([^"]*)"', keys[1])) if keys else set()
+    level: list[tuple[str, Any, bool]] = [("", schema, False)]  # the last: its keys are names that the schema gives
+    while level:
+        inner = []
+        for place, value, names in level:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                at = f"{place}.{key}".lstrip(".")
+                wrong = isinstance(item, str) and (f": {item}" in told or f"'{item.lstrip('#')}'" in told)
+                if not names and (key in named or (key in SAID and wrong)):
+                    return at
+                if isinstance(item, dict | list):
+                    inner.append((at, item, key in TABLES and not names))
+        level = inner
+    return ""

@@ -62,7 +62,8 @@ class Prompts:
             raise bad_field(ask.where, "make a prompt without tokens; say something")
         if len(ids) >= self._model.context:
             raise self._too_long(ask.where, len(ids))
-        format = find_format(self._model.template, text.forget(), ask.tools, bool(ask.forced), not ask.several)
+        forced, guided = bool(ask.forced), ask.schema is not None
+        format = find_format(self._model.template, text.forget(), ask.tools, forced, not ask.several, guided)
         return Prompt(tuple(ids), format, tokenizer.eos_ids | self._find_ends(tokenizer))
 
     def _render(self, ask: ChatAsk) -> TracedText:

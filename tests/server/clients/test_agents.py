@@ -205,7 +205,7 @@ def test_claude_codes_small_requests_are_answered(app, service) -> None:
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort"),
 ])  # fmt: skip
 def test_what_claude_code_may_ask_and_is_not_done_is_refused_by_name(app, more, where) -> None:
