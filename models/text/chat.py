@@ -10,6 +10,7 @@ from jinja2.exceptions import TemplateError
 
 from pshard.errors import UserError
 from pshard.models.text.template_limits import MOST_STEPS, Steps
+from pshard.models.text.tool_templates import give_functions
 from pshard.models.text.traced_templates import TracedTemplates, trace_message
 from pshard.models.text.traced_text import TracedText, join_texts
 
@@ -33,8 +34,9 @@ def render_chat(
     The template spells out its special tokens, and the text knows what of it came from a message: `encode_chat` of the
     tokenizer takes both into account. A role is the caller's word, not a person's: templates make tokens of it. Tools
     (JSON schemas), documents and variables (whatever else a template knows, as enable_thinking or reasoning_effort)
-    count as messages. Raises UserError for a template that is not valid, refuses the messages, steps out of the
-    sandbox or takes more than `most_steps` loops and calls, and for a variable that has the name of another argument.
+    count as messages. Templates that take tools as `functions` get them so. Raises UserError for a template that is not
+    valid, refuses the messages, steps out of the sandbox or takes more than `most_steps` loops and calls, and for a
+    variable that has the name of another argument.
     """
     given = {
         "messages": [_trace_turn(message) for message in messages],
@@ -50,7 +52,8 @@ def render_chat(
         compiled = _compile(template)
         steps: Steps = compiled.environment.steps  # type: ignore[attr-defined]
         steps.begin(most_steps)
-        text = compiled.render(trace_message(variables or {}) | given)
+        others = {**give_functions(template, tools), **(variables or {})}
+        text = compiled.render(trace_message(others) | given)
     except (
         TemplateError,
         TypeError,

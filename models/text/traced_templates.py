@@ -35,6 +35,7 @@ _CHOOSING = (  # these filters give what they got, or things that were in it
 _CHANGING = ("capitalize", "lower", "trim", "upper")  # and these what TracedText's own method makes of it
 
 COUNTED = "counted turns"  # a filter that no template can name
+_LISTS = ("append", "pop")  # methods by which templates keep lists; what they are given is a copy
 _VARIABLES = ("_loop_vars", "_block_vars")  # Jinja adds these to a call: the names in force around it
 
 
@@ -95,6 +96,10 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
         return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Also the methods by which templates queue ids of calls: the list is a copy, and each call is a step."""
+        return (type(obj) is list and attr in _LISTS) or super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Context, function: Any, /, *args: Any, **settings: Any) -> Any:
         """What the function gives; text of a plain function or method is UNKNOWN where a message may be in it."""

@@ -70,6 +70,7 @@ LISTS = [
     (LLAMA, f"[{ONE}, {TWO}, {THREE}]"),
     (LLAMA, f"\n{ONE}\n{TWO}\n{THREE}\n"),
     (LLAMA, f"<|python_tag|>{ONE}; {TWO}; {THREE}"),
+    ("{{ functions }} after functools[", f"functools[{ONE}, {TWO}, {THREE}]"),
     (HERMES, f"{ONE}; {TWO}; {THREE}"),
     (HERMES, f"[{ONE}, {TWO}, {THREE}]"),
     (HERMES, f"<tool_call>\n{ONE}\n{TWO}\n{THREE}\n</tool_call>"),

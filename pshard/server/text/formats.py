@@ -3,12 +3,19 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pshard.models.text.tool_templates import takes_tools
 from pshard.server.api.asks import Tool
 from pshard.server.text.call_reader import CHANNEL_TO, CLOSES, make_call_id, make_short_id
 from pshard.server.text.function_tags import OPEN
 
 THOUGHTS = {"<think>": "</think>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]"}
-CALLS = ("<tool_call>", OPEN, "[TOOL_CALLS]", "<|python_tag|>")  # where they end is known to what reads the calls
+CALLS = (
+    "<tool_call>",
+    OPEN,
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "functools[",
+)  # where they end is known to what reads the calls
 HARMONY = "<|channel|>"
 BARE = ("<|python_tag|>", "ipython", "<tool_call>")  # in templates of models that write a call as bare JSON, at times
 ENDS = ("<|call|>", "<|eom_id|>")  # special tokens that end an answer with a call
@@ -58,14 +65,9 @@ def find_format(
     words = template or ""
     tags = {begin: end for begin, end in THOUGHTS.items() if begin in words or end in words}
     if tools:
-        tags |= {begin: "" for begin in CALLS if begin in words or (begin == CALLS[0] and not knows_tools(words))}
+        tags |= {begin: "" for begin in CALLS if begin in words or (begin == CALLS[0] and not takes_tools(words))}
     bare = bool(tools) and any(word in tags or word in words for word in BARE)
     if guided:
         bare = bool(tools) and not any(tag in tags for tag in CLOSES)
     short = make_short_id if "[TOOL_CALLS]" in words else make_call_id
     return ChatFormat(prompt[-200:], tags, tools, forced, single, bare, bool(tags) or HARMONY in words, short)
-
-
-def knows_tools(template: str) -> bool:
-    """Whether a template says something of tools itself."""
-    return "tools" in template

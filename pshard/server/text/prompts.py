@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.models.text.tool_templates import takes_tools
 from pshard.models.text.traced_text import TracedText, join_texts
 from pshard.server.api.asks import ChatAsk, Message, Tool
 from pshard.server.api.faults import Fault, bad_field, too_long
-from pshard.server.text.formats import ENDS, HARMONY, THOUGHTS, ChatFormat, find_format, knows_tools
+from pshard.server.text.formats import ENDS, HARMONY, THOUGHTS, ChatFormat, find_format
 from pshard.session.chat.conversation import PLAIN
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Prompts:
         tokenizer, template = self._model.tokenizer, self._model.template or PLAIN
         assert tokenizer is not None
         messages, arguments = list(ask.messages), dict(ask.arguments)
-        if not knows_tools(template):
+        if not takes_tools(template):
             messages = describe_tools(messages, ask.tools)
         if guided := bool(ask.forced or ask.schema is not None):  # a grammar leaves no room to think
             arguments = {"enable_thinking": False} | arguments
