@@ -1,6 +1,7 @@
 """Text to token ids and back, for byte-level BPE and SentencePiece-style BPE vocabularies."""
 
 import codecs
+import os
 import re
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,6 +13,10 @@ from pshard.models.text.traced_text import TEMPLATE, UNKNOWN, TracedText
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+# one text is encoded at a time: the library's threads for many would only take cores from who computes
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -71,7 +76,8 @@ class Tokenizer:
         except UnicodeEncodeError:  # as arguments are read that are not UTF-8
             raise UserError("the text is not valid UTF-8; correct it, or give token ids") from None
         with name_failures("the model's tokenizer cannot encode the text"):
-            return backend.encode(text, add_special_tokens=add_special).ids
+            # `encode` keeps Python's lock, and all other threads waiting, as long as it takes: a batch does not
+            return backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def _template_specials(self, text: TracedText) -> list[tuple[int, int]]:
         return [span for run in text.runs(TEMPLATE) for span in self._specials(text, *run)]

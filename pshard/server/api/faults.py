@@ -48,22 +48,26 @@ class Fault(Exception):
         self.status, self.param, self.code = status, param, code
         self.more, self.retry_after = more or {}, retry_after
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fault, (self.status, str(self), self.param, self.code, self.more, self.retry_after)
+
 
 def bad_field(where: str, what: str) -> Fault:
     """A field that is not as it has to be: `what` goes on after its name."""
     return Fault(400, f"{where} {what}", param=where, code="invalid_value")
 
 
-def too_long(where: str, prompt: int, context: int, trained: int) -> Fault:
+def too_long(where: str, prompt: int, context: int, trained: int, least: bool = False) -> Fault:
     """A prompt of so many tokens for which the context has no room. Names both sizes. trained: the longest context that
-    the model was made for, 0 where that is not known."""
+    the model was made for, 0 where that is not known; least: the prompt was not counted, and has no fewer tokens."""
+    has = f"{'at least ' if least else ''}{prompt}"
     more = "; the model was made for no more" if trained and context >= trained else ", or serve it with a larger -c"
     return Fault(
         400,
-        f"the prompt has {prompt} tokens, and the context of this model has {context}; send less text{more}",
+        f"the prompt has {has} tokens, and the context of this model has {context}; send less text{more}",
         param=where,
         code="context_length_exceeded",
-        more={"n_prompt_tokens": prompt, "n_ctx": context},
+        more={"n_prompt_tokens": prompt, "n_ctx": context} | ({"n_prompt_tokens_at_least": True} if least else {}),
     )
 
 

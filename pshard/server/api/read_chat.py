@@ -9,7 +9,7 @@ from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_completion import check_jobs, read_answering
 from pshard.server.api.read_messages_list import number_places, read_messages
-from pshard.server.api.read_tools import choice_kind, read_choice, read_tool, tool_kind
+from pshard.server.api.read_tools import choice_kind, read_choice, read_tools, tool_kind
 from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.tables.fields import (
     Field,
@@ -89,7 +89,7 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
         (v["top_logprobs"] or 0) if v["logprobs"] else None,
         v["ignore_eos"],
     )
-    tools = tuple(read_tool(tool, f"tools[{i}].function", limits) for i, tool in enumerate(v["tools"]))
+    tools = read_tools(v["tools"], limits)
     ask = ChatAsk(
         read_messages(number_places(v["messages"], "messages")),
         drawing,

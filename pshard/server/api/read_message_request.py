@@ -8,7 +8,7 @@ from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import check_schema, read_choice, read_tool
+from pshard.server.api.read_tools import check_schema, check_tools, read_choice, read_tool
 from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_sampling
 from pshard.server.api.tables.fields import (
     ByType,
@@ -75,7 +75,7 @@ def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limit
     messages: list[tuple[str, Message]] = [("system", {"role": "system", "content": system})] if system else []
     for i, message in enumerate(v["messages"]):
         messages += _read_turn(message, f"messages[{i}]")
-    tools = tuple(_read_tool(tool, f"tools[{i}]", limits) for i, tool in enumerate(v["tools"]))
+    tools = check_tools((_read_tool(tool, f"tools[{i}]", limits) for i, tool in enumerate(v["tools"])), limits)
     thinking = {} if v["thinking"] is None else {"enable_thinking": THINKING[v["thinking"]["type"]]}
     for i, edit in enumerate(v["context_management"].get("edits", ())):
         if not str(edit.get("type")).startswith(CLEARS):

@@ -9,7 +9,7 @@ from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import read_choice, read_response_tools
+from pshard.server.api.read_tools import check_tools, read_choice, read_response_tools
 from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.tables.fields import (
     ByType,
@@ -92,7 +92,7 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
         likely=likely,
         ignore_end=v["ignore_eos"],
     )
-    tools = tuple(read_response_tools(v["tools"], "tools", limits))
+    tools = check_tools(read_response_tools(v["tools"], "tools", limits), limits)
     messages: list[Message] = [{"role": "system", "content": v["instructions"]}] if v["instructions"] else []
     given = v["input"]
     items = [("input", {"role": "user", "content": given})] if isinstance(given, str) else _to_messages(given)

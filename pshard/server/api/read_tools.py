@@ -74,6 +74,21 @@ def read_tool(given: dict[str, Any], where: str, limits: Limits, field: str = "p
     return Tool(function["name"], function["description"], parameters, where=f"{where}.{field}")
 
 
+def read_tools(given: Iterable[dict[str, Any]], limits: Limits) -> tuple[Tool, ...]:
+    """Tools of a chat. Raises Fault as `read_tool` does, and for more than the limits in sum."""
+    return check_tools([read_tool(tool, f"tools[{i}].function", limits) for i, tool in enumerate(given)], limits)
+
+
+def check_tools(tools: Iterable[Tool], limits: Limits) -> tuple[Tool, ...]:
+    """The tools. Raises Fault where all of them together are larger than the limits."""
+    kept, size = tuple(tools), 0
+    for tool in kept:
+        size += len(tool.name) + len(tool.description) + measure_schema(tool.parameters, limits)
+        if size > limits.tools_bytes:
+            raise bad_field("tools", f"are of more than {limits.tools_bytes >> 10} KiB together; give fewer")
+    return kept
+
+
 def read_response_tools(given: Iterable[dict[str, Any]], where: str, limits: Limits, space: str = "") -> list[Tool]:
     """Tools of /v1/responses: functions, custom tools, and namespaces of both. Raises Fault for tools that run
     elsewhere, by their types."""
@@ -125,19 +140,26 @@ def read_choice(given: str | dict[str, Any] | None, tools: tuple[Tool, ...]) -> 
 
 def check_schema(schema: Any, where: str, limits: Limits) -> None:
     """Raises Fault for a schema that is larger or deeper than the limits."""
-    left, level = limits.schema_bytes, [schema]
+    size = measure_schema(schema, limits)
+    if size > limits.schema_bytes:
+        raise bad_field(where, f"is a schema of more than {limits.schema_bytes >> 10} KiB")
+    if size < 0:
+        raise bad_field(where, f"is a schema nested deeper than {limits.depth} levels")
+
+
+def measure_schema(schema: Any, limits: Limits) -> int:
+    """About how many bytes a schema has as JSON, counted no further than the limit; -1: it is nested too deeply."""
+    size, level = 0, [schema]
     for _ in range(limits.depth + 1):
         inner: list[Any] = []
         for value in level:
-            left -= 4 + len(value) if isinstance(value, str | list | dict) else 8
+            size += 4 + len(value) if isinstance(value, str | list | dict) else 8
             if isinstance(value, dict):
-                left -= sum(map(len, value))
+                size += sum(map(len, value))
                 inner += value.values()
             elif isinstance(value, list):
                 inner += value
-        if left < 0:
-            raise bad_field(where, f"is a schema of more than {limits.schema_bytes >> 10} KiB")
-        if not inner:
-            return
+        if size > limits.schema_bytes or not inner:
+            return size
         level = inner
-    raise bad_field(where, f"is a schema nested deeper than {limits.depth} levels")
+    return -1

@@ -1,9 +1,6 @@
-"""Bodies of requests: counted while they are read, and parsed with care."""
+"""Bodies of requests, counted while they are read."""
 
 import asyncio
-import json
-import re
-from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope
 
@@ -12,7 +9,6 @@ from pshard.server.api.limits import Limits
 from pshard.server.http.replies import Gone
 
 SPARE = 4  # so many times the limit are read, and thrown away: who is still sending sees no answer, but a broken line
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
@@ -46,33 +42,6 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                     return b"".join(parts)
     except TimeoutError:
         raise Fault(408, f"the body did not come within {limits.body_seconds:.0f} seconds") from None
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises Fault 400 for what is none, for NaN, and for text that is no Unicode."""
-    try:
-        value = json.loads(body.decode(), parse_constant=_refuse_constant)
-        if SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError:
-        raise _no_json("the body is not UTF-8") from None
-    except UnicodeEncodeError:
-        raise _no_json("the body has half of a surrogate pair, which is no character") from None
-    except RecursionError:
-        raise _no_json("the body is nested too deeply") from None
-    except ValueError as error:
-        raise _no_json(f"the body is no JSON: {str(error)[:100]}") from None
-    if not isinstance(value, dict):
-        raise _no_json("the body is no JSON object")
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _no_json(message: str) -> Fault:
-    return Fault(400, message, code="invalid_json")
 
 
 def _too_large(limits: Limits) -> Fault:

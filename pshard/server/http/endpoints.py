@@ -1,22 +1,20 @@
 """A route as an ASGI application: reads the body, asks its handler, sends what comes, and tells errors."""
 
 import logging
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from pshard.errors import UserError
 from pshard.server.api.faults import Fault, show_fault_at
-from pshard.server.http.bodies import parse_object, read_body
+from pshard.server.http.bodies import read_body
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Gone, Reply, Stream, Whole, reply_json, run_until_gone, send_stream, send_whole
 from pshard.server.http.running import as_fault
 from pshard.server.jobs import Refused
+from pshard.server.reading.reader_program import Unforeseen, describe_places
 
 Handler = Callable[[Desk, Call], Awaitable[Reply]]
-LARGE = 64 << 10  # bytes of a body that is parsed beside the event loop
 log = logging.getLogger("pshard.server")
 
 
@@ -38,11 +36,7 @@ class Endpoint:
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         try:
-            body: dict[str, Any] = {}
-            if self._method == "POST":
-                data = await read_body(scope, receive, self._desk.limits)
-                large = len(data) > LARGE
-                body = await self._desk.off_loop(parse_object, data) if large else parse_object(data)
+            body = await read_body(scope, receive, self._desk.limits) if self._method == "POST" else b""
             key = scope.get("state", {}).get("key", "")
             call = Call(body, key, scope["path"], tuple(sorted(scope.get("path_params", {}).items())))
             if self._method != "POST":
@@ -63,8 +57,7 @@ def to_fault(error: Exception) -> Fault:
         return as_fault(error)
     if isinstance(error, UserError):
         return Fault(400, str(error))
-    places = " < ".join(f"{f.filename}:{f.lineno}" for f in reversed(traceback.extract_tb(error.__traceback__)[-4:]))
-    log.error("a request failed: %s at %s", type(error).__name__, places)
+    log.error("a request failed: %s", error if isinstance(error, Unforeseen) else describe_places(error))
     return Fault(500, "the server failed on this request; its log says where", code="server_error")
 
 

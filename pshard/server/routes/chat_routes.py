@@ -6,10 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pshard.server.api.asks import ChatAsk
-from pshard.server.api.read_chat import read_chat
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, Stream, prepare_event, reply_json, write_event
+from pshard.server.reading.read_requests import read_chat_request
 from pshard.server.routes.choice_stream import stream_choices
 from pshard.server.shapes.show_chat import (
     show_chat,
@@ -43,10 +43,9 @@ class _Told:
 
 async def chat(desk: Desk, call: Call) -> Reply:
     """Continue a conversation. Raises Fault."""
-    ask = read_chat(call.body, desk.tables["/v1/chat/completions"], desk.usual, desk.limits, desk.model.vocab)
-    desk.check_model(call.body.get("model") or "")
+    ask, prompt = await desk.read(read_chat_request, call.body)
     heading = desk.head("chatcmpl-")
-    answers = await prepare_chat(desk, ask, heading.id, call.key)
+    answers = await prepare_chat(desk, ask, prompt, heading.id, call.key)
     told = _Told(desk, ask, heading, answers)
     answers.start()
     if ask.answering.stream:
@@ -56,9 +55,8 @@ async def chat(desk: Desk, call: Call) -> Reply:
     return reply_json(show_chat(heading, choices, answers.usage()))
 
 
-async def prepare_chat(desk: Desk, ask: ChatAsk, id: str, key: str) -> Answers:
+async def prepare_chat(desk: Desk, ask: ChatAsk, prompt: Prompt, id: str, key: str) -> Answers:
     """Answers to a conversation that can be started. Raises Fault where it cannot be kept to what was asked."""
-    prompt: Prompt = await desk.off_loop(desk.prompts.of_chat, ask)
     guide: Callable[[], Constraint] | None = None
     if ask.forced or ask.schema is not None:
         mark, seconds = prompt.format.mark if prompt.format else "", desk.limits.compile_seconds

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from pshard.server.api.asks import CompletionAsk
-from pshard.server.api.read_completion import read_completion
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, Stream, prepare_event, reply_json, write_event
+from pshard.server.reading.read_requests import read_completion_request
 from pshard.server.routes.choice_stream import stream_choices
 from pshard.server.shapes.show_completion import (
     Heading,
@@ -18,8 +18,7 @@ from pshard.server.shapes.show_completion import (
     show_completion_logprobs,
 )
 from pshard.server.text.answer_reader import Delta
-from pshard.server.text.echoed import Echo, echo_prompt
-from pshard.server.text.prompts import Prompt
+from pshard.server.text.echoed import Echo
 from pshard.server.text.token_words import Entry
 
 
@@ -49,15 +48,12 @@ class _Told:
 
 async def complete(desk: Desk, call: Call) -> Reply:
     """Continue prompts. Raises Fault."""
-    ask = read_completion(call.body, desk.tables["/v1/completions"], desk.usual, desk.limits, desk.model.vocab)
-    desk.check_model(call.body.get("model") or "")
-    prompts = await desk.off_loop(_make_prompts, desk, ask)
+    ask, prompts, echoes = await desk.read(read_completion_request, call.body)
     guide = None
     if ask.schema is not None:
         seconds = desk.limits.compile_seconds
         guide = await desk.off_loop(desk.guides.follow_schema, ask.schema, "response_format", seconds=seconds)
     heading = desk.head("cmpl-")
-    echoes = await desk.off_loop(_make_echoes, desk, ask, prompts) if ask.echo else ()
     scored = ask.echo and ask.drawing.likely is not None
     answers = Answers(desk, Asked(heading.id, call.key, prompts, ask.drawing, guide, scored))
     told = _Told(desk, ask, heading, answers, echoes)
@@ -67,21 +63,6 @@ async def complete(desk: Desk, call: Call) -> Reply:
     await answers.gather()
     choices = [_show_whole(told, i, answer) for i, answer in enumerate(answers.all)]
     return reply_json(show_completion(heading, choices, answers.usage()))
-
-
-def _make_prompts(desk: Desk, ask: CompletionAsk) -> list[Prompt]:
-    made = []
-    for i, prompt in enumerate(ask.prompts):
-        where = "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
-        made.append(
-            desk.prompts.of_text(prompt, where) if isinstance(prompt, str) else desk.prompts.of_ids(prompt, where)
-        )
-    return made
-
-
-def _make_echoes(desk: Desk, ask: CompletionAsk, prompts: list[Prompt]) -> tuple[Echo, ...]:
-    texts = (given if isinstance(given, str) else None for given in ask.prompts)
-    return tuple(echo_prompt(prompt.ids, text, desk.model.tokenizer) for prompt, text in zip(prompts, texts))
 
 
 def _show_whole(told: _Told, index: int, answer: Answer) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator, Iterator
 
 from pshard.server.api.faults import Fault, show_messages_fault
-from pshard.server.api.read_message_request import read_message_request
 from pshard.server.http.answers import Answer, Answers
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.reading.read_requests import count_message_tokens, read_message
 from pshard.server.routes.chat_routes import prepare_chat, reason_of
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.show_message_blocks import Blocks, Events, show_message_usage, show_whole_message
@@ -17,10 +17,9 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 async def send_message(desk: Desk, call: Call) -> Reply:
     """Continue a conversation. Raises Fault."""
-    ask = read_message_request(call.body, desk.tables["/v1/messages"], desk.usual, desk.limits, desk.model.vocab)
-    desk.check_model(call.body.get("model") or "")
+    ask, prompt = await desk.read(read_message, call.body)
     heading = desk.head("msg_")
-    answers = await prepare_chat(desk, ask, heading.id, call.key)
+    answers = await prepare_chat(desk, ask, prompt, heading.id, call.key)
     answers.start()
     if ask.answering.stream:
         return Stream(_stream(heading, answers), answers.cancel)
@@ -35,11 +34,7 @@ async def send_message(desk: Desk, call: Call) -> Reply:
 
 async def count_tokens(desk: Desk, call: Call) -> Reply:
     """How many tokens the prompt of a conversation has. Raises Fault."""
-    table = desk.tables["/v1/messages/count_tokens"]
-    ask = read_message_request(call.body, table, desk.usual, desk.limits, desk.model.vocab)
-    desk.check_model(call.body.get("model") or "")
-    prompt = await desk.off_loop(desk.prompts.of_chat, ask)
-    return reply_json({"input_tokens": len(prompt.ids)})
+    return reply_json({"input_tokens": await desk.read(count_message_tokens, call.body)})
 
 
 def ending_of(answer: Answer) -> tuple[str, str | None]:

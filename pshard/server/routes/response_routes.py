@@ -4,30 +4,22 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from pshard.server.api.faults import Fault, show_fault
-from pshard.server.api.read_responses import SEALED, read_responses
 from pshard.server.http.answers import Answers
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.reading.read_requests import read_response_request
 from pshard.server.routes.chat_routes import prepare_chat
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.show_responses import Events, OutputItems, show_response
 from pshard.server.text.answer_reader import Delta
 
-TOLD: dict[str, Any] = {  # of the request, with what is told where it does not say
-    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
-    "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
-    "truncation": "disabled", "user": None,
-}  # fmt: skip
-
 
 async def respond(desk: Desk, call: Call) -> Reply:
     """Continue a conversation. Raises Fault."""
-    ask = read_responses(call.body, desk.tables["/v1/responses"], desk.usual, desk.limits, desk.model.vocab)
-    desk.check_model(call.body.get("model") or "")
+    (ask, prompt), echo, sealed = await desk.read(read_response_request, call.body)
     heading = desk.head("resp_")
-    answers = await prepare_chat(desk, ask, heading.id, call.key)
-    echo = {name: usual if call.body.get(name) is None else call.body[name] for name, usual in TOLD.items()}
-    items = OutputItems(desk.words, ask, SEALED in (call.body.get("include") or ()))
+    answers = await prepare_chat(desk, ask, prompt, heading.id, call.key)
+    items = OutputItems(desk.words, ask, sealed)
     answers.start()
     if ask.answering.stream:
         return Stream(_stream(heading, echo, answers, items), answers.cancel)

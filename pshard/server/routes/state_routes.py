@@ -7,11 +7,11 @@ from typing import Any
 from pshard import __version__
 from pshard.jsonio import to_json
 from pshard.server.api.openapi import write_openapi
-from pshard.server.api.tables.fields import read_fields
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, Whole, reply_json
 from pshard.server.http.running import as_fault
 from pshard.server.jobs import Refused
+from pshard.server.reading.read_requests import read_budget
 from pshard.server.shapes.metrics_text import write_metrics
 
 
@@ -35,7 +35,7 @@ async def list_models(desk: Desk, call: Call) -> Reply:
 async def tell_model(desk: Desk, call: Call) -> Reply:
     """One model. Raises Fault 404 for another."""
     name = dict(call.arguments)["name"]
-    desk.check_model(name)
+    desk.reader.check_model(name)
     return reply_json(show_model(desk, name))
 
 
@@ -101,7 +101,7 @@ async def tell_openapi(desk: Desk, call: Call) -> Reply:
 async def move_budget(desk: Desk, call: Call) -> Reply:
     """Move to another planned budget; running texts go on. Raises Fault when there is none of that size, or when the
     move fails."""
-    mib = read_fields(call.body, desk.tables["/budget"])["vram_mib"]
+    mib = await desk.read(read_budget, call.body)
     try:
         moved = desk.service.move_budget(mib)
     except Refused as refused:

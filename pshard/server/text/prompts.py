@@ -37,7 +37,7 @@ class Prompts:
     def of_text(self, text: str, where: str) -> Prompt:
         """A text to be continued. Raises Fault without a tokenizer, and where it does not fit the context."""
         tokenizer = self.find_tokenizer(where)
-        self._check_length(text, where)
+        self._check_length(len(text), where)
         ids = tokenizer.encode(text)
         if not ids and tokenizer.bos_id is not None:
             ids = [tokenizer.bos_id]
@@ -56,8 +56,9 @@ class Prompts:
         """A conversation, as the model's template writes it. Raises Fault for one that the template refuses, or that
         does not fit the context."""
         tokenizer = self.find_tokenizer(ask.where)
-        self._check_length(max((m["content"] for m in ask.messages), key=len, default=""), ask.where)
+        self._check_length(sum(map(count_letters, ask.messages)), ask.where)
         text = self._render(ask)
+        self._check_length(len(text), ask.where)  # with all that tools and calls are
         ids = tokenizer.encode_chat(text)
         if not ids:
             raise bad_field(ask.where, "make a prompt without tokens; say something")
@@ -66,6 +67,11 @@ class Prompts:
         forced, guided = bool(ask.forced), ask.schema is not None
         format = find_format(self._model.template, text.forget(), ask.tools, forced, not ask.several, guided)
         return Prompt(tuple(ids), format, tokenizer.eos_ids | self._find_ends(tokenizer))
+
+    def count_chat(self, ask: ChatAsk) -> list[int]:
+        """All tokens of a conversation, whatever has room in the context. Raises Fault for one that the template
+        refuses."""
+        return self.find_tokenizer(ask.where).encode_chat(self._render(ask))
 
     def _render(self, ask: ChatAsk) -> TracedText:
         from pshard.models.text.chat import render_chat
@@ -103,22 +109,31 @@ class Prompts:
             )
         return self._model.tokenizer
 
-    def _check_length(self, text: str, where: str) -> None:
-        """Raises Fault for a text that cannot fit, whatever its tokens are: encoding it might take long."""
+    def _check_length(self, letters: int, where: str) -> None:
+        """Raises Fault for texts of so many letters that cannot fit, whatever their tokens are: encoding them might
+        take long."""
         tokenizer, context = self.find_tokenizer(where), self._model.context
-        if len(text) <= context:
+        if letters <= context:
             return
         if self._longest is None:
             self._longest = max(len(tokenizer.token_bytes(token)) for token in range(self._model.vocab)) + 32
-        if len(text) > context * self._longest:
-            raise self._too_long(where, len(text) // self._longest)
+        if letters > context * self._longest:
+            raise self._too_long(where, letters // self._longest, least=True)
 
-    def _too_long(self, where: str, tokens: int) -> Fault:
-        return too_long(where, tokens, self._model.context, self._model.trained)
+    def _too_long(self, where: str, tokens: int, least: bool = False) -> Fault:
+        return too_long(where, tokens, self._model.context, self._model.trained, least)
 
     def _find_ends(self, tokenizer: "Tokenizer") -> frozenset[int]:
         found = (tokenizer.encode(name, add_special=False) for name in ENDS)
         return frozenset(ids[0] for ids in found if len(ids) == 1 and tokenizer.special_name(ids[0]) in ENDS)
+
+
+def count_letters(message: Message) -> int:
+    """Letters of a message that every template writes: not the spaces around it, nor what was thought before it."""
+    content: str = message["content"]
+    if message["role"] == "assistant":
+        content = content[max(content.rfind(end) + len(end) if end in content else 0 for end in THOUGHTS.values()) :]
+    return len(content.strip())
 
 
 def simplify_turns(messages: list[Message]) -> list[Message]:
