@@ -95,7 +95,8 @@ class WaitingJob:
 @dataclass(frozen=True)
 class Blocks:
     """Blocks of the KV cache: `used` by running texts, `cached` of texts that ended, which are dropped when room is
-    needed, and `free`. cells: of each block. cache_bytes: of host memory that shared beginnings take beside them."""
+    needed, and `free`. cells: of each block. cache_bytes: of host memory that shared beginnings take beside them.
+    files_problem: why beginnings cannot be written to files, "" where they can or are not to be."""
 
     total: int = 0
     used: int = 0
@@ -103,6 +104,7 @@ class Blocks:
     free: int = 0
     cells: int = 64
     cache_bytes: int = 0
+    files_problem: str = ""
 
 
 @dataclass(frozen=True)

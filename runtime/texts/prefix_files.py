@@ -125,6 +125,7 @@ class PrefixFiles:
                         held = self._make_room(len(data))
                     write_bytes_atomically(self._path(record.key), data)
                     held += len(data)
+                    self.problem = None
             except OSError as error:
                 self.problem = f"cannot write {self._folder}: {error.strerror}"
             if not self._has(record.key):

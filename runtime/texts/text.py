@@ -83,10 +83,11 @@ class Row:
 class BlockCounts:
     """KV blocks: all there are, those that texts and sequences hold, those without a holder that stay for whoever
     begins alike, and those that are empty. cache_bytes: host memory that checkpoints of shared beginnings, and blocks
-    on their way to files, take."""
+    on their way to files, take. files_problem: why the last file could not be written, "" where it was."""
 
     total: int
     used: int
     cached: int
     free: int
     cache_bytes: int = 0
+    files_problem: str = ""

@@ -269,10 +269,10 @@ class TextPool:
 
     def counts(self) -> BlockCounts:
         """How the KV blocks are used now."""
-        pool = self._sequences.pool
-        cached = len(pool.idle)
+        pool, cached = self._sequences.pool, len(self._sequences.pool.idle)
         held = self._checkpoints.shared_nbytes + self._beginnings.nbytes
-        return BlockCounts(pool.blocks, pool.blocks - pool.room, cached, pool.room - cached, held)
+        used, free = pool.blocks - pool.room, pool.room - cached
+        return BlockCounts(pool.blocks, used, cached, free, held, self.files_problem or "")
 
 
 def _sequence_of(text: Text) -> TokenSequence:

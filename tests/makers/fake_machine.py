@@ -52,6 +52,7 @@ class Counts:
     cached: int
     free: int
     cache_bytes: int = 0
+    files_problem: str = ""
 
 
 @dataclass(eq=False)

@@ -1,12 +1,22 @@
 """POST /v1/completions over the demo model: what clients read, and what they get for bad fields."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 from http_client import ask, events_of
 from hypothesis import given
 from hypothesis import strategies as some
+from small_service import demo_model
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
+
+from pshard.runtime.drawing.grammar import open_words
+from pshard.server.api.limits import DEFAULT_LIMITS
+from pshard.server.http.make_app import make_app
+from pshard.server.text import guides
+
 PATH = "/v1/completions"
 ROMEO = {"prompt": "ROMEO:\n", "max_tokens": 24, "temperature": 0}
 
@@ -191,3 +201,20 @@ def test_a_prepared_event_is_the_one_that_is_written_whole(text: str, name: str)
         return {"model": name, "choices": [{"index": 0, "text": text}], name: None}
 
     assert prepare_event(show)(text) == write_event(show(text))
+
+
+def test_the_first_answer_by_a_schema_does_not_wait_for_the_vocabulary(service, monkeypatch) -> None:
+    """Making a large vocabulary's words takes longer, on a busy machine, than a schema may take."""
+
+    def take_long(*given):
+        time.sleep(0.6)
+        return open_words(*given)
+
+    monkeypatch.setattr(guides, "open_words", take_long)
+    body = {"prompt": "a", "max_tokens": 2, "response_format": {"type": "json_object"}}
+    limits = replace(DEFAULT_LIMITS, compile_seconds=0.5)
+    assert ask(make_app(service, demo_model(), limits), "/v1/completions", body).status_code == 400
+    app = make_app(service, demo_model(), limits)
+    app.prepare()
+    assert ask(app, "/v1/completions", body).status_code == 200
+    make_app(service, replace(demo_model(), tokenizer=None)).prepare()  # there are no words, which is no failure

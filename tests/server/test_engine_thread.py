@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from fake_machine import Ear, FakeMachine, answer
@@ -370,3 +371,36 @@ def test_a_move_behind_one_that_ended_the_server_is_answered(started):
     for future in moves:
         with pytest.raises(UserError):
             future.result(PATIENCE)
+
+
+def test_a_server_is_not_ready_before_all_else_is_prepared():
+    gate, states = threading.Event(), []
+    thread = EngineThread(Garage(), Promises(), tell=lambda now: states.append(now.state))
+    thread.start(gate.wait)
+    try:
+        wait_for(lambda: thread.snapshot().plan is not None)  # it is loaded
+        with pytest.raises(Refused):
+            ask(thread)
+        assert "ready" not in states
+        gate.set()
+        ready(thread)
+    finally:
+        gate.set()
+        thread.drain(0)
+        assert thread.join(PATIENCE)
+
+
+def test_a_cache_that_cannot_be_written_is_told_once(started, monkeypatch, caplog):
+    problems = ["", "cannot write it: No space", "cannot write it: No space", "", "cannot write it: read-only"]
+    garage = Garage()
+    thread = started(garage)
+    ready(thread)
+    pool = garage.machines[0].pool
+    counts = pool.counts
+    keeper = thread._keeper
+    for problem in problems:
+        monkeypatch.setattr(pool, "counts", lambda told=problem: replace(counts(), files_problem=told))
+        keeper.count_blocks()
+        assert thread.snapshot().blocks.files_problem == problem
+    told = [record.getMessage() for record in caplog.records if "not kept in files" in record.getMessage()]
+    assert [line.rpartition(": ")[2] for line in told] == ["No space", "read-only"]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from http_client import ask
@@ -188,3 +189,13 @@ def test_several_keys_share_no_beginnings_and_one_key_shares_them_with_all(servi
     (first,), (again,), (second,) = (salts(("first", "second"), given) for given in ("first", "first", "second"))
     assert first == again != second and "" not in (first, second)
     assert salts(("first",), "first") == salts((), "any") == {""}
+
+
+def test_a_cache_that_cannot_be_written_shows_in_props_and_metrics(app, service, monkeypatch) -> None:
+    assert ask(app, "/props").json()["prefix_cache_problem"] is None
+    assert "pshard_prefix_cache_failing 0\n" in ask(app, "/metrics").text
+    now = service.snapshot()
+    broken = replace(now, blocks=replace(now.blocks, files_problem="cannot write /there: No space left on device"))
+    monkeypatch.setattr(service, "snapshot", lambda: broken)
+    assert "No space left" in ask(app, "/props").json()["prefix_cache_problem"]
+    assert "pshard_prefix_cache_failing 1\n" in ask(app, "/metrics").text

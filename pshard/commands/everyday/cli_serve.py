@@ -21,7 +21,7 @@ from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 if TYPE_CHECKING:
     from pshard.server.http.guards import Door
     from pshard.server.jobs import Service
-    from pshard.server.life.late_app import App
+    from pshard.server.life.late_app import PreparedApp
     from pshard.server.life.serve_model import MakeApp, PrefixCache, ServeRequest
     from pshard.server.snapshot import ServedModel
 
@@ -146,7 +146,7 @@ def read_app(args: Namespace) -> "MakeApp":
     key."""
     door, sampling = read_door(args), make_sampling(args)
 
-    def make(service: "Service", model: "ServedModel") -> "App":
+    def make(service: "Service", model: "ServedModel") -> "PreparedApp":
         from pshard.server.http.make_app import make_app  # takes seconds, while the port is open already
 
         return make_app(service, model, door=door, usual=sampling)

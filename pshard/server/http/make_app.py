@@ -1,6 +1,6 @@
 """The server's ASGI application."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from starlette.applications import Starlette
@@ -48,6 +48,16 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
+class ServerApp(Starlette):
+    """The application.
+
+    Attributes:
+        prepare: does what takes seconds and no request is to wait for; from any thread.
+    """
+
+    prepare: Callable[[], None]
+
+
 def make_app(
     service: Service,
     model: ServedModel,
@@ -57,7 +67,7 @@ def make_app(
     usual: Sampling | None = None,
     aliases: tuple[str, ...] = (),
     more: Sequence[BaseRoute] = (),
-) -> Starlette:
+) -> ServerApp:
     """The application over a service.
 
     door: keys, hosts and origins; usual: how tokens are drawn where a request does not say; aliases: other names of the
@@ -67,11 +77,13 @@ def make_app(
     desk.apart = len(set(door.keys)) > 1
     door = replace(door, open_paths=(*door.open_paths, *OPEN_PATHS))
     routes = [Route(path, Endpoint(desk, handle, method), methods=[method]) for method, path, handle in ROUTES]
-    return Starlette(
+    app = ServerApp(
         routes=[*routes, *page_routes(service, model.name, bool(door.keys)), *more],
         middleware=[Middleware(Guard, door=door)],
         exception_handlers={HTTPException: _tell_http},
     )
+    app.prepare = desk.guides.prepare
+    return app
 
 
 def _tell_http(request: Request, error: Exception) -> Response:

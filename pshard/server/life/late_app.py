@@ -2,12 +2,21 @@
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class PreparedApp(Protocol):
+    """An application that is ready after `prepare`, which takes seconds and may run in any thread."""
+
+    prepare: Callable[[], None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
 
 LOADING = {"message": "the model is being loaded; try again", "type": "unavailable", "param": None, "code": "loading"}
 

@@ -167,6 +167,7 @@ class RankPool:
     def keep_some(self, seconds: float) -> bool:
         """As `TextPool.keep_some`."""
         self._ranks.tell(KeepSome(seconds))
+        self._counts = None
         return self._ranks.hear()
 
     def counts(self) -> BlockCounts:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import StepFailed, UserError
-from pshard.server.life.late_app import App, LateApp
+from pshard.server.life.late_app import LateApp, PreparedApp
 from pshard.server.life.web_server import LEAVE_SECONDS, WebServer, open_port
 from pshard.server.scheduling.promises import Promises
 from pshard.server.snapshot import ServedModel, Snapshot
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pshard.server.thread.engine_thread import EngineThread
     from pshard.session.open_plan import Opened
 
-MakeApp = Callable[["Service", ServedModel], App]
+MakeApp = Callable[["Service", ServedModel], PreparedApp]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,11 @@ class _Life:
             self._engine = EngineThread(
                 loader, self._request.promises, self._request.sleep_idle, self._tell_state
             )  # fmt: skip
-            self._app.inner = self._make_app(self._engine, describe_model(opened, run.model, self._request.name))
-            self._engine.start()
+            app = self._make_app(self._engine, describe_model(opened, run.model, self._request.name))
+            prepared = threading.Thread(target=app.prepare, name="prepare", daemon=True)
+            prepared.start()  # while the weights are read
+            self._app.inner = app
+            self._engine.start(prepared.join)
             if self._stopped.is_set():  # meanwhile
                 self._engine.drain(0.0)
         except BaseException as error:

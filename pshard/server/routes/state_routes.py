@@ -76,6 +76,7 @@ async def tell_props(desk: Desk, call: Call) -> Reply:
             "eos_token": model.tokenizer.eos_text if model.tokenizer else "",
             "max_gap_ms": now.gap_ms,
             "queue": now.queue,
+            "prefix_cache_problem": now.blocks.files_problem or None,
             "plan": to_json(now.plan) if now.plan else None,
         }
     )

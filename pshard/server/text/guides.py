@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pshard.errors import UserError
@@ -27,6 +28,11 @@ class Guides:
         self._model = model
         self._words: GrammarWords | None = None
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Make the vocabulary's words now: a large one takes seconds, which no request is to wait for."""
+        with suppress(UserError):  # there are none: each request that needs them is told
+            self._open_words()
 
     def _open_words(self) -> GrammarWords:
         with self._lock:

@@ -53,10 +53,12 @@ class EngineThread:
         self._drain_until: float | None = None
         self._state, self._reason = "loading", LOADING
         self._idle_since = clock()
+        self._prepared: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Load the model and run."""
+    def start(self, prepared: Callable[[], None] = lambda: None) -> None:
+        """Load the model and run. prepared: waits for what else is to be there before this is ready."""
+        self._prepared = prepared
         self._thread.start()
 
     def submit(self, job: Job, listener: Listener) -> None:
@@ -142,6 +144,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._keeper.load(None)
+            self._prepared()
             self._set_state("ready", "")
             while not self._is_over():
                 self._take_posts()
@@ -163,6 +166,7 @@ class EngineThread:
             self._handover.release()
             if not self._keeper.keep_some():
                 self._rest()
+                self._keeper.count_blocks()  # what a thread could not write shows later
         elif self._keeper.scheduler is None:
             self._wake()
         else:

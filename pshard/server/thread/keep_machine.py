@@ -80,7 +80,9 @@ class MachineKeeper:
     def count_blocks(self) -> None:
         """Note what the pool's blocks are used for."""
         if self.scheduler:
-            self.blocks = show_blocks(self.scheduler.machine.pool.counts())
+            before, self.blocks = self.blocks.files_problem, show_blocks(self.scheduler.machine.pool.counts())
+            if self.blocks.files_problem not in ("", before):
+                log.warning("beginnings of texts are not kept in files: %s", self.blocks.files_problem)
 
     def keep_some(self) -> bool:
         """Keep beginnings in files while there is nothing to compute; whether there are more to be kept."""

@@ -47,4 +47,6 @@ def show_waiting(run: JobRun, now: float) -> WaitingJob:
 
 def show_blocks(counts: BlockCounts) -> Blocks:
     """Blocks of the pool."""
-    return Blocks(counts.total, counts.used, counts.cached, counts.free, KV_BLOCK, counts.cache_bytes)
+    return Blocks(
+        counts.total, counts.used, counts.cached, counts.free, KV_BLOCK, counts.cache_bytes, counts.files_problem
+    )

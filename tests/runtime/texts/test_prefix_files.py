@@ -208,7 +208,7 @@ def test_a_disk_that_is_full_stops_nobody_and_is_told(model: Path, tmp_path: Pat
         end = time.monotonic() + 10
         while engine.texts.files_problem is None:
             assert time.monotonic() < end
-        assert "No space left" in engine.texts.files_problem
+        assert "No space left" in engine.texts.files_problem == engine.texts.counts().files_problem
         again = engine.texts.open(IDS)
         assert np.array_equal(feed(engine, again, IDS, 64, full=True).full, logits)
 
