@@ -25,7 +25,7 @@ from pshard.models.hybrid.arrange_delta import name_folder, split_hybrid
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.safetensors_header import read_json, read_safetensors
-from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor
+from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.paths import name_in_hub_cache
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def open_model(path: str | Path) -> ModelFile:
     Raises UserError in one line: missing or truncated file, unsupported architecture, quant type or setting, missing
     or misshapen tensor.
     """
+    allow_many_files()
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)

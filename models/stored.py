@@ -1,6 +1,7 @@
 """Where tensors lie in files: what the GGUF and the safetensors reader have in common."""
 
 import contextlib
+import errno
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,7 +14,25 @@ import numpy as np
 from pshard.errors import UserError
 from pshard.quant import QUANT_TYPES, align, file_nbytes
 
+try:
+    import resource
+except ImportError:  # where there are no such limits
+    resource = None  # type: ignore[assignment]
+
+MOST_FILES = 1 << 16  # open at once
+
 FETCH_AGAIN, ANOTHER = "fetch it again", "take another file or model"  # what whoever has such a file can do
+
+
+def allow_many_files() -> None:
+    """Have the system let this process hold more open files, where it has a right to more than it is given: each part
+    of a model takes one as long as it is mapped, and each client of a server."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class MappedFile:
@@ -28,6 +47,10 @@ class MappedFile:
         except FileNotFoundError:
             raise UserError(f"{path}: there is no such file; {advice}") from None
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise UserError(
+                    f"{path}: cannot be read beside so many other files; raise the limit of open files (ulimit -n)"
+                ) from None
             raise UserError(
                 f"{path}: cannot be read ({error.strerror}); give another file, or let it be read"
             ) from None

@@ -11,6 +11,8 @@ import numpy as np
 
 SAMPLERS = ("penalties", "top_k", "top_p", "min_p", "temperature")
 BLOCK = 256  # logits whose largest is found at once
+COLD = 1e-100  # below this temperature all but the largest logits have a chance of 0, and quotients are beyond float64
+LARGEST = 1e150  # of a logit after penalties: over any temperature above COLD it is a number
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def keep_near_best(found: Candidates, share: float) -> Candidates:
 
 
 def scale(found: Candidates, temperature: float) -> Candidates:
-    """Logits over the temperature; with 0 the best one alone is left."""
+    """Logits over the temperature; with 0 the best one alone is left, with next to nothing those that equal it."""
+    if 0 < temperature <= COLD:
+        return found.keep(found.logits == found.logits.max())
     if temperature > 0:
         return Candidates(found.ids, found.logits / temperature, found.ordered)
     return found.keep(np.array([found.logits.argmax()]))
@@ -113,9 +117,10 @@ class Penalties:
         times[seen] = [counts[token] for token in seen.tolist()]
         n, logits = times[found.ids], found.logits.copy()
         hit = n > 0
-        logits[hit] = np.where(logits[hit] > 0, logits[hit] / self.repeat, logits[hit] * self.repeat)
+        with np.errstate(over="ignore"):
+            logits[hit] = np.where(logits[hit] > 0, logits[hit] / self.repeat, logits[hit] * self.repeat)
         logits[hit] -= n[hit] * self.frequency + self.presence
-        return Candidates(found.ids, logits)
+        return Candidates(found.ids, logits.clip(-LARGEST, LARGEST))
 
 
 NO_PENALTIES = Penalties()

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,3 +200,23 @@ def test_a_schema_that_grows_too_large_is_an_error_of_who_gave_it_and_tells_noth
             grammar.words()
             grammar.accept(token)
     assert "ingly" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("samplers", [SAMPLERS, ("temperature", "top_k", "top_p", "min_p")])
+def test_next_to_no_temperature_draws_the_likeliest_without_a_warning(samplers) -> None:
+    logits = torch.tensor([1.0, 30.0, -3e38, 30.0, 29.999])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for temperature in (5e-324, 1e-320, 1e-200, 1e-90):
+            sampler = Sampler(Sampling(temperature=temperature, top_k=0, min_p=0.0, seed=3, samplers=samplers))
+            assert {sampler.choose(logits) for _ in range(40)} == {1, 3}, temperature
+
+
+def test_a_penalty_next_to_nothing_warns_of_nothing() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for temperature in (0.0, 1e-320, 1e-90, 1.0):
+            sampler = Sampler(Sampling(temperature=temperature, penalties=Penalties(repeat=1e-320), seed=1))
+            sampler.see([2])
+            assert sampler.choose(logits) == 2

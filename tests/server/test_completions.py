@@ -1,5 +1,6 @@
 """POST /v1/completions over the demo model: what clients read, and what they get for bad fields."""
 
+import json
 import time
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 from http_client import ask, events_of
 from hypothesis import given
 from hypothesis import strategies as some
+from quick_service import QuickService
 from small_service import demo_model
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
@@ -218,3 +220,26 @@ def test_the_first_answer_by_a_schema_does_not_wait_for_the_vocabulary(service, 
     app.prepare()
     assert ask(app, "/v1/completions", body).status_code == 200
     make_app(service, replace(demo_model(), tokenizer=None)).prepare()  # there are no words, which is no failure
+
+
+def test_a_mark_of_the_byte_order_before_a_body_is_passed_over(app) -> None:
+    body = json.dumps(ROMEO | {"max_tokens": 2}).encode()
+    assert ask(app, PATH, content=b"\xef\xbb\xbf" + body).status_code == 200
+    assert ask(app, PATH, content=body[:5] + b"\xef\xbb\xbf" + body[5:]).status_code == 400
+
+
+@pytest.mark.parametrize(("path", "name", "more"), [
+    (PATH, "max_tokens", {"prompt": "ROMEO:\n"}),
+    ("/v1/chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/chat/completions", "max_completion_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/messages", "max_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/responses", "max_output_tokens", {"input": "a"}),
+])  # fmt: skip
+def test_minus_one_token_is_as_many_as_there_is_room_for(path, name, more) -> None:
+    service = QuickService()
+    app = make_app(service, demo_model())
+    assert ask(app, path, more | {name: -1}).status_code == 200
+    job = service.jobs[-1]
+    assert job.most == demo_model().context - len(job.prompt) + 1
+    refused = ask(app, path, more | {name: -2})
+    assert refused.status_code == 400 and name in refused.text

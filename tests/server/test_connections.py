@@ -347,3 +347,10 @@ def test_a_bell_that_nobody_hears_is_harmless_and_gives_its_files_back() -> None
     del bell
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) < before + 25  # of 100; servers of other tests have theirs
+
+
+def test_a_body_with_two_lengths_is_refused(url, service) -> None:
+    before = len(service.jobs)
+    head = "POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Length: 5\nTransfer-Encoding: chunked"
+    status, told = send_raw(url, head, b"0\r\n\r\n")
+    assert status == 400 and b"connection: close" in told.lower() and len(service.jobs) == before

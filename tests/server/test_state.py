@@ -136,8 +136,10 @@ def test_keys_are_told_apart_without_being_told(service) -> None:
 
 def test_a_host_that_is_not_this_server_is_refused(app, service) -> None:
     assert ask(app, "/health", headers={"host": "evil.example"}).json()["error"]["code"] == "host_not_allowed"
-    for host in ("127.0.0.1:8080", "[::1]:8080", "LOCALHOST"):
+    for host in ("127.0.0.1:8080", "[::1]:8080", "LOCALHOST", "localhost.", "localhost.:8080"):
         assert ask(app, "/health", headers={"host": host}).status_code == 200
+    for host in ("evil.example.", "localhost..", "."):
+        assert ask(app, "/health", headers={"host": host}).status_code == 403
     for host in ("10.0.0.7:8080", "[fd00::7]:8080"):  # no page is served by this machine under its address
         assert ask(app, "/health", headers={"host": host}).status_code == 403
         beyond = make_app(service, demo_model(), door=Door(addresses=True))

@@ -1,5 +1,6 @@
 """uvicorn as a server uses it: patience with headers, an end that lets requests finish."""
 
+import http.client
 import signal
 import socket
 import threading
@@ -136,3 +137,65 @@ def test_no_part_of_an_answer_waits_for_the_one_before_to_be_acknowledged():
         (connection,) = server.server_state.connections
         accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+HALF = b"POST /slow HTTP/%s\r\nHost: x\r\nContent-Length: 2\r\n\r\nok"
+
+
+def waiting_app(gone: threading.Event, go_on: threading.Event):
+    """Reads a request, and answers when it may; sets `gone` when the client is gone before."""
+    import asyncio
+
+    async def answer(scope, receive, send):
+        assert (await receive())["body"] == b"ok"
+        leaves = asyncio.ensure_future(receive())
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+            if leaves.done():
+                return gone.set()
+        leaves.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"late"})
+
+    return answer
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_who_has_closed_one_side_gets_the_answer(version):
+    gone, go_on = threading.Event(), threading.Event()
+    with running(waiting_app(gone, go_on)) as (_, port), socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(HALF % version)
+        line.shutdown(socket.SHUT_WR)
+        threading.Timer(0.4, go_on.set).start()
+        told = read_all(line)
+        assert told.endswith(b"late") and told.count(b" 200 ") == 1 and not gone.is_set()
+        assert (b" 100 Continue" in told) == (version == b"1.1")
+
+
+def test_python_s_own_client_passes_over_what_is_sent_meanwhile():
+    gone, go_on = threading.Event(), threading.Event()
+    with running(waiting_app(gone, go_on)) as (_, port):
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        client.request("POST", "/slow", b"ok")
+        client.sock.shutdown(socket.SHUT_WR)
+        threading.Timer(0.3, go_on.set).start()
+        answer = client.getresponse()
+        assert answer.status == 200 and answer.read() == b"late"
+        client.close()
+
+
+def test_who_has_closed_both_sides_is_noticed_without_an_answer():
+    gone, go_on = threading.Event(), threading.Event()
+    with running(waiting_app(gone, go_on)) as (server, port):
+        with socket.create_connection(("127.0.0.1", port)) as line:
+            line.sendall(HALF % b"1.1")
+            while not server.server_state.tasks:
+                time.sleep(0.005)
+        assert gone.wait(10)
+
+
+def test_half_of_a_request_gets_no_answer():
+    with running(LateApp()) as (server, port), socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nok")
+        line.shutdown(socket.SHUT_WR)
+        read_all(line)  # to its end

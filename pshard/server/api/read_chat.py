@@ -10,7 +10,7 @@ from pshard.server.api.limits import Limits
 from pshard.server.api.read_completion import check_jobs, read_answering
 from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.api.read_tools import choice_kind, read_choice, read_tools, tool_kind
-from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.tables.drawing_fields import Most, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.tables.fields import (
     Field,
     Fields,
@@ -54,8 +54,8 @@ def chat_table(limits: Limits) -> Table:
     return (
         Field("model", Text(256), ""),
         Field("messages", Items(Object(), limits.messages, 1), needed=True),
-        Field("max_completion_tokens", Whole(1, MOST_TOKENS), None),
-        Field("max_tokens", Whole(1, MOST_TOKENS), None, "an older name of max_completion_tokens"),
+        Field("max_completion_tokens", Most(), None, "-1: fills the context"),
+        Field("max_tokens", Most(), None, "an older name of max_completion_tokens"),
         Field("logprobs", Flag(), False),
         Field("top_logprobs", Whole(0, limits.top), None),
         Field("tools", Items(tool_kind(), limits.tools), ()),

@@ -8,6 +8,7 @@ from pshard.server.api.faults import Fault, bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.tables.drawing_fields import (
     MOST_TOKENS,
+    Most,
     drawing_table,
     read_format,
     read_sampling,
@@ -57,7 +58,7 @@ def completion_table(limits: Limits, vocab: int) -> Table:
     return (
         Field("model", Text(256), ""),
         Field("prompt", _Prompts(vocab, limits), needed=True),
-        Field("max_tokens", Whole(0, MOST_TOKENS), USUAL_MOST, "0 with echo: scores the prompt only"),
+        Field("max_tokens", Most(0), USUAL_MOST, "0 with echo: scores the prompt only; -1: fills the context"),
         Field("echo", Flag(), False, "the prompt is part of the answer"),
         Field("logprobs", Whole(0, limits.top), None),
         Field("best_of", refuse_more, None, "only equal to n"),

@@ -9,7 +9,7 @@ from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
 from pshard.server.api.read_tools import check_schema, check_tools, read_choice, read_tool
-from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_sampling
+from pshard.server.api.tables.drawing_fields import Most, drawing_table, read_sampling
 from pshard.server.api.tables.fields import (
     ByType,
     Field,
@@ -21,7 +21,6 @@ from pshard.server.api.tables.fields import (
     Refused,
     Table,
     Text,
-    Whole,
     read_fields,
 )
 from pshard.server.api.tables.other_names import refuse_others
@@ -51,7 +50,7 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
     return (
         Field("model", Text(256), ""),
         Field("messages", Items(Object(), limits.messages, 1), needed=True),
-        Field("max_tokens", Whole(1, MOST_TOKENS), None, needed=not counts),
+        Field("max_tokens", Most(), None, needed=not counts),
         Field("system", ByType((("string", Text(limits.body)), ("array", blocks)), "a text or a list of blocks"), ()),
         Field("stop_sequences", stop, ()),
         Field("tools", Items(Object(), limits.tools), ()),

@@ -10,7 +10,7 @@ from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
 from pshard.server.api.read_tools import check_tools, read_choice, read_response_tools
-from pshard.server.api.tables.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.tables.drawing_fields import Most, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.tables.fields import (
     ByType,
     Field,
@@ -50,7 +50,7 @@ def responses_table(limits: Limits) -> Table:
             needed=True,
         ),
         Field("instructions", Text(limits.body), None),
-        Field("max_output_tokens", Whole(1, MOST_TOKENS), None),
+        Field("max_output_tokens", Most(), None),
         Field("tools", Items(Object(), limits.tools), ()),
         Field("tool_choice", ByType((("string", words), ("object", named)), told), None),
         Field("parallel_tool_calls", Flag(), True, "false: an answer ends with its first call"),

@@ -13,6 +13,7 @@ from pshard.server.http.replies import Whole, reply_json, send_whole
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/health",)
 METHODS = "GET, POST, OPTIONS"
+FRAMING = "ambiguous_length"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Guard:
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         origin = headers.get("origin", b"").decode("latin-1")
         try:
+            _check_framing(headers)
             self._check_host(headers, scope)
             self._check_origin(headers, origin)
             if scope["method"] == "OPTIONS" and origin and "access-control-request-method" in headers:
@@ -51,6 +53,8 @@ class Guard:
             scope.setdefault("state", {})["key"] = self._check_key(scope["path"], headers)
         except Fault as fault:
             more = {"www-authenticate": "Bearer"} if fault.status == 401 else {}
+            if fault.code == FRAMING:
+                more = {"connection": "close"}  # what follows may be a body or another request
             told = {**more, **(self._tell_origin(origin) if origin and fault.status == 401 else {})}
             await send_whole(send, reply_json(show_fault_at(scope["path"], fault), fault.status, told))
             return
@@ -65,6 +69,7 @@ class Guard:
             raise Fault(400, "the Host header is missing, which HTTP/1.1 asks for", code="host_missing")
         host = headers["host"].decode("latin-1").lower()
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+        name = name.removesuffix(".")  # the same name, written out to its root
         named = "*" in self._door.hosts or name in self._door.hosts
         if not named and not (self._door.addresses and _is_address(name)):
             told = "the Host header names another server; start this one with --allow-host to be reached by that name"
@@ -110,6 +115,14 @@ class Guard:
             await send(message)
 
         return send_with  # type: ignore[return-value]
+
+
+def _check_framing(headers: dict[str, bytes]) -> None:
+    """Raises Fault for a body with two lengths: a proxy before this server may go by the other one, and take the rest
+    for a request of somebody else."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        told = "Transfer-Encoding and Content-Length are both there; send one of them"
+        raise Fault(400, told, param="content-length", code=FRAMING)
 
 
 def _is_address(name: str) -> bool:

@@ -21,8 +21,13 @@ LEAVE_SECONDS = 5.0  # for streams to bring their last event, after all jobs hav
 WAITING = 2048  # connections that the system accepts before this program does
 
 
+GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients pass over it; where nobody is, the system answers with a reset
+FIRST_LOOK, LAST_LOOK = 0.05, 10.0  # seconds between looks at who has said all, each four times the one before
+
+
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1; a client that never ends its headers, or takes nothing of its answer, is let go."""
+    """HTTP/1.1; a client that never ends its headers, or takes nothing of its answer, is let go. One that closes its
+    side after a request gets its answer, unless it has closed the other side too."""
 
     header_seconds = HEADER_SECONDS
     write_seconds = DEFAULT_LIMITS.write_seconds
@@ -41,6 +46,26 @@ class PatientProtocol(H11Protocol):
         """Bytes of it."""
         super().data_received(data)
         self._watch_headers()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """It sends no more. Whether it is gone, or waits for its answer, looks the same until something is sent."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or self.conn.their_state not in (h11.DONE, h11.MUST_CLOSE):
+            return None
+        cycle.keep_alive = False
+        self._look_for_client(FIRST_LOOK)
+        return True
+
+    def _look_for_client(self, seconds: float) -> None:
+        """Again and again until the answer is there. A stream sends enough; clients of HTTP/1.0 know no such word."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not self.cycle.response_started and self.conn.their_http_version != b"1.0":
+            self.transport.write(GO_ON)
+        self.loop.call_later(seconds, self._look_for_client, min(4 * seconds, LAST_LOOK))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""

@@ -55,6 +55,19 @@ ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's, vLLM's and 
 SEEDS = 1 << 63
 
 
+class Most:
+    """How many tokens an answer may have, from `least`; -1, as None: as many as there is room for."""
+
+    def __init__(self, least: int = 1) -> None:
+        self._count = Whole(least, MOST_TOKENS)
+
+    def read(self, value: Any, where: str) -> int | None:
+        return None if value == -1 else self._count.read(value, where)
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [self._count.schema(), {"const": -1}]}
+
+
 def drawing_table(limits: Limits) -> Table:
     """Fields that chat and completions share."""
     return (
