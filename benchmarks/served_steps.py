@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -83,6 +83,9 @@ class IdleLoader:
     vocab: int
     seconds: float
     budgets: tuple[int, ...] = ()
+
+    def look_again(self, budget: int, plan: bool, stopped: Callable[[], bool]) -> None:
+        """There is nothing to plan."""
 
     def load(self, budget: int | None) -> IdleMachine:
         """A machine."""

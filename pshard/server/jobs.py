@@ -97,7 +97,7 @@ class Refused(Exception):
 
 
 class Service(Protocol):
-    """What runs jobs. All of it may be called from any thread and returns at once."""
+    """What runs jobs. All of it may be called from any thread, and all but `find_budget` returns at once."""
 
     def submit(self, job: Job, listener: Listener) -> None:
         """Queue a job; every event goes to the listener, `Ended` last and exactly once. Raises Refused."""
@@ -107,6 +107,10 @@ class Service(Protocol):
 
     def snapshot(self) -> "Snapshot":
         """What the server is and does now, without prompts."""
+
+    def find_budget(self, mib: int, plan: bool) -> None:
+        """See whether there is a plan of that budget by now; `plan`: else make one, beside what runs. Raises Refused
+        with what makes one, or why none could be made."""
 
     def move_budget(self, mib: int) -> "Future[str]":
         """Move to the planned budget of so many MiB between steps; running texts go on. The future says under which

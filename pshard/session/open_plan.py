@@ -59,7 +59,7 @@ def open_plan(request: RunRequest) -> Opened:
     full = full_workload(request, want, file.spec)
     if not request.vram_mib:
         full = suggest_budget(full, file.spec, profile)
-    command = _replan_command(request, full)
+    command = replan_command(request, full)
 
     def choose() -> Choice:
         registry = load_registry(path, command)
@@ -101,7 +101,7 @@ def open_plan(request: RunRequest) -> Opened:
     return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
 
 
-def _replan_command(request: RunRequest, workload: Workload) -> str:
+def replan_command(request: RunRequest, workload: Workload) -> str:
     """The pshard-plan command for a workload, with this request's places and choices."""
     from pshard.registries.choose import plan_command
 

@@ -50,5 +50,7 @@ class QuickService:
         self.ended: list[str] = []
         return SmallService.snapshot(self)  # type: ignore[arg-type]
 
+    def find_budget(self, mib: int, plan: bool) -> None: ...
+
     def move_budget(self, mib: int) -> "Future[str]":
         raise Refused(400, f"no plan has a budget of {mib} MiB", "no_such_budget")

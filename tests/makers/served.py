@@ -17,6 +17,8 @@ class EngineLoader:
 
     budgets = (1, 2)
 
+    def look_again(self, budget, plan, stopped): ...
+
     def __init__(
         self, path=DEMO, sequences=8, context=4096, tokens=(1, 4, 16, 64, 128), kernels="fast", kv_types=("f32", "f32"),
         deterministic=False,

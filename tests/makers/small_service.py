@@ -139,6 +139,8 @@ class SmallService:
             self.state, reason, 1.0, 1000.0, 64, plan, running, waiting, Blocks(8, 1, 2, 5), counters, seen, ()
         )  # fmt: skip
 
+    def find_budget(self, mib: int, plan: bool) -> None: ...
+
     def move_budget(self, mib: int) -> "Future[str]":
         if mib not in (32, 64):
             raise Refused(400, f"no plan has a budget of {mib} MiB", "no_such_budget")

@@ -8,7 +8,7 @@ import pytest
 from fake_machine import Ear, FakeMachine, answer
 from manual_clock import ManualClock
 
-from pshard.errors import StepFailed, UserError
+from pshard.errors import NotPlanned, StepFailed, UserError
 from pshard.runtime.sampling import Sampling
 from pshard.server.jobs import Ended, Job, Refused
 from pshard.server.scheduling.promises import Promises
@@ -40,6 +40,12 @@ class Garage:
     """Loads fake machines; `prepare` makes trouble in the next one, `errors` are raised instead of loading."""
 
     budgets = (50, 100)
+
+    def look_again(self, budget, plan, stopped):
+        if plan:
+            self.budgets = (50, 75, 100)
+        if budget not in self.budgets:
+            raise NotPlanned(f"no plan has a budget of {budget} MiB; run: pshard-plan")
 
     def __init__(self, **machine) -> None:
         self.given, self.machines, self.asked = machine, [], []
@@ -275,8 +281,19 @@ def test_texts_go_on_under_another_budget(started):
 def test_a_budget_that_is_not_planned_is_refused(started):
     thread = started(Garage())
     ready(thread)
-    with pytest.raises(Refused, match="50, 100"):
-        thread.move_budget(75)
+    for refused in (lambda: thread.move_budget(75), lambda: thread.find_budget(75, False)):
+        with pytest.raises(Refused, match="no plan has a budget of 75 MiB") as told:
+            refused()
+        assert told.value.status == 400 and told.value.code == "no_such_budget"
+
+
+def test_a_budget_that_is_planned_meanwhile_is_shown_and_moved_to(started):
+    thread = started(Garage())
+    ready(thread)
+    assert thread.snapshot().plan.budgets == (50, 100)
+    thread.find_budget(75, True)
+    assert thread.snapshot().plan.budgets == (50, 75, 100)
+    assert thread.move_budget(75).result(PATIENCE) == "made up"
 
 
 def test_a_budget_that_cannot_be_taken_leaves_the_plan_before(started):

@@ -59,6 +59,8 @@ class ThreadLoader:
 
     budgets = (1, 2)
 
+    def look_again(self, budget, plan, stopped): ...
+
     def __init__(self, path, mode):
         self.path, self.variant = path, rank_variant(path, mode)
 

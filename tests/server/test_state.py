@@ -10,6 +10,7 @@ from small_service import SmallService, demo_model, open_service
 
 from pshard.server.http.guards import Door
 from pshard.server.http.make_app import make_app
+from pshard.server.jobs import Refused
 
 PROMPT = {"prompt": "ROMEO:\n", "max_tokens": 2}
 
@@ -87,6 +88,23 @@ def test_a_budget_is_moved_to_when_there_is_a_plan(app) -> None:
     refused = ask(app, "/budget", {"vram_mib": 33})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "no_such_budget"
     assert refused.json()["error"]["param"] == "vram_mib"
+
+
+def test_a_budget_without_a_plan_is_refused_with_what_makes_one(app, service, monkeypatch) -> None:
+    asked = []
+
+    def find(mib: int, plan: bool) -> None:
+        asked.append((mib, plan))
+        if not plan:
+            raise Refused(400, "no plan has a budget of 32 MiB; run: pshard-plan --vram 32", "no_such_budget")
+
+    monkeypatch.setattr(service, "find_budget", find)
+    refused = ask(app, "/budget", {"vram_mib": 32})
+    assert refused.status_code == 400 and "run: pshard-plan --vram 32" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "vram_mib"
+    assert ask(app, "/budget", {"vram_mib": 32, "plan": True}).json()["plan"] == "32 MiB: all pinned"
+    assert asked == [(32, False), (32, True)]
+    assert ask(app, "/budget", {"vram_mib": 32, "plan": 1}).json()["error"]["param"] == "plan"
 
 
 def test_props_slots_and_metrics_tell_what_is_in_force(app, service) -> None:

@@ -1,22 +1,25 @@
 """Loads the model of a server under one of its plans: here, or in a process for each rank."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pshard.errors import StepFailed, UserError, as_line
+from pshard.errors import NotPlanned, StepFailed, UserError, as_line
 from pshard.plan import Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.store import load_registry, own_plans
 from pshard.server.life.local_machine import LocalMachine
+from pshard.server.life.plan_beside import plan_beside
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
 from pshard.server.life.read_facts import add_promise, keep_one_tier, read_facts
 from pshard.server.life.rehearse_steps import compiles_kernels, rehearse_steps
 from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.served_machine import Machine
-from pshard.session.open_plan import Opened, check_plan
+from pshard.session.open_plan import Opened, check_plan, replan_command
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 from pshard.units.moe.followed import keep_slots
@@ -32,12 +35,38 @@ class ModelLoader:
         """gap: seconds between tokens that the server promises."""
         self._opened, self._request, self._how, self._gap = opened, request, how, gap
         self._variants = find_budgets(opened)
+        self._planning = threading.Lock()
         self._rehearsed = False
 
     @property
     def budgets(self) -> tuple[int, ...]:
         """MiB of all plans that serve the same, each a sum over ranks."""
         return tuple(sorted(self._variants))
+
+    def look_again(self, budget: int, plan: bool, stopped: Callable[[], bool]) -> None:
+        """As `Loader.look_again`: plans of the registry as it is now."""
+        self._variants = find_budgets(self._opened)
+        if budget in self._variants:
+            return
+        chosen = self._opened.variant.workload
+        command = replan_command(self._request, replace(chosen, vram_mib=share_budget(budget, chosen.vram_mib)))
+        if not plan:
+            there = ", ".join(map(str, self.budgets))
+            raise NotPlanned(
+                f'no plan has a budget of {budget} MiB; there are {there}; ask with "plan": true, or run: {command}'
+            )
+        if not self._planning.acquire(blocking=False):
+            raise UserError("another plan is being made; ask again when it is there")
+        try:
+            plan_beside(command, stopped)
+        finally:
+            self._planning.release()
+        self._variants = find_budgets(self._opened)
+        if budget not in self._variants:
+            raise NotPlanned(
+                f"a plan of {budget} MiB was made, from another model file or profile than this server has; start it "
+                "again"
+            )
 
     def load(self, budget: int | None) -> Machine:
         """The model under the plan of a budget; None: under the one that was chosen. Raises UserError, StepFailed."""
@@ -77,6 +106,12 @@ class ModelLoader:
             engine.close()
             raise
         return engine, ()
+
+
+def share_budget(budget: int, now: Sequence[int]) -> tuple[int, ...]:
+    """A sum in MiB over ranks, in the shares that they have now."""
+    ends = [budget * sum(now[:i]) // sum(now) for i in range(len(now) + 1)]
+    return tuple(end - begin for begin, end in pairwise(ends))
 
 
 def check_fits(opened: Opened, variant: Variant) -> None:

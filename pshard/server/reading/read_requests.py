@@ -119,6 +119,6 @@ def detokenize(reader: Reader, body: Body) -> bytes:
     return write_json({"prompt": text, "content": text})
 
 
-def read_budget(reader: Reader, body: Body) -> int:
-    """Of /budget: MiB."""
-    return read_fields(body, reader.tables["/budget"])["vram_mib"]
+def read_budget(reader: Reader, body: Body) -> Body:
+    """Of /budget: its fields."""
+    return read_fields(body, reader.tables["/budget"])

@@ -100,10 +100,12 @@ async def tell_openapi(desk: Desk, call: Call) -> Reply:
 
 
 async def move_budget(desk: Desk, call: Call) -> Reply:
-    """Move to another planned budget; running texts go on. Raises Fault when there is none of that size, or when the
-    move fails."""
-    mib = await desk.read(read_budget, call.body)
+    """Move to another planned budget; running texts go on. Raises Fault when there is none of that size and none is
+    to be, or can be, made, or when the move fails."""
+    asked = await desk.read(read_budget, call.body)
+    mib = asked["vram_mib"]
     try:
+        await asyncio.to_thread(desk.service.find_budget, mib, asked["plan"])
         moved = desk.service.move_budget(mib)
     except Refused as refused:
         fault = as_fault(refused)

@@ -87,14 +87,19 @@ class EngineThread:
     def move_budget(self, mib: int) -> "Future[str]":
         """As `Service.move_budget`."""
         if mib not in self._loader.budgets:
-            there = ", ".join(map(str, self._loader.budgets))
-            told = f"no plan has a budget of {mib} MiB; there are {there}; make one with pshard plan"
-            raise Refused(400, told, "no_such_budget")
+            raise Refused(400, f"no plan has a budget of {mib} MiB", "no_such_budget")
         future: Future[str] = Future()
         with self._posts.changed:
             self._check_open()
             self._posts.add_move(Move(mib, future))
         return future
+
+    def find_budget(self, mib: int, plan: bool) -> None:
+        """As `Service.find_budget`."""
+        try:
+            self._loader.look_again(mib, plan, lambda: self._drain_until is not None)
+        except UserError as error:
+            raise Refused(400, one_line(error), "no_such_budget") from None
 
     def drain(self, seconds: float) -> None:
         """Take no more jobs; end when those that are here have ended, at the latest after so many seconds."""
@@ -121,7 +126,7 @@ class EngineThread:
                 now=since,
                 gap_ms=1e3 * self._promises.gap,
                 queue=self._promises.queue,
-                plan=show_plan(keeper.facts, keeper.pace) if keeper.facts else None,
+                plan=show_plan(keeper.facts, keeper.pace, self._loader.budgets) if keeper.facts else None,
                 running=tuple(show_running(run, now) for run in keeper.running),
                 waiting=tuple(show_waiting(run, now) for run in (*keeper.line, *self._posts.jobs)),
                 blocks=keeper.blocks,

@@ -29,6 +29,10 @@ class Loader(Protocol):
     @property
     def budgets(self) -> tuple[int, ...]: ...
 
+    def look_again(self, budget: int, plan: bool, stopped: Callable[[], bool]) -> None:
+        """Know the plans that there are by now; `plan`: make one of that budget where there is none, unless `stopped`.
+        Takes seconds or minutes, in the caller's thread. Raises UserError when there is none then."""
+
     def load(self, budget: int | None) -> Machine:
         """Under the plan of a budget; None: the one that was asked for. Raises UserError and StepFailed."""
 

@@ -10,15 +10,15 @@ from pshard.server.snapshot import Blocks, PlanInForce, TextNow, WaitingJob
 from pshard.units.kv_cells import KV_BLOCK
 
 
-def show_plan(facts: PlanFacts, pace: Pace | None) -> PlanInForce:
-    """The plan with what its steps really take."""
+def show_plan(facts: PlanFacts, pace: Pace | None, budgets: tuple[int, ...]) -> PlanInForce:
+    """The plan with what its steps really take, and the budgets that can be moved to by now."""
     if pace is None:
-        return facts.shown
+        return replace(facts.shown, budgets=budgets)
     tiers = tuple(
         replace(tier, corrected_ms=1e3 * pace.whole(tier.tokens), steps=pace.steps[tier.tokens])
         for tier in facts.shown.tiers
     )
-    return replace(facts.shown, tiers=tiers)
+    return replace(facts.shown, tiers=tiers, budgets=budgets)
 
 
 def show_running(run: JobRun, now: float) -> TextNow:

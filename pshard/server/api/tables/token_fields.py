@@ -30,4 +30,7 @@ def detokenize_table(vocab: int) -> Table:
 
 def budget_table() -> Table:
     """A budget of VRAM."""
-    return (Field("vram_mib", Whole(1, 1 << 30), needed=True, about="MiB, of all ranks together"),)
+    return (
+        Field("vram_mib", Whole(1, 1 << 30), needed=True, about="MiB, of all ranks together"),
+        Field("plan", Flag(), False, "plan that budget where that was not done: takes seconds to minutes"),
+    )
