@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import Template
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import SecurityError, TemplateError
 
 from pshard.errors import UserError
 from pshard.models.text.template_limits import MOST_STEPS, Steps
@@ -14,6 +14,7 @@ from pshard.models.text.tool_templates import give_functions
 from pshard.models.text.traced_templates import TracedTemplates, trace_message
 from pshard.models.text.traced_text import TracedText, join_texts
 
+LONGEST_LAYOUT = 1 << 12  # of a date
 THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")  # as transformers 5 finds it; the first stands for all
 
 
@@ -54,16 +55,7 @@ def render_chat(
         steps.begin(most_steps)
         others = {**give_functions(template, tools), **(variables or {})}
         text = compiled.render(trace_message(others) | given)
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except Exception as error:  # a template is a stranger's program: it may raise whatever Jinja and Python have
         raise UserError(f"chat template: {str(error) or type(error).__name__}; give the prompt as plain text") from None
     return join_texts([text])
 
@@ -72,7 +64,7 @@ def render_chat(
 def _compile(template: str) -> Template:
     environment = TracedTemplates()
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    environment.globals["strftime_now"] = _tell_time
     return environment.from_string(template)
 
 
@@ -85,6 +77,12 @@ def _trace_turn(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(role := message.get("role"), str):
         traced["role"] = join_texts([role])
     return traced
+
+
+def _tell_time(layout: str) -> str:
+    if len(layout) > LONGEST_LAYOUT:
+        raise SecurityError(f"it gives strftime_now more than {LONGEST_LAYOUT} letters")
+    return datetime.now().strftime(layout)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -30,10 +30,11 @@ class Steps(threading.local):
         self._most, self._left = most, most
         self._ends = time.monotonic() + MOST_SECONDS
 
-    def take(self, made: Any = None) -> None:
-        """One step, which made that value."""
+    def take(self, made: Any = None, pieces: bool = False) -> None:
+        """One step, which made that value; `pieces`: a list of new texts, each of which is a step."""
         size = len(made) if isinstance(made, str | bytes | list | tuple | dict) else 0
-        self._left -= 1 + (size >> 8)
+        held = 8 if isinstance(made, str | bytes) else 0 if pieces else 4
+        self._left -= 1 + (size >> held)
         if self._left < 0:
             raise SecurityError(f"it takes more than {self._most} steps")
         if time.monotonic() > self._ends:
@@ -45,6 +46,13 @@ class Steps(threading.local):
         """The items, each of which is a step."""
         for item in items:
             self.take()
+            yield item
+
+    def count_lightly(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items, of which sixteen are a step."""
+        for i, item in enumerate(items):
+            if i % 16 == 15:
+                self.take()
             yield item
 
 
@@ -69,5 +77,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
         for times, other in ((left, right), (right, left)):
             if isinstance(times, int) and isinstance(other, str | bytes | list | tuple):
                 check_widths((times * max(1, len(other)),))
+    if operator == "+" and sum(len(x) for x in (left, right) if isinstance(x, str | bytes | list)) > LONGEST_TEXT:
+        raise SecurityError("it makes a value beyond all use")
     if operator == "%":
         check_layout(left)

@@ -5,11 +5,11 @@ keeps origins or says UNKNOWN, so that no text of a message ever counts as the t
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
-from jinja2 import Environment, Undefined, nodes, pass_environment
+from jinja2 import Environment, Undefined, nodes, pass_context, pass_environment
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS, make_attrgetter
@@ -17,6 +17,7 @@ from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from pshard.models.text.template_growth import TURNING, check_formatted, check_growth, check_joined, check_written
 from pshard.models.text.template_limits import (
     LONGEST_TEXT,
     Steps,
@@ -73,7 +74,7 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
         )
         traced: dict[str, Callable[..., Any]] = {name: _guard_filter(name, filter) for name, filter in FILTERS.items()}
         traced |= {"join": _join, "replace": _replace, "string": write_text, "safe": write_text}
-        traced["tojson"] = _to_json_text
+        traced |= {"sum": _sum, "tojson": _to_json_text}
         counted = {name: _count_filter(name, filter, self.steps) for name, filter in traced.items()}
         self.filters = {**counted, COUNTED: self.steps.count}
         del self.globals["lipsum"]
@@ -83,7 +84,9 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
         texts = list(parts)
         if sum(map(len, texts)) > LONGEST_TEXT:
             raise SecurityError("it makes a text beyond all use")
-        return join_texts(texts)
+        text = join_texts(texts)
+        self.steps.take(text)
+        return text
 
     def _write(self, value: Any) -> str:
         text = write_text(value)
@@ -106,16 +109,34 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
         given = [*args, *(value for name, value in settings.items() if name not in _VARIABLES)]
         owner, plain = getattr(function, "__self__", None), _are_plain(given)
         check_widths(given)
-        check_layout(getattr(getattr(function, "__wrapped__", None), "__self__", None))  # the sandbox's text.format
+        args = self._check_method(function, args, {n: v for n, v in settings.items() if n not in _VARIABLES})
         if type(owner) is str and not plain:  # " ".join(contents): text that traces does the same
             function = getattr(join_texts([owner]), function.__name__)
         result = super().call(context, function, *args, **settings)
-        self.steps.take(result)
+        self.steps.take(result, pieces=isinstance(owner, str | bytes))
         return result if plain and (type(owner) is str or not isinstance(owner, str)) else _doubt(result)
+
+    def _check_method(self, function: Any, given: tuple[Any, ...], settings: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a method of text is given, each item of it there. Raises SecurityError where too much may come of it."""
+        formatter = getattr(getattr(function, "__wrapped__", None), "__self__", None)  # the sandbox's text.format
+        if isinstance(formatter, str):
+            check_layout(formatter)
+            check_formatted(formatter, [*given, *settings.values()])
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str | bytes) and name == "join" and len(given) == 1:
+            check_growth(name, [given[0], owner], settings)
+            parts = given[0] if isinstance(given[0], list | tuple) else [*self.steps.count_lightly(given[0])]
+            check_joined(parts, owner)
+            return (parts,)
+        if isinstance(owner, str | bytes) or name == "maketrans":
+            check_growth(name, [owner, *given], settings)
+        return given
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """`left % right`, and other operators whose result may be huge."""
         check_operator(operator, left, right)
+        if operator == "%" and isinstance(left, str | bytes):
+            check_formatted(left if isinstance(left, str) else left.decode("latin-1"), [right])
         result = super().call_binop(context, operator, left, right)
         self.steps.take(result)
         if operator != "%":
@@ -136,6 +157,7 @@ def write_text(value: Any) -> str:
     """What Jinja writes for a value. Only text and numbers have known origins: a list shows what is in it."""
     if isinstance(value, TracedText) or type(value) is str:
         return value
+    check_written(value)
     return str(value) if _are_plain([value]) else TracedText(str(value))
 
 
@@ -173,10 +195,16 @@ def _count_filter(name: str, filter: Callable[..., Any], steps: Steps) -> Callab
     @wraps(filter)
     def counted(*args: Any, **settings: Any) -> Any:
         check_widths([*args, *settings.values()])
-        if name == "format":
-            check_layout(next((value for value in args if isinstance(value, str)), None))
+        at = 1 if args and isinstance(args[0], Environment | Context | EvalContext) else 0  # before what it works on
+        if len(args) > at:
+            if name == "format":
+                check_layout(args[at])
+                check_formatted(write_text(args[at]), [*args[at + 1 :], *settings.values()])
+            check_growth(name, args[at:], settings)
+            if name in TURNING and isinstance(args[at], Iterator):
+                args = (*args[:at], steps.count_lightly(args[at]), *args[at + 1 :])
         result = filter(*args, **settings)
-        steps.take(result)
+        steps.take(result, pieces=len(args) > at and isinstance(args[at], str | bytes))
         return result
 
     return counted
@@ -185,11 +213,29 @@ def _count_filter(name: str, filter: Callable[..., Any], steps: Steps) -> Callab
 @pass_environment
 def _join(environment: Environment, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
     parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
-    return join_texts([write_text(d)]).join(map(write_text, parts))
+    between, texts, left = join_texts([write_text(d)]), list[str](), LONGEST_TEXT
+    for part in parts:
+        texts.append(write_text(part))
+        left -= len(texts[-1]) + len(between)
+        if left < 0:
+            raise SecurityError("it joins a text beyond all use")
+    return between.join(texts)
 
 
 def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
     return join_texts([write_text(s)]).replace(write_text(old), write_text(new), -1 if count is None else count)
+
+
+@pass_context
+def _sum(context: Context, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+    """As Jinja's, one operator after another: lists add up too."""
+    if isinstance(start, str | bytes):
+        raise TypeError("sum adds numbers and lists; use join for text")
+    environment = context.environment
+    assert isinstance(environment, TracedTemplates)
+    for item in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+        start = environment.call_binop(context, "+", start, item)
+    return start
 
 
 def _to_json_text(

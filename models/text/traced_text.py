@@ -94,7 +94,12 @@ class TracedText(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> "TracedText":  # type: ignore[override]
         if not old:  # `new` between all characters: no template asks for it
             return TracedText(super().replace(old, new, count))
-        return join_texts([new]).join(self.split(old, count))
+        origins, at, brought = bytearray(), 0, _origins(new)  # no piece is kept: there may be millions
+        for _ in range(super().count(old) if int(count) < 0 else min(int(count), super().count(old))):
+            found = self.index(old, at)
+            origins += self.origins[at:found] + brought
+            at = found + len(old)
+        return TracedText(super().replace(old, new, count), bytes(origins + self.origins[at:]))
 
     def lower(self) -> "TracedText":
         return self._recase(super().lower())
