@@ -170,7 +170,7 @@ def _read_floats(tensor: StoredTensor) -> tuple[float, ...]:
     """The values of a small F32 vector: the only data that is read when a model is opened."""
     if tensor.qtype != "F32" or len(tensor.shape) != 1:
         tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32")
-    values = tuple(tensor.file.view(tensor.offset, tensor.nbytes).view("<f4").tolist())
+    values = tuple(tensor.read().view("<f4").tolist())
     if not all(FACTORS[0] <= v <= FACTORS[1] for v in values):
         tensor.fail(
             f"has factors that are not within {FACTORS[0]:g} to {FACTORS[1]:g}: the file is damaged", FETCH_AGAIN

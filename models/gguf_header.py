@@ -25,6 +25,7 @@ TENSOR_TYPES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"},
     **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"},
 }
+_FIRST_READ = 1 << 20  # bytes of a file that are read at first; then as many again, as long as the header goes on
 LONGEST_NAME = 64  # of tensors, as in ggml
 MISSING = "give a GGUF file, a folder, or a model of the Hub as ORG/REPO:QUANT; pshard models lists those that are here"
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -73,7 +74,7 @@ def _part_paths(path: Path) -> list[Path]:
 
 
 def _read_part(file: MappedFile) -> GgufHeader:
-    if file.bytes[:4] != b"GGUF":
+    if file.copy(0, 4) != b"GGUF":
         raise UserError(f"{file.path}: not a GGUF file (it does not begin with 'GGUF'); {ANOTHER}")
     cursor = _Cursor(file)
     cursor.at = 4
@@ -145,11 +146,12 @@ class _Cursor:
 
     def __init__(self, file: MappedFile) -> None:
         self.file, self.at = file, 0
+        self._data = b""  # of the file from its beginning, as far as it was needed, and more
 
     def number(self, layout: str) -> int:
         size = struct.calcsize(layout)
         self._require(size)
-        (value,) = struct.unpack_from(layout, self.file.bytes, self.at)
+        (value,) = struct.unpack_from(layout, self._data, self.at)
         self.at += size
         return value
 
@@ -175,29 +177,41 @@ class _Cursor:
     def _scalars(self, kind: int, count: int) -> list:
         dtype = np.dtype(_SCALARS[kind])
         self._require(count * dtype.itemsize)
-        values = np.frombuffer(self.file.bytes, dtype, count, self.at).tolist()
+        values = np.frombuffer(self._data, dtype, count, self.at).tolist()
         self.at += count * dtype.itemsize
         return values
 
     def _strings(self, count: int) -> list[str]:
-        self._require(8 * count)
-        data, at, end, length = self.file.bytes, self.at, self.file.nbytes, struct.Struct("<Q").unpack_from
-        strings = []
+        self._check_left(8 * count)
+        data, at, length = self._data, self.at, struct.Struct("<Q").unpack_from
+        end, strings = len(data), list[str]()
         for _ in range(count):
-            if at + 8 > end:
-                self._fail_truncated()
             start = at + 8
-            at = start + length(data, at)[0]
-            if at > end:
-                self._fail_truncated()
+            if start <= end and (stop := start + length(data, at)[0]) <= end:
+                at = stop
+            else:
+                self.at = at
+                start, at = self._find_string()
+                data, end = self._data, len(self._data)
             # bytes that are not UTF-8 (seen in author names) must not make a model unreadable
             strings.append(data[start:at].decode("utf-8", "backslashreplace"))
         self.at = at
         return strings
 
-    def _require(self, nbytes: int) -> None:
-        if self.at + nbytes > self.file.nbytes:
-            self._fail_truncated()
+    def _find_string(self) -> tuple[int, int]:
+        """Where the string at the cursor begins and ends, all of it at hand."""
+        self._require(8)
+        (length,) = struct.unpack_from("<Q", self._data, self.at)
+        self._require(8 + length)
+        return self.at + 8, self.at + 8 + length
 
-    def _fail_truncated(self) -> None:
-        raise UserError(f"{self.file.path}: ends inside its header: it is truncated or damaged; {FETCH_AGAIN}")
+    def _require(self, nbytes: int) -> None:
+        """Have so many bytes from the cursor on at hand."""
+        self._check_left(nbytes)
+        missing = self.at + nbytes - len(self._data)
+        if missing > 0:
+            self._data += self.file.copy(len(self._data), max(missing, len(self._data), _FIRST_READ))
+
+    def _check_left(self, nbytes: int) -> None:
+        if self.at + nbytes > self.file.nbytes:
+            raise UserError(f"{self.file.path}: ends inside its header: it is truncated or damaged; {FETCH_AGAIN}")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ModelFile:
-    """An open model: its spec, its raw weights (mapped, not read), its metadata, tokenizer and chat template.
+    """An open model: its spec, its raw weights (not read), its metadata, tokenizer and chat template.
 
     `metadata` holds the keys of a GGUF file, or the config.json of a folder; `notes` what of the file is not used.
     """
@@ -56,14 +56,14 @@ class ModelFile:
     def tensor_bytes(self, name: str) -> np.ndarray:
         """Raw bytes of a tensor by GGUF name: read-only u8 [rows, bytes of a row] ([bytes] for a vector).
 
-        No copy, but where experts lie in pieces all over the file: `part_bytes` reads these one by one. Raises
-        KeyError for a tensor that the model does not have.
+        Copied until `map_files`; then only where experts lie in pieces all over the file: `part_bytes` reads these one
+        by one. Raises KeyError for a tensor that the model does not have, UserError for a file that was cut short.
         """
         raw, shape = self._tensors[name].read(), self._shapes[name]
         return raw if len(shape) == 1 else raw.reshape(shape[0], -1)
 
     def part_bytes(self, name: str, part: int) -> np.ndarray:
-        """Raw bytes of one part of a tensor that has some: read-only u8 [rows, bytes of a row], or [bytes]; no copy."""
+        """Raw bytes of one part of a tensor that has some: read-only u8 [rows, bytes of a row], or [bytes]."""
         tensor = self._tensors[name].slab(part)
         raw = tensor.read()
         return raw if len(tensor.shape) == 1 else raw.reshape(tensor.shape[0], -1)
@@ -78,8 +78,14 @@ class ModelFile:
         self._tensors[name].expect()
 
     def forget_tensor(self, name: str) -> None:
-        """Give back the memory that reading a tensor's bytes took; they can be read again."""
+        """Give back the memory that reading a tensor's bytes took; they can be read again. Raises UserError when its
+        file is no longer what was opened: then what was read may be wrong."""
         self._tensors[name].forget()
+
+    def map_files(self, guard: Callable[[int, int], None], unguard: Callable[[int], None]) -> None:
+        """Read from the files' own pages from here on, without copies; see `MappedFile.map`."""
+        for file in self._files:
+            file.map(guard, unguard)
 
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer. Raises UserError when it has none or one that is not supported."""

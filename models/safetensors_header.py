@@ -54,12 +54,12 @@ def list_shards(folder: Path) -> list[Path]:
 
 
 def _read_file(file: MappedFile) -> list[StoredTensor]:
-    length = int.from_bytes(file.bytes[:8], "little")
+    length = int.from_bytes(file.copy(0, 8), "little")
     start = 8 + length
     if file.nbytes < 8 or start > file.nbytes:
         raise UserError(f"{file.path}: ends inside its header: it is truncated or damaged; {FETCH_AGAIN}")
     try:
-        header = parse_json(file.bytes[8:start])
+        header = parse_json(file.copy(8, length))
         header.pop("__metadata__", None)
         extents = [_stored(file, start, name, entry) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -3,8 +3,12 @@
 import contextlib
 import errno
 import mmap
-from collections.abc import Iterable
+import os
+import stat
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import NoReturn
@@ -35,50 +39,108 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a pipe would wait for a writer
+
+
 class MappedFile:
-    """A file mapped read-only: opening reads nothing, and slices fetch only the pages they touch."""
+    """A file that is read in parts. Each is copied, until `map`: then arrays are the file's own pages."""
+
+    _map: mmap.mmap | None = None
 
     def __init__(self, path: Path, advice: str) -> None:
         """Raises UserError when the file cannot be opened or is empty. advice: what to do when there is none."""
         self.path = path
         try:
-            with open(path, "rb") as file:
-                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = FileIO(str(path), opener=_open_at_once)
+            self._opened = os.fstat(self._file.fileno())
         except FileNotFoundError:
             raise UserError(f"{path}: there is no such file; {advice}") from None
-        except OSError as error:
-            if error.errno == errno.EMFILE:
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise UserError(
                     f"{path}: cannot be read beside so many other files; raise the limit of open files (ulimit -n)"
                 ) from None
-            raise UserError(
-                f"{path}: cannot be read ({error.strerror}); give another file, or let it be read"
-            ) from None
-        except ValueError:
-            raise UserError(f"{path}: the file is empty; {FETCH_AGAIN}") from None
-        self.nbytes = len(self.bytes)
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{path}: cannot be read ({why}); give another file, or let it be read") from None
+        if not stat.S_ISREG(self._opened.st_mode):
+            self.close()
+            raise UserError(f"{path}: cannot be read (it is no regular file); give another file, or let it be read")
+        self.nbytes = self._opened.st_size
+        if not self.nbytes:
+            self.close()
+            raise UserError(f"{path}: the file is empty; {FETCH_AGAIN}")
+
+    def map(self, guard: Callable[[int, int], None], unguard: Callable[[int], None]) -> None:
+        """Map the file read-only: what is read from here on is not copied.
+
+        guard: called with address and bytes of the mapping, has pages read as zeros that vanish with the file's end;
+        unguard: called with the address when it is unmapped. Reading anew asks `check_unchanged`.
+        """
+        if self._map is not None:
+            return
+        self.check_unchanged()
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file.close()  # the mapping has a handle of its own
+        address = np.frombuffer(self._map, np.uint8).ctypes.data
+        guard(address, len(self._map))
+        self._unguard = weakref.finalize(self._map, unguard, address)
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:
-        """u8 [nbytes] over the mapped file, without a copy."""
-        return np.frombuffer(self.bytes, np.uint8, nbytes, offset)
+        """u8 [nbytes], read-only: of the mapping, without a copy, or else copied. Raises UserError where the file has
+        become shorter."""
+        if self._map is not None:
+            return np.frombuffer(self._map, np.uint8, nbytes, offset)
+        return np.frombuffer(self.copy(offset, nbytes), np.uint8)
+
+    def copy(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file, copied, as far as it has them. Raises UserError where it has become shorter."""
+        pieces, at, end = [], offset, min(offset + nbytes, self.nbytes)
+        if self._map is not None:
+            return self._map[offset:end]
+        while at < end:
+            pieces.append(os.pread(self._file.fileno(), min(end - at, 1 << 30), at))
+            at += len(pieces[-1])
+            if not pieces[-1]:
+                self._fail_changed()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def check_unchanged(self) -> None:
+        """Raises UserError when the file is not what was opened: cut short, or written to."""
+        now = os.fstat(self._file.fileno()).st_size if self._map is None else self._map.size()
+        if now != self.nbytes:
+            self._fail_changed()
+        with contextlib.suppress(OSError):  # that name is gone: what was opened is still whole
+            at_name = os.stat(self.path)
+            same = (at_name.st_dev, at_name.st_ino) == (self._opened.st_dev, self._opened.st_ino)
+            if same and at_name.st_mtime_ns != self._opened.st_mtime_ns:
+                self._fail_changed()
+
+    def _fail_changed(self) -> NoReturn:
+        what = "was cut short or written to while it was read"
+        raise UserError(f"{self.path}: {what}; start again when the file is whole") from None
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Have the system read a part that will be asked for soon, and return at once."""
-        if hasattr(mmap, "MADV_WILLNEED"):
+        if self._map is not None and hasattr(mmap, "MADV_WILLNEED"):
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self.bytes.madvise(mmap.MADV_WILLNEED, start, offset + nbytes - start)
+            self._map.madvise(mmap.MADV_WILLNEED, start, offset + nbytes - start)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Let go of the pages of a part that was read: they no longer count as this process's, and are fetched again
-        when they are touched."""
-        if hasattr(mmap, "MADV_DONTNEED"):
+        when they are touched. Raises UserError when the file is not what was opened."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self.bytes.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
+            self._map.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
+        self.check_unchanged()
 
     def close(self) -> None:
         """Unmap the file; arrays still in use keep it mapped until they are gone."""
-        with contextlib.suppress(BufferError):
-            self.bytes.close()
+        self._file.close()
+        if self._map is not None:
+            with contextlib.suppress(BufferError):
+                self._map.close()
+                self._unguard()
 
 
 @dataclass(frozen=True)
@@ -176,12 +238,12 @@ def check_layout(
         if tensor.offset != expected:
             where = f"begins at byte {tensor.offset} of the file and not at {expected}, where {last} before it ends"
             tensor.fail(f"{where}: the header is damaged", FETCH_AGAIN)
-        if any(file.bytes[end:expected]):
+        if any(file.copy(end, expected - end)):
             tensor.fail(f"has no padding before it, behind {last}: the header is damaged", FETCH_AGAIN)
         end, last = expected + nbytes, f"{tensor.name} ({tensor.qtype})"
         if end > file.nbytes:
             missing = end - file.nbytes
             tensor.fail(f"ends {missing} bytes beyond the end of the file: it is truncated or damaged", FETCH_AGAIN)
-    if end > header and (file.nbytes not in (end, align(end, alignment)) or any(file.bytes[end:])):
+    if end > header and (file.nbytes not in (end, align(end, alignment)) or any(file.copy(end, alignment))):
         what = f"{file.nbytes - end} bytes follow {last}, the last tensor"
         raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended; {FETCH_AGAIN}")

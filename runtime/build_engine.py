@@ -14,6 +14,7 @@ from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_executor import build_executor, choose_kernels
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.host.fresh_memory import FilledMemory
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
@@ -28,6 +29,8 @@ class _File(WeightSource, Protocol):
     spec: ModelSpec
 
     def tokenizer(self) -> object: ...
+
+    def map_files(self, guard: Callable[[int, int], None], unguard: Callable[[int], None]) -> None: ...
 
 
 def build_engine(
@@ -67,16 +70,16 @@ def build_engine(
     """
     group = group or Group()
     if group.size != len(variant.ranks):
-        raise UserError(
-            f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running; start {len(variant.ranks)}"
-        )
+        wanted = len(variant.ranks)
+        raise UserError(f"the plan is for {wanted} ranks, but {group.size} are running; start {wanted}")
     plan = variant.ranks[group.rank]
-    spec = split_model(order_experts(file.spec, variant.popularity), variant.split, group.rank)
-    spec = replace(spec, caches=plan.caches)
+    ordered = order_experts(file.spec, variant.popularity)
+    spec = replace(split_model(ordered, variant.split, group.rank), caches=plan.caches)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
     weights, own = lender, None
     try:
+        _map_files(file)
         if weights is None:  # packed while tokenizer and kernels are made ready
             weights = own = HostWeights(list_on_host(spec, plan), device, filled)
             own.begin(file, ranges[group.rank], progress)
@@ -100,6 +103,11 @@ def build_engine(
         notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
     store = KVStore(file, ranges, states, executor, group)
     return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes)
+
+
+def _map_files(file: _File) -> None:
+    if native.is_available():  # else parts are copied: nobody guards a mapping whose file is cut short
+        file.map_files(native.guard_map, native.unguard_map)
 
 
 def _tokenizer(file: _File) -> object | None:

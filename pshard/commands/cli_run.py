@@ -150,6 +150,8 @@ def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> 
 
 
 def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, loud: bool) -> None:
+    if engine.tokenizer is None and not args.tokens:
+        raise UserError("the model file has no tokenizer, which its prompt was read with: start again")
     start = time.perf_counter()
     first, n = start, 0
     prompt, saving = _take_cached(engine, prompt, args, loud), args.prompt_cache and not args.prompt_cache_ro

@@ -62,6 +62,7 @@ def fingerprint_model(source: WeightSource) -> str:
         for tensor in unit.tensors:
             raw = source.part_bytes(tensor.name, 0) if tensor.parts else source.tensor_bytes(tensor.name)
             found.update(bytes(raw[0][:SAMPLE_BYTES] if raw.ndim > 1 else raw[:SAMPLE_BYTES]))
+            source.forget_tensor(tensor.name)
     return found.hexdigest()
 
 

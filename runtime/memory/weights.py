@@ -262,6 +262,7 @@ def fill_sum_norms(source: WeightSource, spec: ModelSpec, rows: torch.Tensor) ->
     for row, (unit, name) in zip(rows, spec.sum_norms, strict=True):
         (tensor,) = (t for t in source.spec.unit(unit).tensors if t.name == name)
         row.copy_(_vector(source.tensor_bytes(name), tensor.qtype))
+        source.forget_tensor(name)
 
 
 def _pack_stack(

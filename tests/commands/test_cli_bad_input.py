@@ -791,3 +791,12 @@ def test_a_short_flag_is_not_taken_for_a_longer_one(capsys: pytest.CaptureFixtur
 
     assert cli_run.main(["-t", "2", "-p", "hi"]) == 2
     assert "-t: the profile knows how many threads" in capsys.readouterr().err
+
+
+def test_a_model_that_loses_its_tokenizer_meanwhile_is_told(
+    planned: World, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("pshard.runtime.build_engine._tokenizer", lambda file: None)
+        line = refuse("run", "-m", planned.model, "-p", "hello", "-n", 4)
+    assert "the model file has no tokenizer, which its prompt was read with: start again" in line

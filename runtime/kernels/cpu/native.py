@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 18  # as csrc/api.cpp has it
+ABI = 19  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -50,6 +50,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "sleeping": ("i", ""),
     "recalls": ("l", ""),
     "stop_helpers": ("i", "i"),
+    "guard_map": ("v", "pz"),
+    "unguard_map": ("v", "p"),
     "pack": ("v", "plillllp"),
     "linear": ("v", "plpillplli"),
     "linear_group": ("v", "plpppilpll"),
@@ -172,6 +174,16 @@ def exchange_functions() -> dict[str, Any]:
 def copier_functions() -> dict[str, Any]:
     """The C functions of csrc/threads/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
     return {name.removeprefix("copiers_"): _C[name] for name in _SIGNATURES if name.startswith("copiers_")}
+
+
+def guard_map(address: int, nbytes: int) -> None:
+    """From now on pages of that mapped file which are gone read as zeros, instead of ending the process (SIGBUS)."""
+    _function("guard_map")(address, nbytes)
+
+
+def unguard_map(address: int) -> None:
+    """The mapping there is gone, and something else may come there."""
+    _function("unguard_map")(address)
 
 
 def isa() -> str:
