@@ -32,7 +32,7 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
-from pshard.jsonio import check_regular, to_json
+from pshard.jsonio import check_regular, parse_json, to_json
 from pshard.model import ModelSpec
 from pshard.runtime.checkpoints.checkpoints import Checkpoint
 from pshard.runtime.checkpoints.saved_states import find_states
@@ -266,14 +266,13 @@ class KVStore:
             header, fields = _read_header(path, file)
             wanted = json.loads(self._header(()))
             for name in wanted:
-                if name not in ("tokens", "states") and fields.get(name) != wanted[name]:
-                    what = "is of another model" if name == "fingerprint" else f"has {name} {fields.get(name)}"
+                if name not in ("tokens", "states") and (found := fields.get(name)) != wanted[name]:
+                    what = "is of another model" if name == "fingerprint" else f"has {name} {found}"
                     raise UserError(f"the KV cache {path} {what}; this run has {wanted[name]}: remove the file")
-            tokens = tuple(fields["tokens"])
-            vocab = self._source.spec.config.vocab
-            if not all(type(token) is int and 0 <= token < vocab for token in tokens):
+            config, tokens = self._source.spec.config, tuple(fields["tokens"])
+            if not all(type(token) is int and 0 <= token < config.vocab for token in tokens):
                 raise UserError(f"the KV cache {path} names tokens that the model does not have: remove it")
-            longest = longest_sequence(self._source.spec.config, self._kv.context)
+            longest = longest_sequence(config, self._kv.context)
             if len(tokens) > longest:
                 raise UserError(f"the KV cache {path} has {len(tokens)} cells, the context {longest}: give a larger -c")
             lengths = _check_lengths(path, fields.get("states"), len(tokens)) if self._states else []
@@ -287,13 +286,13 @@ class KVStore:
                 memory = self._read_cells(unit, held)
                 for block in heads:
                     file.seek(self._offset(block, len(tokens), start))
-                    layer = block.number // (2 * fields["kv_heads"])
+                    layer = block.number // (2 * config.n_kv_heads)
                     raw = bytearray(file.read(self._block_bytes(layer, block.what, len(tokens))))
                     if zlib.crc32(raw) != sums[block.number]:
                         raise UserError(f"the KV cache {path} is damaged (layer of {unit}): remove it")
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
-                        put_head(memory[block.what], block.head, fields["head_dim"], values)
+                        put_head(memory[block.what], block.head, config.head_dim, values)
                 write_cells(self._executor.residents.state_now(unit), self._place(unit, held)[0], memory)
                 self._executor.device.synchronize()
             return tokens, self._read_states(path, file, start, sums, lengths)
@@ -348,7 +347,13 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
     header = file.read(length)
     if zlib.crc32(header) != checksum:
         raise UserError(f"the KV cache {path} is cut off or damaged: remove it")
-    return header, json.loads(header)
+    try:
+        fields = parse_json(header)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or not isinstance(fields.get("tokens"), list):
+        raise UserError(f"the KV cache {path} has a header that says nothing of its text: remove it")
+    return header, fields
 
 
 def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:

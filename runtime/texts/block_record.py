@@ -10,16 +10,20 @@ Little-endian. The key says of which model, type of cells and beginning a block 
 """
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from pshard.jsonio import parse_json
 
 MAGIC, VERSION = b"pshardpc", 1
 PARTS = ("cells", "window", "states")
 _FIXED = struct.Struct("<8sIIII")
 _MOST_HEADER = 1 << 16
+_HEX = re.compile("([0-9a-f]{2})*")
 
 
 @dataclass(frozen=True)
@@ -83,5 +87,18 @@ def _read_header(file: BinaryIO, key: bytes) -> tuple[dict, int] | None:
     header = file.read(length)
     if len(header) != length or zlib.crc32(header) != checksum:
         return None
-    told = json.loads(header)
-    return (told, crc) if told["key"] == key.hex() else None
+    try:
+        told = parse_json(header)
+    except ValueError:
+        return None
+    return (told, crc) if _is_right(told) and told["key"] == key.hex() else None
+
+
+def _is_right(told: Any) -> bool:
+    """Whether a header's fields are what `encode_record` writes."""
+    if not isinstance(told, dict) or not all(isinstance(told.get(name), str) for name in ("key", "parent")):
+        return False
+    ids, parts = told.get("ids"), told.get("parts")
+    if not isinstance(ids, list) or not isinstance(parts, dict) or not parts.keys() <= set(PARTS):
+        return False
+    return bool(_HEX.fullmatch(told["parent"])) and all(type(n) is int and n >= 0 for n in (*ids, *parts.values()))

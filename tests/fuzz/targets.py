@@ -7,6 +7,7 @@ Some changes cannot be told from a right file, as another right file has just th
 - A tensor's type, changed to one of the same size (F16 and BF16, Q4_0 and Q4_K): no byte of the file says more.
 - Whether the head is the embedding, in a folder that has both: config.json decides, as for transformers.
 - A routing record's layers, experts of a layer, micro-batches and fingerprint, changed to others that are possible.
+- The tokens of a KV file or of a block of a beginning, changed to others of as many cells.
 - A plan's placements and times, a profile's figures and the limit of page-locking, changed to others that are possible.
   A changed plan must still give the right numbers.
 Bits of weights, and texts of a vocabulary, are not looked at at all.
@@ -68,6 +69,8 @@ class Target:
 
 def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
     """Makers of all targets, by name; each keeps its files in a folder of its own."""
+    from fuzz.kept_texts import fuzz_blocks, fuzz_kv_files
+
     makers = {
         "gguf": partial(fuzz_gguf, write_gguf_bases),
         "families": partial(fuzz_gguf, write_family_bases),
@@ -81,6 +84,8 @@ def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
         "profile": fuzz_profile,
         "page-locks": fuzz_page_locks,
         "routing": fuzz_routing,
+        "kv-files": fuzz_kv_files,
+        "blocks": fuzz_blocks,
     }
 
     def bind(name: str, make: Callable[[str, Path], Target]) -> Callable[[], Target]:
