@@ -162,7 +162,14 @@ ARCHITECTURES = (
         "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
     ),
     Architecture("granite", "granite", "adjacent", multiplied=True),
-    Architecture("seed_oss", "seed_oss", "halves", biases=_QKV, ffn_norm="post_attention_norm.weight"),
+    Architecture(
+        "seed_oss",
+        "seed_oss",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        ffn_norm="post_attention_norm.weight",
+        defaults=_defaults(attention_bias=True),
+    ),
     Architecture("qwen3_vl_text", "qwen3vl", "halves", qk_norm=True, defaults=_defaults(rope_theta=5e5)),
     Architecture(
         "qwen3_vl_moe_text",

@@ -8,6 +8,7 @@ from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 
+DRAFTS_LEFT_OUT = "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"
 _FUSED = re.compile(r"(blk\.\d+\.)ffn_gate_up_exps\.weight")
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9]\d{0,5})\.(\w+\.weight)")
 _LONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
@@ -29,8 +30,7 @@ def drop_drafters(
         drafts = any(name.endswith(".eh_proj.weight") for name in names)
         if drafts and layer.isdecimal() and len(layer) < 10 and int(layer) in layers:
             left_out.update(names)
-    note = "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"
-    return {n: t for n, t in stored.items() if n not in left_out}, (note,) if left_out else ()
+    return {n: t for n, t in stored.items() if n not in left_out}, (DRAFTS_LEFT_OUT,) if left_out else ()
 
 
 def arrange_gguf(arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

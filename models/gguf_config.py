@@ -1,20 +1,23 @@
 """GGUF metadata -> ModelConfig. Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
+from pshard.models.arrange_tensors import drop_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
 from pshard.models.families.read_numbers import gguf_numbers
-from pshard.models.hybrid.read_delta import gguf_delta
+from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
 from pshard.models.read_experts import gguf_experts
 from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 # Keys that change the computation in ways pshard does not do, and the values that change nothing.
 _HARMLESS = {
     "attention.clamp_kqv": (0.0,),
@@ -56,7 +59,7 @@ def gguf_config(
         n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
-        n_kv_heads=1 if latent else keys.integer("attention.head_count_kv", n_heads),
+        n_kv_heads=_count_kv_heads(arch, keys, n_heads),
         head_dim=head_dim,
         d_ffn=0 if experts and not experts.dense_layers else keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
@@ -78,6 +81,12 @@ def gguf_config(
     return check_config(arch, gguf_numbers(arch, keys, config), where)
 
 
+def _count_kv_heads(arch: Architecture, keys: Keys, n_heads: int) -> int:
+    if arch.latent:
+        return 1
+    return count_kv_heads(keys, n_heads) if arch.delta else keys.integer("attention.head_count_kv", n_heads)
+
+
 def _sliding_window(arch: Architecture, keys: Keys) -> int:
     """Tokens of the window, 0 for none. An architecture that has one in some layers says how large it is."""
     has_one = arch.window_every > 1 or arch.full_every or keys.get("attention.sliding_window")
@@ -91,6 +100,23 @@ def count_drafters(arch: Architecture, metadata: dict[str, Any], where: str) -> 
     if count >= keys.integer("block_count"):
         keys.refuse("nextn_predict_layers", f"is {count}, which leaves no layer of {keys.get('block_count')}")
     return count
+
+
+def drop_gguf_drafters(
+    arch: Architecture, n_layers: int, metadata: dict[str, Any], stored: dict[str, StoredTensor], where: str
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors without those of layers that draft, and a note when there were some. Raises UserError that names the
+    key where layers that it counts do not draft, or follow all that `block_count` has."""
+    count = count_drafters(arch, metadata, where)
+    layers = range(n_layers, n_layers + count)
+    left, notes = drop_drafters(stored, "blk.", layers)
+    beyond = {int(found[1]) for name in left if (found := _LAYER.match(name))}
+    if count and any(layer >= n_layers for layer in beyond):
+        keys, key = Keys(metadata, where, f"{arch.gguf}."), "nextn_predict_layers"
+        blocks = f"{keys.prefix}block_count of {keys.get('block_count')}"
+        what = f"is {count}, but layer {min(n for n in beyond if n >= n_layers)} is none of those that draft"
+        keys.refuse(key, f"{what} within a {blocks}: one of the two is wrong")
+    return left, notes
 
 
 def _check_vocabulary(keys: Keys, metadata: dict[str, Any], table: StoredTensor) -> None:

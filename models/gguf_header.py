@@ -42,7 +42,7 @@ class GgufHeader:
 
 def read_gguf(path: Path) -> GgufHeader:
     """Read a GGUF file's header; any part of a split file stands for all. Raises UserError."""
-    parts = [_read_part(MappedFile(p, MISSING)) for p in _part_paths(path)]
+    parts = _read_parts(path)
     metadata = parts[0].metadata
     expected = metadata.get("split.count", 1)
     if isinstance(expected, int) and expected > 1 and expected != len(parts):
@@ -59,10 +59,11 @@ def read_gguf(path: Path) -> GgufHeader:
     return GgufHeader(tuple(f for part in parts for f in part.files), metadata, tensors)
 
 
-def _part_paths(path: Path) -> list[Path]:
+def _read_parts(path: Path) -> list[GgufHeader]:
     match = _SPLIT_NAME.fullmatch(path.name)
-    if not match:
-        return [path]
+    alone = [_read_part(MappedFile(path, MISSING))] if not match or path.exists() else []
+    if not match or (alone and _is_whole(alone[0])):
+        return alone
     count = int(match[3])
     paths = [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, count + 1)]
     missing = [p.name for p in paths if not p.exists()]
@@ -70,11 +71,21 @@ def _part_paths(path: Path) -> list[Path]:
         raise UserError(
             f"{path}: part {missing[0]} of the split model is missing ({len(missing)} of {count} are); fetch it too"
         )
-    return paths
+    return [_read_part(MappedFile(p, MISSING)) for p in paths]
+
+
+def _is_whole(part: GgufHeader) -> bool:
+    """Whether a file holds a model by itself, whatever its name says: parts that were merged kept that of the first."""
+    layers = part.metadata.get(f"{part.metadata.get('general.architecture')}.block_count")
+    ends = ("token_embd.weight", "output_norm.weight")
+    if part.metadata.get("split.count", 1) not in (0, 1) or not all(end in part.tensors for end in ends):
+        return False
+    return type(layers) is int and any(name.startswith(f"blk.{layers - 1}.") for name in part.tensors)
 
 
 def _read_part(file: MappedFile) -> GgufHeader:
     if file.copy(0, 4) != b"GGUF":
+        file.check_pointer()
         raise UserError(f"{file.path}: not a GGUF file (it does not begin with 'GGUF'); {ANOTHER}")
     cursor = _Cursor(file)
     cursor.at = 4

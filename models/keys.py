@@ -22,9 +22,12 @@ class Keys:
     prefix: str = ""
 
     def get(self, key: str) -> Any:
-        """The value, or None when the key is missing. A list of equal values (one per layer) counts as one value."""
+        """The value, or None when the key is missing. A list of equal values, one for each layer, counts as one."""
         value = self.values.get(self.prefix + key)
         if isinstance(value, list) and value:
+            layers = self.values.get(self.prefix + "block_count", self.values.get("num_hidden_layers"))
+            if type(layers) is int and len(value) != layers:
+                self.refuse(key, f"has {len(value)} values for {layers} layers")
             if any(v != value[0] for v in value):
                 self.refuse(key, "differs from layer to layer, which is not supported yet")
             return value[0]

@@ -16,12 +16,12 @@ from pshard.models.architectures import Architecture, find_gguf_architecture, fi
 from pshard.models.arrange_tensors import arrange_gguf, drop_drafters, flatten_row, rename_norm, stack_experts
 from pshard.models.build_units import HEAD, build_units
 from pshard.models.families.stored_rows import add_one_to_norms, split_fused
-from pshard.models.families.text_part import take_text_settings, take_text_tensors
+from pshard.models.families.text_part import take_gguf_text, take_text_settings, take_text_tensors
 from pshard.models.families.turned_experts import arrange_turned
-from pshard.models.gguf_config import count_drafters, gguf_config
+from pshard.models.gguf_config import drop_gguf_drafters, gguf_config
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import count_hf_drafters, hf_config
-from pshard.models.hybrid.arrange_delta import name_folder, split_hybrid
+from pshard.models.hybrid.arrange_delta import name_folder, name_gguf, split_hybrid
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.safetensors_header import read_json, read_safetensors
@@ -142,9 +142,10 @@ def _open_gguf(path: Path) -> ModelFile:
     metadata, where = header.metadata, str(path)
     name = metadata.get("general.architecture")
     arch = find_gguf_architecture(name, where, has_experts=bool(metadata.get(f"{name}.expert_count")))
-    config = gguf_config(arch, metadata, header.tensors, where)
-    drafters = range(config.n_layers, config.n_layers + count_drafters(arch, metadata, where))
-    tensors, notes = drop_drafters(header.tensors, "blk.", drafters)
+    stored, unseen = take_gguf_text(header.tensors)
+    stored, undrafted = name_gguf(arch, stored)
+    config = gguf_config(arch, metadata, stored, where)
+    tensors, notes = drop_gguf_drafters(arch, config.n_layers, metadata, stored, where)
     arranged = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
     tensors, more = split_keys(config, arranged)
     name = metadata.get("general.name")
@@ -159,7 +160,9 @@ def _open_gguf(path: Path) -> ModelFile:
         template = metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
-    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template, notes + more)
+    return ModelFile(
+        spec, metadata, header.files, tensors, load_tokenizer, load_chat_template, notes + more + undrafted + unseen
+    )
 
 
 def _open_folder(folder: Path) -> ModelFile:
@@ -173,13 +176,17 @@ def _open_folder(folder: Path) -> ModelFile:
     by_hf_name, more = name_folder(arch, by_hf_name)
     by_hf_name = arrange_mxfp4(config, by_hf_name) if arch.sinks else stack_experts(config, by_hf_name)
     by_hf_name = by_hf_name if arch.sinks else arrange_turned(config, by_hf_name)
-    tied = {**arch.defaults, **metadata}.get("tie_word_embeddings")
+    settings = {**arch.defaults, **metadata}
+    tied = settings.get("tie_word_embeddings")
     renamed = split_hybrid(config, _rename(arch, config, by_hf_name, tied is True))
     tensors, _ = split_keys(config, renamed)  # folders have no quantised ones
     tensors = split_fused(arch, config, tensors)
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
+    if arch.optional_biases and settings.get("attention_bias") is True and "blk.0.attn_q.bias" not in tensors:
+        what = "tensor model.layers.0.self_attn.q_proj.bias is missing, though attention_bias is true"
+        raise UserError(f"{folder}: {what}: the files are incomplete; {FETCH_AGAIN}")
     name = (name_in_hub_cache(folder) or folder.resolve().name).rpartition("/")[2]
     spec = _build_spec(name, folder, arch, config, tensors)
 

@@ -61,6 +61,9 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
     keys.refuse_unless("decoder_sparse_step", 1)
     keys.refuse_unless("mlp_only_layers", [])
     keys.refuse_unless("scoring_func", routing.scores)
+    if routing.shared and not (routing.normed or routing.shared_gate):
+        # DeepSeek-V2: its own code then leaves the scale out, that of transformers the norm
+        keys.refuse_unless("norm_topk_prob", False)
     d_expert = keys.integer("intermediate_size" if routing.sizes_as_dense else "moe_intermediate_size")
     d_shared = 0
     if routing.shared_gate:

@@ -4,6 +4,7 @@ Format: https://huggingface.co/docs/safetensors (u64 length, JSON of dtype, shap
 because the library's NumPy interface has no bf16 and no view of the raw bytes.
 """
 
+from contextlib import closing
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, check_la
 
 _DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "U8": "U8"}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE_PART = "model-00001-of-00001.safetensors"  # which some write without an index
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises UserError."""
+    file = MappedFile(path, "fetch it too, or give a GGUF file")
+    with closing(file):
+        file.check_pointer()
+        text = file.copy(0, file.nbytes)
     try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it too, or give a GGUF file") from None
+        data = parse_json(text.decode("utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); {FETCH_AGAIN}") from None
     if not isinstance(data, dict):
@@ -48,12 +52,14 @@ def list_shards(folder: Path) -> list[Path]:
         if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
             raise UserError(f"{folder / _INDEX}: has no weight_map; {FETCH_AGAIN}")
         return [folder / Path(name).name for name in sorted(set(names.values()))]
-    if (folder / _SINGLE).exists():
-        return [folder / _SINGLE]
+    for name in (_SINGLE, _SINGLE_PART):
+        if (folder / name).exists():
+            return [folder / name]
     raise UserError(f"{folder}: has neither {_SINGLE} nor {_INDEX}; give a GGUF file or a safetensors folder")
 
 
 def _read_file(file: MappedFile) -> list[StoredTensor]:
+    file.check_pointer()
     length = int.from_bytes(file.copy(0, 8), "little")
     start = 8 + length
     if file.nbytes < 8 or start > file.nbytes:

@@ -43,6 +43,9 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a pipe would wait for a writer
 
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
 class MappedFile:
     """A file that is read in parts. Each is copied, until `map`: then arrays are the file's own pages."""
 
@@ -104,6 +107,12 @@ class MappedFile:
             if not pieces[-1]:
                 self._fail_changed()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def check_pointer(self) -> None:
+        """Raises UserError for what a clone has without Git LFS: a few lines that stand for a file."""
+        if self.copy(0, len(_LFS_POINTER)) == _LFS_POINTER:
+            what = "a pointer of Git LFS, not the file that it stands for"
+            raise UserError(f"{self.path}: {what}; fetch that with git lfs pull, or download the model")
 
     def check_unchanged(self) -> None:
         """Raises UserError when the file is not what was opened: cut short, or written to."""

@@ -25,7 +25,10 @@ from pshard.runtime.drawing.chain import (
 if TYPE_CHECKING:
     import torch
 
-NO_NUMBERS = "the logits are not numbers; load the model again"
+NO_NUMBERS = (
+    "the logits are not numbers: keys or values may be larger than 65504, the most that f16 cells hold: plan with "
+    "-ctk bf16 -ctv bf16; where cells are of another type, load the model again"
+)
 
 
 class Constraint(Protocol):

@@ -1,4 +1,4 @@
-"""The text part of models that see: its settings and tensors in a Hugging Face folder. Nothing else is used."""
+"""The text part of models that see: its settings and tensors. Nothing else is used."""
 
 from typing import Any
 
@@ -7,7 +7,14 @@ from pshard.models.stored import StoredTensor
 _SHARED = ("tie_word_embeddings", "quantization_config")  # that stand beside the text part
 _TEXT = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _SIGHT = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+_GGUF_SIGHT = ("v.", "mm.")  # as in the file of a vision part of its own, which llama.cpp calls mmproj
 _NOTE = "the model's vision part is left out; it is not supported yet"
+
+
+def take_gguf_text(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors of the text part of a GGUF file that holds a whole model, and a note when there were others."""
+    found = {name: tensor for name, tensor in stored.items() if not name.startswith(_GGUF_SIGHT)}
+    return found, (_NOTE,) if len(found) < len(stored) else ()
 
 
 def take_text_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,13 @@ import numpy as np
 
 from pshard.model_config import Delta, ModelConfig
 from pshard.models.architectures import Architecture
+from pshard.models.arrange_tensors import DRAFTS_LEFT_OUT
 from pshard.models.hybrid.made_tensors import make_numbers, take_rows
 from pshard.models.stored import StoredTensor
 
 _NAME = re.compile(r"(blk\.(\d+)\.)(.+)")
 _HF_DELTA = re.compile(r"model\.layers\.(\d+)\.linear_attn\.(.+)")
+_DRAFTS = "mtp."
 _HF_NAMES = {
     "in_proj_qkvz.weight": "ssm_in.weight",
     "in_proj_ba.weight": "ssm_ba.weight",
@@ -31,9 +33,6 @@ _HF_NAMES = {
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
 }
-_LEFT_OUT = (
-    ("mtp.", "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"),
-)
 
 
 def name_folder(arch: Architecture, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
@@ -43,12 +42,31 @@ def name_folder(arch: Architecture, stored: dict[str, StoredTensor]) -> tuple[di
         return stored, ()
     named = {}
     for key, tensor in stored.items():
-        if not key.startswith(tuple(prefix for prefix, _ in _LEFT_OUT)):
+        if not key.startswith(_DRAFTS):
             inner = _HF_DELTA.fullmatch(key)
             if inner and inner[2] in _HF_NAMES:
                 key = f"blk.{inner[1]}.{_HF_NAMES[inner[2]]}"
             named[key] = _as_gguf(key, tensor)
-    return named, tuple(note for prefix, note in _LEFT_OUT if any(key.startswith(prefix) for key in stored))
+    return named, _note_drafts(stored)
+
+
+def name_gguf(arch: Architecture, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """A GGUF file's tensors by the names of llama.cpp's converter, where Ollama's has others; and notes on what is left
+    out. Raises UserError for one that is there under two names."""
+    if not arch.delta:
+        return stored, ()
+    named: dict[str, StoredTensor] = {}
+    for key, tensor in stored.items():
+        if not key.startswith(_DRAFTS):
+            key = f"{key}.bias" if key.endswith(".ssm_dt") else key
+            if key in named:
+                tensor.fail("is there twice, under different names")
+            named[key] = tensor
+    return named, _note_drafts(stored)
+
+
+def _note_drafts(stored: dict[str, StoredTensor]) -> tuple[str, ...]:
+    return (DRAFTS_LEFT_OUT,) if any(key.startswith(_DRAFTS) for key in stored) else ()
 
 
 def _as_gguf(key: str, tensor: StoredTensor) -> StoredTensor:

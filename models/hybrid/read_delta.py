@@ -7,6 +7,7 @@ from pshard.models.keys import Keys
 from pshard.models.stored import FETCH_AGAIN
 
 MOST_LAYERS = 1 << 14
+_KV_HEADS = "attention.head_count_kv"
 KERNEL = 4  # inputs that the convolution sees: the kernels know no other number
 
 
@@ -18,8 +19,30 @@ def gguf_delta(arch: Architecture, keys: Keys, n_layers: int) -> Delta:
     if keys.integer("ssm.inner_size") != value_heads * head:
         keys.refuse("ssm.inner_size", f"is {keys.get('ssm.inner_size')}, not {value_heads} value heads of {head}")
     _check_sections(keys)
-    full = _list_full(keys, n_layers, keys.values.get(f"{keys.prefix}attention.recurrent_layers"))
-    return _check(keys, Delta(key_heads, value_heads, head, arch.delta == "tiled", full), "ssm.group_count")
+    keys.refuse_unless("norm_top_k_prob", True)  # Ollama's word for it
+    full = _list_full(keys, n_layers, *_name_recurrent(keys))
+    tiled = keys.flag("ssm.v_head_reordered", arch.delta == "tiled")
+    return _check(keys, Delta(key_heads, value_heads, head, tiled, full), "ssm.group_count")
+
+
+def count_kv_heads(keys: Keys, n_heads: int) -> int:
+    """KV heads of the layers with attention: Ollama's files count them by layer, 0 for one without."""
+    counts = keys.values.get(f"{keys.prefix}{_KV_HEADS}")
+    if not isinstance(counts, list):
+        return keys.integer(_KV_HEADS, n_heads)
+    numbers = {n for n in counts if type(n) is int and n > 0}
+    if len(numbers) != 1 or not all(type(n) is int and n in (0, *numbers) for n in counts):
+        keys.refuse(_KV_HEADS, "has others than 0 and one number of heads")
+    return numbers.pop()
+
+
+def _name_recurrent(keys: Keys) -> tuple[str, object]:
+    """Which key says of each layer whether it has no attention, and what; None where none does."""
+    key = "attention.recurrent_layers"
+    said, counts = keys.values.get(f"{keys.prefix}{key}"), keys.values.get(f"{keys.prefix}{_KV_HEADS}")
+    if said is None and isinstance(counts, list) and 0 in counts:
+        return _KV_HEADS, [n == 0 for n in counts]
+    return key, said
 
 
 def hf_delta(keys: Keys, n_layers: int) -> Delta:
@@ -34,7 +57,7 @@ def hf_delta(keys: Keys, n_layers: int) -> Delta:
         if not isinstance(kinds, list) or not set(kinds) <= {"linear_attention", "full_attention"}:
             keys.refuse("layer_types", "has others than linear_attention and full_attention")
         recurrent = [kind == "linear_attention" for kind in kinds]
-    full = _list_full(keys, n_layers, recurrent)
+    full = _list_full(keys, n_layers, "layer_types", recurrent)
     heads = keys.integer("linear_num_key_heads"), keys.integer("linear_num_value_heads")
     return _check(keys, Delta(*heads, head, False, full), "linear_num_key_heads")
 
@@ -50,8 +73,8 @@ def _check_sections(keys: Keys) -> None:
         keys.refuse("rope.dimension_sections", f"has {total} pairs, not the {pairs} that are rotated")
 
 
-def _list_full(keys: Keys, n_layers: int, recurrent: object) -> tuple[int, ...]:
-    """The layers that have attention: those that are said not to be recurrent, or else the last of every so many."""
+def _list_full(keys: Keys, n_layers: int, key: str, recurrent: object) -> tuple[int, ...]:
+    """The layers that have attention: those that `key` says are not recurrent, or else the last of every so many."""
     if n_layers > MOST_LAYERS:  # else listing them takes for ever, before the tensors tell
         raise UserError(
             f"{keys.where}: {n_layers} layers, where models have a few hundred: the file is damaged; {FETCH_AGAIN}"
@@ -59,8 +82,9 @@ def _list_full(keys: Keys, n_layers: int, recurrent: object) -> tuple[int, ...]:
     if recurrent is None:
         every = keys.integer("full_attention_interval", 4)
         return tuple(i for i in range(n_layers) if (i + 1) % every == 0)
-    if not isinstance(recurrent, list) or len(recurrent) < n_layers:
-        keys.refuse("layer_types", f"does not say of each of {n_layers} layers what it is")
+    drafting = keys.integer("nextn_predict_layers", 0, least=0) if keys.prefix else 0  # counted as layers there
+    if not isinstance(recurrent, list) or len(recurrent) not in (n_layers, n_layers + drafting):
+        keys.refuse(key, f"does not say of each of {n_layers} layers what it is")
     assert isinstance(recurrent, list)
     return tuple(i for i in range(n_layers) if not recurrent[i])
 

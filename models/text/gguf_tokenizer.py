@@ -50,6 +50,7 @@ _QWEN2 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}|" + _MARKS + _TAIL,), nf
 _QWEN35 = (  # marks are of the words that they stand in
     _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL
 )
+_DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _V3_WORDS + _TAIL))
 _SMOLLM = PreTokenizer((r"\p{N}", _GPT2))
 # The patterns are those of the models' own tokenizer.json; "default" is what GGUF files mean by it.
 PRE_TOKENIZERS = {
@@ -79,7 +80,8 @@ PRE_TOKENIZERS = {
             r"\p{N}+",
         )
     ),
-    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _V3_WORDS + _TAIL)),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "joyai-llm": _DEEPSEEK_V3,  # what converters call DeepSeek's own since transformers 5
     "kimi-k2": PreTokenizer((r"[\p{Han}]+|" + _NOT_HAN + r"\p{N}{1,3}|" + _MARKS + _TAIL,), whole_words=True),
     "smollm": _SMOLLM,
     "starcoder": _SMOLLM,

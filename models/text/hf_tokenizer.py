@@ -1,10 +1,12 @@
 """The tokenizer and chat template of a Hugging Face folder."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
 from pshard.models.safetensors_header import read_json
+from pshard.models.stored import MappedFile
 from pshard.models.text.gguf_tokenizer import surround
 from pshard.models.text.library_calls import name_failures
 from pshard.models.text.tokenizer import Tokenizer
@@ -23,6 +25,8 @@ def hf_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{folder}: {what}; give tokens only, as ids, or use a GGUF file of the model")
     if not path.exists():
         raise UserError(f"{folder}: has no tokenizer.json; give tokens only, as ids, or save the fast tokenizer there")
+    with closing(MappedFile(path, "give tokens only, as ids")) as file:
+        file.check_pointer()
     with name_failures(f"{path}: cannot be read"):
         backend = Backend.from_file(str(path))
         backend.no_padding()  # neither changes what a text is

@@ -26,7 +26,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         *[("gguf", 1000), ("safetensors", 1000), ("folder", 250), ("experts", 400), ("experts-folder", 150)],
         ("families", 60),
         *[pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrids", 60), ("caches", 60))],
-        *[("registry", 80), ("profile", 50), ("page-locks", 150), ("routing", 300), ("kv-files", 400), ("blocks", 800)],
+        *[
+            ("registry", 80),
+            ("profile", 50),
+            ("page-locks", 150),
+            ("routing", 300),
+            ("kv-files", 1000),
+            ("blocks", 2000),
+        ],
     ],
 )
 def test_a_changed_file_gives_the_right_numbers_or_one_line(

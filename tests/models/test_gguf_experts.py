@@ -29,6 +29,7 @@ def compare_bytes(model: ModelFile, path: Path) -> None:
     """Every tensor's bytes are those that the gguf package reads, each expert's those of its slab."""
     expected = {t.name: np.ascontiguousarray(t.data).view(np.uint8) for t in gguf.GGUFReader(path).tensors}
     expected |= {name.replace("post_attention_norm", "ffn_norm"): data for name, data in expected.items()}
+    model.map_files(lambda address, nbytes: None, lambda address: None)
     for unit in model.spec.units:
         for tensor in unit.tensors:
             raw = model.tensor_bytes(tensor.name)
@@ -251,7 +252,7 @@ def test_numbers_of_glm_that_do_not_fit_are_named(tmp_path: Path, more: dict[str
 def test_no_layer_of_the_model_is_left_out_for_one_that_drafts(tmp_path: Path) -> None:
     metadata = {"glm4moe.nextn_predict_layers": 1}
     path = write_gguf(tmp_path / "m.gguf", "glm4moe", n_layers=3, metadata=metadata)
-    with pytest.raises(UserError, match=r"tensor blk\.2\.attn_norm.weight has no place in architecture glm4_moe"):
+    with pytest.raises(UserError, match=r"nextn_predict_layers is 1, but layer 2 is none of those that draft"):
         open_model(path)
 
 

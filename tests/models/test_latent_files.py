@@ -140,6 +140,7 @@ def test_the_multi_token_layer_is_left_out_with_a_note(tmp_path: Path, like: str
         ("lite", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "scored by a softmax"),
         ("v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', which is not supported yet"),
         ("lite", {"moe_layer_freq": 2}, "moe_layer_freq is 2, which is not supported yet"),
+        ("lite", {"norm_topk_prob": True}, "norm_topk_prob is True, which is not supported yet"),
         ("lite", {"attention_bias": True}, "attention_bias is True, which is not supported yet"),
         ("lite", {"kv_lora_rank": ...}, "kv_lora_rank is missing"),
         ("v3", {"q_lora_rank": 512}, "is less than the 512 numbers that queries are made of"),
