@@ -148,7 +148,7 @@ class Engine:
             self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
         return sum(map(len, again.values()))
 
-    def save(self, path: Path, sequence: int = 0) -> None:
+    def save(self, path: str | Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
 
         Raises UserError when it cannot be written; then there is no new file.
@@ -156,10 +156,10 @@ class Engine:
         self._check_alive()
         text = self._sequences[sequence]
         self._store.save(
-            path, self._sequences.whole(sequence), text.tokens, self._checkpoints.up_to(text.number, text.length)
+            Path(path), self._sequences.whole(sequence), text.tokens, self._checkpoints.up_to(text.number, text.length)
         )
 
-    def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
+    def load(self, path: str | Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
 
         Raises UserError for a file that is damaged, of another model or KV type, or too long; the sequence is empty
@@ -168,7 +168,7 @@ class Engine:
         self._check_alive()
         self.reset(sequence)
         try:
-            tokens, states = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            tokens, states = self._store.load(Path(path), lambda cells: self._sequences.begin(sequence, cells))
             self._checkpoints.replace(sequence, states)
         except BaseException:
             self.reset(sequence)

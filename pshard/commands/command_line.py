@@ -1,6 +1,7 @@
 """What every command shares: one-line errors with exit code 2, sizes with suffixes, lists and ranges, model lookup."""
 
 import argparse
+import errno
 import math
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.commands.parsing.command_parser import CommandParser
+from pshard.commands.standard_streams import flush_output, open_closed_streams, silence_failing
 from pshard.errors import StepFailed, UserError, as_line
 from pshard.paths import bundled_model
 from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
@@ -23,10 +25,14 @@ _SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib"
 
 
 def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
-    """Run a command's main. UserError becomes one line on stderr and exit code 2, StepFailed 1, Ctrl-C 130."""
+    """Run a command's main. UserError and output that cannot be written become one line on stderr and exit code 2,
+    StepFailed 1, Ctrl-C 130."""
     with noted_interrupts() as interrupts:
         try:
-            return main(sys.argv[1:] if argv is None else argv)
+            open_closed_streams()
+            code = main(sys.argv[1:] if argv is None else argv)
+            flush_output()
+            return code
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -34,10 +40,20 @@ def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> 
             if interrupts or isinstance(error, KeyboardInterrupt):
                 print("interrupted", file=sys.stderr)
                 return 130
+            if isinstance(error, OSError):
+                error = _blame_output(error)
             if not isinstance(error, UserError | StepFailed):
                 raise
             print(f"error: {as_line(error)}", file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
+
+
+def _blame_output(error: OSError) -> Exception:
+    """The error as a user's, where it is that of an output stream, or of a full disk; else itself."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    name = silence_failing() or (error.filename or "everything" if full else None)
+    advice = "free some space" if full else "send it elsewhere"
+    return error if name is None else UserError(f"cannot write {name}: {error.strerror}; {advice}")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`pshard.load`: a planned model as an engine, in one call."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def load(
     model: str | Path,
-    vram: int | tuple[int, ...] | None = None,
+    vram: int | Sequence[int] | None = None,
     *,
     context: int | None = None,
     sequences: int | None = None,
@@ -29,7 +30,7 @@ def load(
 
     Args:
         model: GGUF file or safetensors folder, or a model of the Hub (`org/repo:Q4_K_M`), fetched if it is not here.
-        vram: budget in MiB; the largest planned variant that fits is taken. None: what is free.
+        vram: budget in MiB, or one for each device; the largest planned variant that fits is taken. None: what is free.
         context: cells of the KV cache that are needed; sequences: how many share them. None: whatever is planned.
         type_k, type_v: types of the KV cache: "bf16", "f16", "f32" or "q8_0".
         registry: plan file, when it does not lie in its usual place.
@@ -47,7 +48,7 @@ def load(
             raise UserError(f"{name} is {value}; it is 1 or more, or None for what is planned")
     if kernels not in KERNELS:
         raise UserError(f"kernels is {kernels!r}; choose from {', '.join(KERNELS)}")
-    budgets = (vram,) if isinstance(vram, int) else vram
+    budgets = (vram,) if isinstance(vram, int) else tuple(vram) if vram else None
     place = Path(registry) if registry else None
     request = RunRequest(
         resolve_model(str(model)), budgets, context, sequences, type_k, type_v, registry=place, replan=replan

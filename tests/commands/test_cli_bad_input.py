@@ -800,3 +800,48 @@ def test_a_model_that_loses_its_tokenizer_meanwhile_is_told(
         patch.setattr("pshard.runtime.build_engine._tokenizer", lambda file: None)
         line = refuse("run", "-m", planned.model, "-p", "hello", "-n", 4)
     assert "the model file has no tokenizer, which its prompt was read with: start again" in line
+
+
+@pytest.mark.parametrize("command", ["run", pytest.param("chat", marks=pytest.mark.slow)])
+def test_closed_standard_input_holds_nothing(planned: World, command: str) -> None:
+    words = ["-m", "pshard.commands.program.one_program", command, str(planned.model), "-n", "2"]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" <&-', "bash", sys.executable, *words], capture_output=True, text=True, timeout=120
+    )
+    assert "Traceback" not in done.stderr
+    if command == "run":
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: there is no prompt") and done.stderr.count("\n") == 1
+    else:  # as one whose standard input is empty
+        assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        (["plan", "--vram", "6", "--json"], ""),
+        (["models", "--json"], "1"),
+        pytest.param(["run", "-p", "a", "-n", "2", "--temp", "0"], "", marks=pytest.mark.slow),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_line(planned: World, words: list[str], unbuffered: str) -> None:
+    model = [str(planned.model.parent if words[0] == "models" else planned.model)]
+    command = [sys.executable, "-m", "pshard.commands.program.one_program", words[0], *model, *words[1:]]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" >/dev/full', "bash", *command],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: cannot write ") and last.endswith(": No space left on device; free some space")
+
+
+def test_a_stream_that_is_closed_gives_its_number_to_no_file(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\nfrom pshard.commands.command_line import run_cli\n"
+        "def main(argv):\n    print('lost')\n"
+        f"    return 5 if os.open({str(tmp_path / 'new')!r}, os.O_CREAT) > 2 else 6\n"
+        "sys.exit(run_cli(main, []))"
+    )
+    command = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", program]
+    assert subprocess.run(command, timeout=60).returncode == 5

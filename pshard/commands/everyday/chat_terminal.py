@@ -59,6 +59,8 @@ class Terminal:
             line = check_text(sys.stdin.readline(), "what is piped in")
         except UnicodeDecodeError as error:
             raise UserError(NO_TEXT.format("what is piped in", error)) from None
+        except OSError as error:
+            raise UserError(f"cannot read what is piped in: {error.strerror or error}; give -p TEXT") from None
         return line.rstrip("\n") if line else None
 
     def _edit(self, status: Callable[[], str], goes_on: bool) -> str | None:

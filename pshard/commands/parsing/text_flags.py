@@ -115,9 +115,9 @@ def most_tokens(asked: int | None) -> int:
 
 
 def _read_pipe() -> str | None:
-    """What is piped in; None where standard input is a terminal, or closed."""
+    """What is piped in, nothing where standard input is closed; None where it is a terminal."""
     try:
-        if sys.stdin is None or sys.stdin.isatty():
+        if sys.stdin.isatty():
             return None
         return check_text(sys.stdin.read(), "what is piped in")
     except UnicodeDecodeError as error:

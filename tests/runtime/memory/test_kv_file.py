@@ -179,3 +179,12 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(model: Path, tmp_path:
         with pytest.raises(UserError, match="cannot write the KV cache"):
             engine.save(file)
     assert [p.name for p in file.parent.iterdir()] == ["cache"]
+
+
+def test_a_file_may_be_named_by_a_text(model: Path, tmp_path: Path) -> None:
+    with open_engine(model, context=CONTEXT, tokens=(4, 16)) as engine:
+        engine.forward(PROMPT)
+        engine.save(str(tmp_path / "cache"))
+        assert engine.load(str(tmp_path / "cache")) == tuple(PROMPT)
+        with pytest.raises(UserError, match="cannot read the KV cache missing: No such file"):
+            engine.load("missing")
