@@ -14,6 +14,10 @@ class KernelRefused(UserError):
     """A kernel cannot run on the GPU at hand, however often the model is loaded; the message names both."""
 
 
+class CannotWrite(UserError):
+    """A place that cannot be written to: a read-only folder, a full disk."""
+
+
 class NoPlan(UserError):
     """No plan keeps within the memory at hand."""
 

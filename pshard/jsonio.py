@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 T = TypeVar("T")
 Where: TypeAlias = "str | tuple[Where, str | int]"  # a place in data: the root's name, or a place and what in it
 Maker = Callable[[Any, Where], Any]  # of what is at a place
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
@@ -137,6 +138,23 @@ def check_regular(path: Path) -> None:
     if path.exists() and not path.is_file():
         what = os.strerror(errno.EISDIR) if path.is_dir() else "It is no regular file"
         raise OSError(errno.EEXIST, what, str(path))
+
+
+PROBED = 1 << 20  # bytes that a disk must have left: what is written is smaller
+
+
+def check_place(path: Path) -> None:
+    """Raise OSError where `write_bytes_atomically` would, without a trace: a file is tried in the nearest folder that
+    there is."""
+    path = path.resolve()
+    check_regular(path)
+    folder = next(p for p in path.parents if p.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PROBED))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -4,13 +4,15 @@ Beside it lies what runs have met: how much memory this machine lets a process p
 """
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from pshard.errors import UserError
-from pshard.jsonio import Where, from_json, name_place, parse_json, write_json_atomically
+from pshard.errors import CannotWrite, UserError
+from pshard.jsonio import FULL, Where, check_place, from_json, name_place, parse_json, write_json_atomically
 from pshard.machine import PROFILE_VERSION, MachineProfile, emulated_capability
 from pshard.paths import cache_dir
 from pshard.registries.check_profile import check_timings
@@ -85,11 +87,26 @@ def _check_figures(data: dict) -> None:
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
     """Write a profile whole or not at all and return where. Raises UserError when that place cannot be written."""
     place = path or default_profile_path()
-    try:
+    with _report_write_errors(place):
         write_json_atomically(place, profile)
-    except OSError as error:
-        raise UserError(f"{place} cannot be written: {error.strerror}; choose another place with -o") from None
     return place
+
+
+def check_profile_place(path: Path | None = None) -> Path:
+    """Where a profile will be written. Raises CannotWrite, before minutes of measuring, where it cannot be."""
+    place = path or default_profile_path()
+    with _report_write_errors(place):
+        check_place(place)
+    return place
+
+
+@contextmanager
+def _report_write_errors(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        advice = "free some space" if error.errno in FULL else "choose another place with -o, or with PSHARD_CACHE"
+        raise CannotWrite(f"the profile {place} cannot be written: {error.strerror}; {advice}") from None
 
 
 def note_page_locks(nbytes: int, refused: bool) -> bool:

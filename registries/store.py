@@ -1,6 +1,5 @@
 """Where a registry lies, reading it, and writing variants so that concurrent writers don't lose each other's."""
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -11,8 +10,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pshard.errors import NotPlanned, StaleRegistry, UserError
-from pshard.jsonio import check_regular, write_text_atomically
+from pshard.errors import CannotWrite, NotPlanned, StaleRegistry, UserError
+from pshard.jsonio import FULL, check_place, write_text_atomically
 from pshard.paths import bundled_model, cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
@@ -113,11 +112,11 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
     Plans of other inputs (another machine, another profile) stay, up to MOST_SETS sets; beyond them the one that was
     written the longest ago is dropped, and so are plans of a format that is not read any more. Raises UserError and
     leaves the old file as it was when the folder cannot be written, the disk is full, or the file at hand is no
-    registry, or of a newer format.
+    registry, or of a newer format; of them CannotWrite for a place that cannot be written.
     """
     path = Path(path)
     with _report_write_errors(path):
-        check_regular(path)
+        check_place(path)  # a lock that cannot be made there looks like one that is held
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
             stored, older = _read_stored(path)
@@ -134,16 +133,10 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
     return Saved(older, oldest, tuple(v for v in variants if variant_key(v) in proven and not v.validated))
 
 
-def check_place(path: Path) -> None:
-    """Raise the UserError of `save_variants` for a place where it cannot write, as far as that shows beforehand: what
-    is there is no file, or the nearest folder that exists lets nobody write."""
+def check_registry_place(path: Path) -> None:
+    """Raise UserError where a registry cannot be written: before minutes of planning, not after them."""
     with _report_write_errors(path):
-        check_regular(path)
-        nearest = next(folder for folder in path.resolve().parents if folder.exists())
-        if not nearest.is_dir():
-            raise OSError(errno.ENOTDIR, f"{nearest} is no folder", str(path))
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        check_place(path)
 
 
 def _read_stored(path: Path) -> tuple[tuple[PlanSet, ...], int]:
@@ -200,5 +193,5 @@ def _report_write_errors(path: Path) -> Iterator[None]:
     except Timeout:
         raise UserError(f"another process has held the lock of {path} for {LOCK_SECONDS:.0f} s; try again") from None
     except OSError as error:
-        advice = "free some space" if error.errno == errno.ENOSPC else "choose another place with --registry"
-        raise UserError(f"cannot write the registry {path}: {error.strerror or error}; {advice}") from None
+        advice = "free some space" if error.errno in FULL else "choose another place with --registry"
+        raise CannotWrite(f"cannot write the registry {path}: {error.strerror or error}; {advice}") from None

@@ -71,7 +71,8 @@ def _main(argv: list[str]) -> int:
     if ranks > 1 and not started_ranks():
         from pshard.runtime.ranks.start_ranks import start_ranks
 
-        return start_ranks(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
+        words = [*planned_flags(argv, request), "-m", str(request.model)]
+        return start_ranks(ranks, "pshard.commands.cli_bench", words)
     opened = open_plan(request)
     _check_strategies(args.strategy, opened.file.spec)
     group = open_group(opened, ranks)

@@ -26,12 +26,12 @@ from pshard.commands.plan_output import (
 from pshard.commands.split_flags import wants_ratios
 from pshard.errors import StaleRegistry, UserError
 from pshard.hub.offer import find_offered
-from pshard.jsonio import to_json
+from pshard.jsonio import to_json, write_text_atomically
 from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.known_models import note_model
-from pshard.registries.store import check_place, load_registry, registry_path, save_variants
+from pshard.registries.store import check_registry_place, load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.workload import Workload
 
@@ -184,7 +184,7 @@ def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Pa
     if elsewhere and args.registry is None:
         return None
     registry = registry_path(model, args.registry)
-    check_place(registry)
+    check_registry_place(registry)
     if registry.is_file():
         with suppress(StaleRegistry):  # its plans will give way to these
             load_registry(registry)
@@ -308,7 +308,7 @@ def _write_lp(file: Path, spec: "ModelSpec", profile: "MachineProfile", workload
     from pshard.planner.write_lp import lp_of_plan
 
     try:
-        file.write_text(lp_of_plan(spec, profile, workload, variant.correction), encoding="utf-8")
+        write_text_atomically(file, lp_of_plan(spec, profile, workload, variant.correction))
     except OSError as error:
         raise UserError(f"--write-lp: cannot write {file}: {error.strerror}; choose another place") from None
 

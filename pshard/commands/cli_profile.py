@@ -59,6 +59,10 @@ def _run(argv: list[str]) -> int:
     model = _model_spec(named_model(args))
     if args.output is not None:
         check_writable(args.output, "-o")
+    else:
+        from pshard.registries.profile_store import check_profile_place
+
+        check_profile_place()
 
     from rich.console import Console
 

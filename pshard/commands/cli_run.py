@@ -1,5 +1,6 @@
 """pshard run: generate text. What is missing for that, a profile or a plan, is made first."""
 
+import os
 import secrets
 import sys
 import time
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.commands.command_line import new_parser, run_cli
+from pshard.commands.command_line import check_writable, new_parser, run_cli
 from pshard.commands.parsing.sampling_flags import add_sampling_flags, make_sampling, read_grammar
 from pshard.commands.parsing.text_flags import add_text_flags, check_text_flags, most_tokens, read_prompt, sized_for
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request, planned_flags
@@ -72,15 +73,15 @@ def _main(argv: list[str]) -> int:
     from pshard.session.start_engine import open_group, start_engine
     from pshard.units.moe.followed import keep_slots
 
-    if request.profile is None and not started_ranks():
-        ensure_profile(request.model, tell_once)
+    if not started_ranks():
+        request = ensure_profile(request, tell_once)
     filled = fill_ahead(request)  # before anything here imports torch
     request, ranks = settle_plan(request)
     if ranks > 1 and not started_ranks():
         from pshard.runtime.ranks.start_ranks import start_ranks
 
         given = [] if args.prompt is not None or args.file else [f"--prompt={prompt}"]  # ranks read no standard input
-        words = [*planned_flags(argv), *given, "-m", str(request.model)]
+        words = [*planned_flags(argv, request), *given, "-m", str(request.model)]
         return start_ranks(ranks, "pshard.commands.cli_run", words)
     opened = open_plan(request)
     if args.record_routing and opened.file.spec.config.experts is None:
@@ -106,8 +107,11 @@ def _parse_flags(argv: list[str]) -> Namespace:
     check_text_flags(args)
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
-    if args.record_routing and not args.record_routing.resolve().parent.is_dir():
-        raise UserError(f"--record-routing: there is no folder {args.record_routing.resolve().parent}; make it first")
+    if "RANK" not in os.environ:  # who starts ranks has looked
+        if args.record_routing:
+            check_writable(args.record_routing, "--record-routing", needs_folder=True)
+        if args.prompt_cache and not args.prompt_cache_ro:
+            check_writable(args.prompt_cache, "--prompt-cache", needs_folder=True)
     return args
 
 
@@ -149,6 +153,15 @@ def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> 
     return prompt[engine.lengths[0] :]
 
 
+def _save_prompt(engine: "Engine", path: Path, loud: bool) -> None:
+    """Write the prompt cache; a disk that is full by now ends no run. All ranks call it."""
+    try:
+        engine.save(path)
+    except UserError as error:
+        if loud:
+            print(f"note: the run goes on without a prompt cache: {error}", file=sys.stderr)
+
+
 def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, loud: bool) -> None:
     if engine.tokenizer is None and not args.tokens:
         raise UserError("the model file has no tokenizer, which its prompt was read with: start again")
@@ -165,13 +178,13 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
         if n == 0:
             first = time.perf_counter()
             if saving and not args.prompt_cache_all:
-                engine.save(args.prompt_cache)
+                _save_prompt(engine, args.prompt_cache, loud)
         n += 1
         if loud:
             print(text.push(token) if text else f"{token} ", end="", flush=True)
     end = time.perf_counter()
     if saving and (args.prompt_cache_all or n == 0):
-        engine.save(args.prompt_cache)
+        _save_prompt(engine, args.prompt_cache, loud)
     ranks, hits = engine.memory_by_rank(), engine.hits_by_rank()
     if not loud:
         return

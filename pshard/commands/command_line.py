@@ -1,7 +1,6 @@
 """What every command shares: one-line errors with exit code 2, sizes with suffixes, lists and ranges, model lookup."""
 
 import argparse
-import errno
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 from pshard.commands.parsing.command_parser import CommandParser
 from pshard.commands.standard_streams import flush_output, open_closed_streams, silence_failing
 from pshard.errors import StepFailed, UserError, as_line
+from pshard.jsonio import FULL, check_place
 from pshard.paths import bundled_model
 from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 from pshard.workload import Limits, parse_limits
@@ -50,7 +50,7 @@ def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> 
 
 def _blame_output(error: OSError) -> Exception:
     """The error as a user's, where it is that of an output stream, or of a full disk; else itself."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in FULL
     name = silence_failing() or (error.filename or "everything" if full else None)
     advice = "free some space" if full else "send it elsewhere"
     return error if name is None else UserError(f"cannot write {name}: {error.strerror}; {advice}")
@@ -169,15 +169,20 @@ def parse_max_tp(text: str) -> Limits:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def check_writable(path: Path, flag: str) -> None:
-    """Complain before minutes of measuring, not after them. Raises UserError when no file can be written there."""
+def check_writable(path: Path, flag: str, needs_folder: bool = False) -> None:
+    """Complain before minutes of measuring, not after them. Raises UserError when no file can be written there, or its
+    folder is missing and will not be made."""
+    if needs_folder and not path.absolute().parent.is_dir():
+        raise UserError(f"{flag}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise UserError(f"{flag} {path}: is a folder; give a file name")
     if path.exists() and not path.is_file():
         raise UserError(f"{flag} {path}: is not a regular file; give a file name")
-    folder = next(p for p in path.absolute().parents if p.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {path}: the folder {folder} cannot be written; choose another place")
+    try:
+        check_place(path)
+    except OSError as error:
+        advice = "free some space" if error.errno in FULL else "choose another place"
+        raise UserError(f"{flag} {path}: cannot be written: {error.strerror}; {advice}") from None
 
 
 def env_default(name: str, convert: Callable, fallback):

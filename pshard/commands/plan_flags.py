@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.commands.command_line import (
+    check_writable,
     env_default,
     new_parser,
     parse_concurrency,
@@ -126,10 +127,7 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
 def _check_write_lp(args: argparse.Namespace) -> None:
     if args.split_mode != "none" or args.sweep or args.strategy != "ilp":
         raise UserError("--write-lp needs one plan for one device by the program; leave out -sm, --sweep, --strategy")
-    if not args.write_lp.parent.is_dir():
-        raise UserError(f"--write-lp: there is no folder {args.write_lp.parent}; make it first")
-    if args.write_lp.is_dir():
-        raise UserError(f"--write-lp: {args.write_lp} is a folder; name a file in it")
+    check_writable(args.write_lp, "--write-lp", needs_folder=True)
 
 
 def _yes_or_no(text: str) -> bool:

@@ -9,7 +9,8 @@ from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.model_flags import add_model_flags, choose_model
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 from pshard.registries.profile_store import load_profile
-from pshard.session.run_request import RunRequest
+from pshard.session.readiness.unsaved import is_unsaved
+from pshard.session.run_request import RunRequest, places_of
 from pshard.session.start_engine import KERNELS
 from pshard.units.kv_cells import KV_TYPES
 
@@ -75,6 +76,8 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
     )
 
 
-def planned_flags(argv: list[str]) -> list[str]:
-    """The command line for ranks, once their plan is made: each would make it again, and might make another."""
-    return [word for word in argv if word != "--replan"]
+def planned_flags(argv: list[str], request: RunRequest) -> list[str]:
+    """The command line for ranks, once their plan is made: each would make it again, and might make another. They find
+    what could not be kept where the request says."""
+    unsaved = [(f, place) for f, place in places_of(request) if is_unsaved(place)]
+    return [word for word in argv if word != "--replan"] + [f"{flag}={place}" for flag, place in unsaved]

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.errors import NotPlanned, StaleRegistry, UserError
+from pshard.errors import CannotWrite, NotPlanned, StaleRegistry, UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
 from pshard.registries.known_models import note_model
 from pshard.routing.order_experts import order_experts
-from pshard.session.run_request import RunRequest, full_workload, suggest_budget, wanted_workload
+from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
+from pshard.session.run_request import RunRequest, full_workload, places_of, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine, doubt_free_memory
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
@@ -73,14 +74,14 @@ def open_plan(request: RunRequest) -> Opened:
         return found
 
     if request.replan:
-        _plan_again(request, full, file, profile, path, inputs)
+        _, path = _plan_again(request, full, file, profile, path, inputs)
     try:
         choice = choose()
     except (NotPlanned, StaleRegistry) as error:
         if not request.plans:
             raise
         known = path.exists()
-        made = _plan_again(request, full, file, profile, path, inputs)
+        made, path = _plan_again(request, full, file, profile, path, inputs)
         if known:
             tell_once(f"note: {str(error).split('; run: ')[0]}; so it was planned anew")
         tell_once(describe_made(made, path, command))
@@ -106,17 +107,17 @@ def replan_command(request: RunRequest, workload: Workload) -> str:
     from pshard.registries.choose import plan_command
 
     command = plan_command(str(request.model), workload)
-    for flag, place in (("--registry", request.registry), ("--profile", request.profile)):
-        if place is not None:
+    for flag, place in places_of(request):
+        if place is not None and not is_unsaved(place):
             command += f" {flag} {shlex.quote(str(place))}"
     return command + (" -ts auto" if request.auto_ratios and request.split_mode != "auto" else "")
 
 
 def _plan_again(
     request: RunRequest, workload: Workload, file: "ModelFile", profile: MachineProfile, path: Path, inputs: "Inputs"
-) -> Variant:
+) -> tuple[Variant, Path]:
     """Plan the workload, by the popularity of experts that the registry at `path` knows and by the record that is kept
-    beside it, and keep its variant there."""
+    beside it, and keep its variant there; returns it and where it is. A run goes on with a plan that cannot be kept."""
     from pshard.planner.choose_mode import plan_split
     from pshard.planner.routing.plan_slots import plan_slots
     from pshard.registries.store import recall_popularity, save_variants
@@ -129,9 +130,17 @@ def _plan_again(
         planned = plan_split(spec, profile, workload, request.auto_ratios)
         asked = replace(planned.workload, max_ubatch=workload.max_ubatch)
         planned = plan_slots(spec, profile, asked, planned, record)
-    for note in save_variants(path, spec.name, inputs, [planned]).notes:
+    try:
+        saved = save_variants(path, spec.name, inputs, [planned])
+    except CannotWrite as error:
+        if not request.plans:
+            raise
+        tell_once(f"note: the plan is for this run only: {error}")
+        path = place_unsaved(path.name)
+        saved = save_variants(path, spec.name, inputs, [planned])
+    for note in saved.notes:
         print(f"note: {note}", file=sys.stderr)
-    return planned
+    return planned, path
 
 
 def _recall_record(registry: Path, file: "ModelFile") -> "RoutingRecord | None":
@@ -166,9 +175,10 @@ def describe_made(variant: Variant, registry: Path, command: str) -> str:
 
     w = variant.workload
     budget, rate = ",".join(map(str, w.vram_mib)), decode_rate(variant)
+    kept = "not kept" if is_unsaved(registry) else f"kept in {registry}"
     return (
         f"plan: {budget} MiB of VRAM, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s after "
-        f"{first_token_seconds(variant):.3g} s for a prompt of {w.prompt}; kept in {registry}\n"
+        f"{first_token_seconds(variant):.3g} s for a prompt of {w.prompt}; {kept}\n"
         f"      to plan it again, or otherwise: {command}"
     )
 
@@ -203,7 +213,8 @@ def settle_plan(request: RunRequest) -> tuple[RunRequest, int]:
     says = ranks == 1 or started_ranks() > 0  # of those that this starts, rank 0 will
     if opened.why and says and os.environ.get("RANK", "0") == "0":
         print(f"note: {opened.why}", file=sys.stderr)
-    return replace(request, replan=False, plans=False), ranks
+    kept = opened.registry if is_unsaved(opened.registry) else request.registry
+    return replace(request, replan=False, plans=False, registry=kept), ranks
 
 
 def check_plan(spec: "ModelSpec", variant: Variant, profile: MachineProfile) -> None:

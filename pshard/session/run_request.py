@@ -53,6 +53,11 @@ class RunRequest:
         return max(self.devices or 1, len(self.tensor_split), len(self.vram_mib or ()))
 
 
+def places_of(request: RunRequest) -> tuple[tuple[str, Path | None], ...]:
+    """The request's files by their flags."""
+    return ("--registry", request.registry), ("--profile", request.profile)
+
+
 def count_devices(ratios: tuple[float, ...], auto_ratios: bool, profile: MachineProfile, flag: str) -> int:
     """How many devices one budget is for. Raises UserError, about `flag`, when that cannot be known."""
     if not auto_ratios:

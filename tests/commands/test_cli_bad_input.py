@@ -384,8 +384,29 @@ def test_profile_to_a_place_that_cannot_be_written_fails_before_measuring(
 ) -> None:
     monkeypatch.setattr("pshard.profile.measure.measure_machine", fail_with(errno.EIO))  # must not be reached
     assert "is a folder" in refuse("profile", "--quick", "-o", tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "cannot be written" in refuse("profile", "--quick", "-o", tmp_path / "p.json")
+    assert "cannot be written" in refuse("profile", "--quick", "-o", "/proc/p.json")  # which not even root can
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    assert "free some space" in refuse("profile", "--quick", "-o", tmp_path / "p.json")
+    assert "free some space" in refuse("profile", "--quick")
+    monkeypatch.setenv("PSHARD_CACHE", "/proc/cache")
+    assert "with PSHARD_CACHE" in refuse("profile", "--quick")
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_plans_and_caches_to_places_that_cannot_be_written_fail_before_the_work(
+    world: World, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pshard.commands.cli_plan._plan_all", fail_with(errno.EIO))  # must not be reached
+    monkeypatch.setattr("pshard.session.open_plan.open_plan", fail_with(errno.EIO))
+    plan, run, _ = commands_of(world)
+    assert "cannot write the registry /proc/r.json" in refuse(*plan, "--registry", "/proc/r.json")
+    for flag in ("--prompt-cache", "--record-routing"):
+        assert f"{flag} /proc/file: cannot be written" in refuse(*run, flag, "/proc/file")
+        assert f"{flag}: there is no folder" in refuse(*run, flag, tmp_path / "no" / "file")
+    assert "--write-lp /proc/file: cannot be written" in refuse(*plan, "--write-lp", "/proc/file")
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    assert f"cannot write the registry {world.registry}: No space left" in refuse(*plan)
+    assert "free some space" in refuse(*run, "--prompt-cache", tmp_path / "kv.bin")
 
 
 @pytest.mark.parametrize(

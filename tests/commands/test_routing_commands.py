@@ -122,7 +122,7 @@ def test_records_that_cannot_be_used_are_refused_in_one_line(
     refused(plan(world, "--routing", world.model), capsys, "is no routing record")
     refused(plan(world, "--routing", tmp_path / "none"), capsys, "cannot read the routing record")
     refused(run(world, "--record-routing", tmp_path / "no" / "folder"), capsys, "there is no folder")
-    refused(run(world, "--record-routing", tmp_path), capsys, "cannot write the routing record")
+    refused(run(world, "--record-routing", tmp_path), capsys, "is a folder; give a file name")
     assert world.registry.read_text() == before
     (dense := tmp_path / "dense").mkdir()
     plain = make_world(dense)

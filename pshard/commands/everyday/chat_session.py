@@ -41,15 +41,15 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
     from pshard.session.readiness.first_profile import ensure_profile
     from pshard.session.start_engine import open_group, start_engine
 
-    if request.profile is None and not started_ranks():
-        ensure_profile(request.model, tell_once)
+    if not started_ranks():
+        request = ensure_profile(request, tell_once)
     filled = fill_ahead(request)  # before anything here imports torch
     request, ranks = settle_plan(request)
     if ranks > 1 and not started_ranks():
         from pshard.runtime.ranks.start_ranks import start_ranks
 
         module, argv = command
-        words = [*planned_flags(argv), "-cnv", "-m", str(request.model)]
+        words = [*planned_flags(argv, request), "-cnv", "-m", str(request.model)]
         return start_ranks(ranks, module, words, rank_0_interrupted=True)
     if started_ranks() and os.environ["RANK"] != "0":
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says what it means

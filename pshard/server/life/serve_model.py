@@ -159,8 +159,7 @@ def _open(request: RunRequest) -> "tuple[Opened, RunRequest]":
     from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.readiness.first_profile import ensure_profile
 
-    if request.profile is None:
-        ensure_profile(request.model, _say)
+    request = ensure_profile(request, _say)
     request, _ = settle_plan(request)
     return open_plan(request), request
 

@@ -1,11 +1,14 @@
 """The first profile of a machine: a short one, made when a model is to run and there is none."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.errors import UserError
+from pshard.errors import CannotWrite, UserError
 from pshard.session.planning_bar import stage_bar
+from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
+from pshard.session.run_request import RunRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,28 +16,36 @@ if TYPE_CHECKING:
     from pshard.machine import MachineProfile
 
 
-def ensure_profile(model: Path, say: "Callable[[str], None]") -> None:
+def ensure_profile(request: RunRequest, say: "Callable[[str], None]") -> RunRequest:
     """Measure this machine briefly, with the model's own shapes, unless it has a profile; `say` hears what was done.
 
-    Raises UserError for a model that cannot be read, and where the profile cannot be written.
+    Where a profile cannot be kept the run goes on with it, and with a plan that is not kept either: it fits no later
+    profile. Returns the request with their places then. Raises UserError for a model that cannot be read, and for a
+    cache folder that is none.
     """
-    from pshard.registries.profile_store import default_profile_path, save_profile
+    from pshard.registries.profile_store import check_profile_place, default_profile_path, save_profile
 
     place = default_profile_path()
-    if place.exists():
-        return
+    if request.profile is not None or place.exists():
+        return request
+    file = next((p for p in place.parents if p.exists() and not p.is_dir()), None)
+    if file is not None:
+        raise UserError(f"no folder for the machine profile: {file} is a file; set PSHARD_CACHE to a folder")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"no folder for the machine profile: {place.parent}: {error.strerror}; set PSHARD_CACHE to another"
-        ) from None
+        check_profile_place()
+    except CannotWrite as error:
+        say(f"note: this run's profile and plan are for this run only: {error}")
+        place = place_unsaved(place.name)
+        registry = request.registry or place_unsaved("registry.json")
+        request = replace(request, profile=place, registry=registry)
     started = time.monotonic()
     with stage_bar("measuring this machine") as show:
-        profile = measure_briefly(model, show)
+        profile = measure_briefly(request.model, show)
     save_profile(profile, place)
-    say(f"profile: this machine was measured, briefly, in {time.monotonic() - started:.1f} s; kept in {place}")
+    kept = "" if is_unsaved(place) else f"; kept in {place}"
+    say(f"profile: this machine was measured, briefly, in {time.monotonic() - started:.1f} s{kept}")
     say("         when there is time, a longer look makes better plans: pshard profile")
+    return request
 
 
 def measure_briefly(model: Path, show: "Callable[[str, float], None]") -> "MachineProfile":

@@ -1,12 +1,14 @@
 """A model runs without a profile, without a plan, and with whatever context it needs."""
 
+import errno
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
-from cli_world import World, edit_json, make_world
+from cli_world import World, edit_json, made_up_profile, make_world
 
 from pshard.commands import cli_plan, cli_run
 from pshard.commands.program import one_program
@@ -110,6 +112,46 @@ def test_a_machine_without_a_profile_is_measured_briefly(world: World, capsys: p
     assert made["provenance"]["short"] and made["provenance"]["quick"] and made["matmuls"] and made["attention"]
     assert run(world, "-p", "To be") == 0
     assert "profile:" not in capsys.readouterr().err
+
+
+def test_a_machine_whose_cache_cannot_be_written_runs_without_keeping_anything(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PSHARD_CACHE", "/proc/cache")  # where not even root can write
+    monkeypatch.setattr("pshard.session.readiness.first_profile.measure_briefly", lambda model, show: made_up_profile())
+    before = set(world.model.parent.iterdir())
+    assert run(world, "-p", "To be") == 0
+    said = capsys.readouterr()
+    assert "note: this run's profile and plan are for this run only: the profile /proc/cache/profile.json" in said.err
+    assert "cannot be written: No such file" in said.err and "; not kept\n" in said.err
+    assert "/dev/shm" not in said.err and said.out  # the command to plan again names no file that is gone then
+    assert set(world.model.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(("--vram", "4,4", "-sm", "tensor"), marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_a_plan_that_cannot_be_kept(
+    world: World, flags: tuple, capfd: pytest.CaptureFixture
+) -> None:
+    assert run(world, "-p", "To be", "--registry", "/proc/r.json", *flags) == 0
+    said = capfd.readouterr()
+    assert "note: the plan is for this run only: cannot write the registry /proc/r.json" in said.err and said.out
+
+
+def test_a_disk_that_fills_up_costs_a_run_its_prompt_cache_only(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(world, "-p", "To be") == 0
+    text = capsys.readouterr().out
+    monkeypatch.setattr("tempfile.mkstemp", fail_full)
+    for more in ((), ("--prompt-cache-all",)):
+        assert run(world, "-p", "To be", "--prompt-cache", tmp_path / "kv.bin", *more) == 0
+        said = capsys.readouterr()
+        assert said.out == text and "note: the run goes on without a prompt cache: cannot write" in said.err
+    assert not (tmp_path / "kv.bin").exists()
+
+
+def fail_full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_short_profile_measures_what_every_plan_needs_and_the_rest_while_time_lasts() -> None:
