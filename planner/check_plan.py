@@ -27,7 +27,7 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str, hos
             if not 0 < tier.prediction.bound_seconds <= tier.prediction.seconds:
                 where = f"rank {rank.rank}, tier {tier.tokens}"
                 raise PlanError(f"{where}: predicted {tier.prediction.seconds} s is below its bound")
-    kept = sum(_host_bytes(spec, variant, rank, kind) for spec, rank in zip(specs, variant.ranks))
+    kept = count_host_bytes(specs, variant, kind)
     if host_bytes is not None and kept > host_bytes:
         raise PlanError(f"{kept} bytes stay in host memory, which has {host_bytes} for them")
 
@@ -55,6 +55,11 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
     for i, rank in enumerate(variant.ranks):
         if (rank.rank, rank.budget_mib) != (i, w.vram_mib[i]):
             raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {w.vram_mib[i]}")
+
+
+def count_host_bytes(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> int:
+    """Bytes of host memory that the plans of all ranks take, which hold these slices of the model."""
+    return sum(_host_bytes(spec, variant, rank, kind) for spec, rank in zip(specs, variant.ranks))
 
 
 def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) -> int:

@@ -9,12 +9,12 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
 from pshard.planner.choose_ratios import choose_ratios, describe_way, plan_ratios
-from pshard.planner.explain import BINDS
 from pshard.planner.make_plan import RoughPlan, plan_roughly, plan_variant
 from pshard.planner.prepare_ranks import may_choose_apart, price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.remedies.advise import plan_or_advise
+from pshard.planner.shown.machine_words import words_for
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.workload import Split, Workload, binding_limits
@@ -147,7 +147,7 @@ def explain_pace(spec: ModelSpec, tables: Tables, variant: Variant) -> str:
         turns = " + ".join(f"{s * 1e3:.3g}" for s in rank_seconds(variant)[tier.tokens])
         return f"ranks take turns in a decode step: {turns} ms"
     if variant.workload.split_mode == "none":
-        return f"decode is {BINDS[tier.prediction.binds]}"
+        return f"decode is {words_for(tables.profile).binds[tier.prediction.binds]}"
     task = price_tiers(spec, tables, variant.workload, (tier.tokens,))[0]
     steps = [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, AllReduce | Gather)]
     sums = sum(task.costs[0].meeting(s) for s in steps)

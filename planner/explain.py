@@ -8,9 +8,11 @@ from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
+from pshard.planner.price.host_limits import binds_host
 from pshard.planner.price.page_locks import stage_by
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.simulate import simulate_ranks
+from pshard.planner.remedies.better_machine import double_cores, double_host_memory, double_host_rate, double_link
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -26,12 +28,6 @@ from pshard.times.predicted_times import tier_seconds
 from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
-BINDS = {
-    "acc": "compute-bound on the accelerator",
-    "cpu": "bound by the CPU",
-    "link": "link-bound",
-    "vram": "VRAM-bound: link and CPU are both busy",
-}
 MORE_MIB = 1024
 
 
@@ -51,8 +47,9 @@ def explain_gains(
     strategy: str = "ilp",
     time_limit: float = 5.0,
 ) -> tuple[WhatIf, ...]:
-    """Plan again with 1 GiB more VRAM per device, and with a link twice as fast, by the strategy that made the variant:
-    "ilp" or a published one's name."""
+    """Plan again with 1 GiB more VRAM per device, and with a link, host memory or cores that are twice as good, by the
+    strategy that made the variant: "ilp" or a published one's name. Twice the host memory changes nothing where the
+    plan has all that it could use, which needs no planning to say."""
 
     def plan(machine: MachineProfile, load: Workload) -> Variant:
         if strategy == "ilp":  # with as many slots for experts
@@ -60,27 +57,15 @@ def explain_gains(
         return plan_baseline(strategy, spec, machine, load, variant.correction)
 
     budgets = tuple(mib + MORE_MIB for mib in workload.vram_mib)
-    cases = (
-        ("1 GiB more VRAM", profile, replace(workload, vram_mib=budgets)),
-        ("a link twice as fast", double_link(profile), workload),
-    )
-    return tuple(WhatIf(change, _speedups(variant, plan(machine, load))) for change, machine, load in cases)
-
-
-def double_link(profile: MachineProfile) -> MachineProfile:
-    """The same machine with copies in half the time, as far as host memory can read: beside CPU kernels copies have up
-    to half of its rate, and the kernels what is left."""
-    both, most = profile.contention, find_tables(profile).shared_rate
-    copies = tuple(replace(c, seconds=max(c.seconds / 2, min(c.seconds, c.nbytes / most))) for c in profile.copies)
-    link = max(both.link_with_cpu, min(2 * both.link_with_cpu, most / 2))
-    faster = replace(
-        both,
-        link_with_cpu=link,
-        cpu_with_link=min(both.cpu_with_link, most - link),
-        h2d_with_d2h=2 * both.h2d_with_d2h,
-        d2h_with_h2d=2 * both.d2h_with_h2d,
-    )
-    return replace(profile, copies=copies, contention=faster)
+    more_vram, on_gpu = replace(workload, vram_mib=budgets), profile.accelerators[0].kind == "cuda"
+    cases = [("1 GiB more VRAM" if on_gpu else "a budget of 1 GiB more", profile, more_vram)]
+    if on_gpu:
+        cases.append(("a link twice as fast", double_link(profile), workload))
+    cases.append(("host memory twice as fast", double_host_rate(profile), workload))
+    cases.append(("twice the cores", double_cores(profile), workload))
+    found = [WhatIf(change, _speedups(variant, plan(machine, load))) for change, machine, load in cases]
+    more = plan(double_host_memory(profile), workload) if binds_host(spec, profile, workload) else variant
+    return (*found, WhatIf("twice the host memory", _speedups(variant, more)))
 
 
 def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:

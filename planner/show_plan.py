@@ -4,15 +4,15 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
-from pshard.planner.explain import BINDS, WhatIf
+from pshard.planner.explain import WhatIf
 from pshard.planner.serving.show_promise import show_rate
+from pshard.planner.shown.machine_words import WITH_GPU, Words
 from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
-from pshard.times.predicted_times import decode_rate, first_token_seconds
-from pshard.workload import MIB, Workload
+from pshard.workload import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,31 +24,22 @@ LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "divided": "x"}
 WHERE_EXPERTS = ("in VRAM", "streamed", "read over the link", "on the CPU")  # in the order of expert_map.PLACES
 
 
-def print_variant(variant: Variant, out: "Console") -> None:
-    """One table per rank: counts, time, what binds, memory, solver."""
+def print_variant(variant: Variant, out: "Console", words: Words = WITH_GPU) -> None:
+    """One table per rank: counts, time, what binds, memory, solver. words: what things are called on the machine."""
     for rank in variant.ranks:
-        print_whole(_time_table(variant, rank), out)
-        print_whole(_memory_table(rank), out)
+        for table in (_time_table(variant, rank, words), _memory_table(rank)):
+            out.print()
+            print_whole(table, out)
+    out.print()
     if not variant.plan_needed:
-        text = "Everything fits in VRAM: no plan is needed, and every tier keeps everything there."
+        text = f"Everything fits in {words.arena}: no plan is needed, and every tier keeps everything there."
         out.print(text, highlight=False, soft_wrap=True)
     w = variant.workload
     if w.split_mode == "tensor":
         out.print(f"Ranks' parts are summed in {describe_sums(w.reduce_dtype)}.", highlight=False, soft_wrap=True)
     if variant.considered:
         print_whole(_ways_table(variant), out)
-    out.print(
-        f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens "
-        f"(micro-batches of {w.max_ubatch}), then {show_rate(decode_rate(variant))} tok/s{_of_all(w)}.",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _of_all(workload: Workload) -> str:
-    """What a rate is of."""
-    n = workload.concurrency
-    return f" of all with {n} request{'s' * (n > 1)} running on average" if n else ""
+        out.print()
 
 
 def _ways_table(variant: Variant) -> "Table":
@@ -66,7 +57,7 @@ def _ways_table(variant: Variant) -> "Table":
     return table
 
 
-def _time_table(variant: Variant, rank: RankPlan) -> "Table":
+def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     """What each tier does and how long it takes."""
     share = f", rank {rank.rank} ({rank.share:.0%} of the model)" if len(variant.ranks) > 1 else ""
     solve = rank.tiers[0].solve
@@ -84,17 +75,18 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
         in_vram = sum(p.kv == "vram" for p in tier.placements)
         p = tier.prediction
         table.add_row(
-            str(tier.tokens), *(str(n) for n in count.values()), f"{in_vram}/{layers}", f"{p.seconds * 1e3:.2f}",
-            f"{p.bound_seconds * 1e3:.2f}", show_rate(tier.tokens / p.seconds), p.binds,
+            str(tier.tokens), *(str(n) for n in count.values()), f"{in_vram}/{layers}", show_rate(p.seconds * 1e3),
+            show_rate(p.bound_seconds * 1e3), show_rate(tier.tokens / p.seconds), words.lanes.get(p.binds, p.binds),
         )  # fmt: skip
     return table
 
 
 def _memory_table(rank: RankPlan) -> "Table":
     """What the arena holds in each tier, in MiB."""
-    cached = ("experts that follow use",) if rank.caches else ()
+    cached = ("following",) if rank.caches else ()
     columns = ("tokens", "pinned", *cached, "scratch", "slots", "KV", "in use", "left")
-    table = _new_table("MiB of the budget", columns)
+    title = "MiB of the budget" + "; following: experts that follow use" * bool(cached)
+    table = _new_table(title, columns)
     for tier in rank.tiers:
         b = tier.buffers
         slots = f"{b.slots} x {b.slot_bytes / MIB:.0f}" if b.slots else "0"
@@ -129,7 +121,8 @@ def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.pad_edge = False
     for name in columns:
         table.add_column(name, justify="left" if name in ("binds", "plan", "way", "why") else "right", no_wrap=True)
     return table
@@ -141,6 +134,7 @@ def print_explanation(
     alone: tuple[TierAlone, ...],
     out: "Console",
     maps: tuple[ExpertMap, ...] = (),
+    words: Words = WITH_GPU,
 ) -> None:
     """Units of every tier, layer by layer, with the places of routed experts by the `maps` of the ranks that have some,
     then what binds each tier, what a better machine would bring, and why a tier is slower than it could be."""
@@ -148,7 +142,7 @@ def print_explanation(
     for rank in variant.ranks:
         out.print(
             f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x divided; "
-            "KV: V in VRAM, h on the host",
+            f"KV: V in {words.arena}, h on the host",
             highlight=False,
             soft_wrap=True,
         )
@@ -163,17 +157,18 @@ def print_explanation(
     out.print()
     for i, tier in enumerate(variant.ranks[0].tiers):
         slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
-        busy = ", ".join(f"{lane} {s / slowest.prediction.seconds:.0%}" for lane, s in slowest.prediction.busy if s)
+        whole = slowest.prediction.seconds
+        busy = ", ".join(f"{words.lanes.get(lane, lane)} {s / whole:.0%}" for lane, s in slowest.prediction.busy if s)
         worth = "; ".join(
             f"{gain.change}: {max(0.0, dict(gain.speedups)[tier.tokens] - 1):+.0%}"
             for gain in gains
             if tier.tokens in dict(gain.speedups)
         )
-        text = f"tier {tier.tokens}: {BINDS[slowest.prediction.binds]} (busy: {busy})"
+        text = f"tier {tier.tokens}: {words.binds[slowest.prediction.binds]} (busy: {busy})"
         out.print(text + (f"; {worth}" if worth else ""), highlight=False, soft_wrap=True)
     for tier_alone in alone:
         if tier_alone.over > NOTABLE:
-            text = f"tier {tier_alone.tokens} shares VRAM with the other tiers: {tier_alone.in_words()}"
+            text = f"tier {tier_alone.tokens} shares {words.arena} with the other tiers: {tier_alone.in_words()}"
             out.print(text, highlight=False, soft_wrap=True)
 
 

@@ -9,10 +9,12 @@ from dataclasses import replace
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.search.climb import SLOT_CHOICES
 from pshard.units.moe.on_host import keep_on_host
+from pshard.workload import MIB, Workload
 
 RESERVE = 2 << 30  # bytes left to the system, the process itself and what reading the model file caches...
 RESERVED_SHARE = 16  # ...or this part of a small memory
@@ -20,10 +22,24 @@ RESERVED_SHARE = 16  # ...or this part of a small memory
 
 def usable_bytes(profile: MachineProfile, ranks: int) -> int:
     """Bytes of host memory for weights, KV cache and arenas of the CPU, of all hosts. Ranks on GPUs beyond those of the
-    profile are on further hosts like it."""
+    profile are on further hosts like it. A plan that comes near gets a note (shown/memory_use.py)."""
+    memory = profile.host.memory_bytes
+    return count_hosts(profile, ranks) * (memory - min(RESERVE, memory // RESERVED_SHARE))
+
+
+def count_hosts(profile: MachineProfile, ranks: int) -> int:
+    """On how many hosts like the profile's so many ranks are."""
     gpus = len(profile.accelerators) if profile.accelerators[0].kind == "cuda" else ranks
-    memory, on_one = profile.host.memory_bytes, profile.ranks_per_host or max(1, gpus)
-    return -(-ranks // on_one) * (memory - min(RESERVE, memory // RESERVED_SHARE))
+    return -(-ranks // (profile.ranks_per_host or max(1, gpus)))
+
+
+def binds_host(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> bool:
+    """Whether host memory may be what limits a plan: it does not hold the whole model with all its states, and without
+    a GPU the budgets beside them."""
+    nbytes = spec.packed_nbytes + sum(u.state_nbytes(spec.config, workload.state_shape) for u in spec.units)
+    if profile.accelerators[0].kind == "cpu":
+        nbytes += sum(min(mib * MIB, 2 * nbytes) for mib in workload.vram_mib)
+    return nbytes > usable_bytes(profile, len(workload.vram_mib))
 
 
 def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> tuple[Room, ...]:

@@ -1,1 +1,1 @@
-"""What to do where no plan fits."""
+"""What to do where no plan fits, and what a better machine would bring."""

@@ -19,6 +19,7 @@ from pshard.commands.plan_output import (
     as_json,
     emit_arguments,
     explain_plans,
+    list_tight,
     list_unsaid_of,
     print_arguments,
     print_plans,
@@ -33,6 +34,7 @@ from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.known_models import note_model
 from pshard.registries.store import check_registry_place, load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
+from pshard.session.this_machine import free_host_bytes
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def _run(argv: list[str]) -> int:
         return 0
     registry = _find_registry(args, path, bool(elsewhere))
     planned = _plan_all(args, path, profile, bool(elsewhere), tell)
-    said = _prepare_output(args, planned, tell)
+    said = _prepare_output(args, planned, bool(elsewhere), tell)
     if registry:
         for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
             tell(f"note: {why}")
@@ -114,7 +116,7 @@ def _plan_offered(
 
     with open_offer(reference) as offer:
         planned = _plan_all(args, offer.path, profile, elsewhere, tell)
-        said = _prepare_output(args, planned, tell)
+        said = _prepare_output(args, planned, elsewhere, tell)
         if not args.json:
             said()  # before the others, which take half a second each
         known = {offer.model.label: planned.variants[0]}
@@ -135,7 +137,7 @@ def _plan_offered(
     tell(f"registry: not written, as the model is not here; pshard run {reference} fetches it")
 
 
-def _prepare_output(args: argparse.Namespace, planned: Planned, tell: Tell) -> Callable[..., None]:
+def _prepare_output(args: argparse.Namespace, planned: Planned, elsewhere: bool, tell: Tell) -> Callable[..., None]:
     """Work out all that is to be said of the plans, and tell what they lack; what is returned says it, as JSON beside
     what it is given. Raises UserError for what cannot be said, before anything is written."""
     profile = planned.profile
@@ -143,6 +145,9 @@ def _prepare_output(args: argparse.Namespace, planned: Planned, tell: Tell) -> C
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
     emitted = emit_arguments(planned, args.emit) if args.emit else []
     for line in list_unsaid_of(planned) if args.emit else ():
+        tell(f"note: {line}")
+    free = None if elsewhere or args.profile else free_host_bytes()
+    for line in list_tight(planned, free):
         tell(f"note: {line}")
     for gap in list_gaps(profile, args.split_mode != "none", planned.spec.config.experts is not None):
         tell(f"note: {gap}")

@@ -15,6 +15,7 @@ from pshard.workload import Workload
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
     from pshard.planner.serving.promise import Promise
+    from pshard.planner.shown.memory_use import MemoryUse
     from pshard.planner.tier_alone import TierAlone
     from pshard.routing.record import RoutingRecord
     from pshard.routing.replay import Replay
@@ -126,6 +127,25 @@ def promise_all(planned: Planned) -> "tuple[Promise, ...]":
     return tuple(promise(under_plan(planned.spec, v), planned.profile, v) for v in loads)
 
 
+def measure_uses(planned: Planned) -> "tuple[MemoryUse, ...]":
+    """How much memory every variant takes."""
+    from pshard.planner.shown.memory_use import measure_use
+
+    return tuple(measure_use(planned.spec, planned.profile, variant) for variant in planned.variants)
+
+
+def list_tight(planned: Planned, free: int | None) -> list[str]:
+    """A line for each variant that host memory may be too small for; a line names its budget where there are several.
+    free: bytes of it that are free now, where the plans are for this machine."""
+    from pshard.planner.shown.memory_use import describe_tight
+
+    several, found = len(planned.variants) > 1, list[str]()
+    for variant, use in zip(planned.variants, measure_uses(planned)):
+        if line := describe_tight(use, free):
+            found.append(f"{variant.workload.vram_mib[0]} MiB: {line}" if several else line)
+    return found
+
+
 def print_plans(planned: Planned, explained: Explained | None) -> None:
     """Tables of trials and plans; of those that are `explained` also where every unit is and what binds, what tiers
     could be alone, the published strategies beside them, and what a server can promise."""
@@ -134,20 +154,25 @@ def print_plans(planned: Planned, explained: Explained | None) -> None:
     from pshard.planner.routing.show_routing import print_replay
     from pshard.planner.serving.show_promise import print_promises
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
+    from pshard.planner.shown.machine_words import words_for
+    from pshard.planner.shown.show_summary import print_budgets, print_summary
     from pshard.routing.expert_map import map_experts
 
-    out = Console()
+    out, words, uses = Console(), words_for(planned.profile), measure_uses(planned)
     if planned.replay:
         print_replay(planned.replay, out)
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
         print_trials(trials, out)
-        print_variant(variant, out)
+        print_summary(variant, uses[i], words, out)
+        print_variant(variant, out, words)
         if explained:
             gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())
-            print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant))
+            print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant), words)
             print_outlook(explained.outlooks[i], out)
     if explained:
         print_promises(promise_all(planned), out)
+    if len(planned.variants) > 1:
+        print_budgets(planned.variants, uses, out)
 
 
 def print_arguments(planned: Planned, emitted: list[str]) -> None:
@@ -178,4 +203,5 @@ def as_json(planned: Planned, explained: Explained | None) -> dict[str, Any]:
         "experts": to_json([of_rank for v in variants for of_rank in map_experts(planned.spec, v)]),
         "routing": to_json(planned.replay),
         "promises": to_json(promise_all(planned)),
+        "memory": to_json(measure_uses(planned)),
     }

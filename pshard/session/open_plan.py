@@ -14,13 +14,14 @@ from pshard.registries.known_models import note_model
 from pshard.routing.order_experts import order_experts
 from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
 from pshard.session.run_request import RunRequest, full_workload, places_of, suggest_budget, wanted_workload
-from pshard.session.this_machine import check_machine, doubt_free_memory
+from pshard.session.this_machine import check_machine, doubt_free_memory, free_host_bytes
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
+    from pshard.planner.shown.memory_use import MemoryUse
     from pshard.registries.fingerprint import Inputs
     from pshard.routing.record import RoutingRecord
 
@@ -84,7 +85,7 @@ def open_plan(request: RunRequest) -> Opened:
         made, path = _plan_again(request, full, file, profile, path, inputs)
         if known:
             tell_once(f"note: {str(error).split('; run: ')[0]}; so it was planned anew")
-        tell_once(describe_made(made, path, command))
+        _tell_made(file.spec, profile, made, path, command)
         if not request.vram_mib and profile.accelerators[0].kind == "cuda" and (doubt := doubt_free_memory()):
             tell_once(f"note: {doubt}")
         choice = choose()
@@ -168,16 +169,27 @@ def _describe_waste(variant: Variant, full: Workload, command: str) -> str | Non
     return f"note: the plan takes {used} MiB of VRAM, {there} are free; for a plan of these: {command}"
 
 
-def describe_made(variant: Variant, registry: Path, command: str) -> str:
-    """What was planned, where it is kept, and the command that plans it again."""
+def _tell_made(spec: "ModelSpec", profile: MachineProfile, variant: Variant, registry: Path, command: str) -> None:
+    """Say what was planned, where it is kept, and the command that plans it again; note when host memory is short."""
+    from pshard.planner.shown.memory_use import describe_tight, measure_use
+
+    use = measure_use(spec, profile, variant)
+    tell_once(describe_made(variant, use, profile.accelerators[0].kind == "cuda", registry, command))
+    if line := describe_tight(use, free_host_bytes()):
+        tell_once(f"note: {line}")
+
+
+def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Path, command: str) -> str:
+    """What was planned, how much memory it takes, where it is kept, and the command that plans it again."""
     from pshard.planner.serving.show_promise import show_rate
     from pshard.times.predicted_times import decode_rate, first_token_seconds
 
     w = variant.workload
     budget, rate = ",".join(map(str, w.vram_mib)), decode_rate(variant)
+    memory = f"{budget} MiB of VRAM and {use.host} of host memory" if on_gpu else f"{use.host} of memory"
     kept = "not kept" if is_unsaved(registry) else f"kept in {registry}"
     return (
-        f"plan: {budget} MiB of VRAM, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s after "
+        f"plan: {memory}, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s after "
         f"{first_token_seconds(variant):.3g} s for a prompt of {w.prompt}; {kept}\n"
         f"      to plan it again, or otherwise: {command}"
     )

@@ -54,6 +54,13 @@ def doubt_free_memory() -> str | None:
     )
 
 
+def free_host_bytes() -> int:
+    """Bytes of host memory that are free now, or hold files that can be read again."""
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
 def free_by_driver() -> dict[int, int]:
     """Free bytes of each GPU of the machine, as the driver says, without torch; none where it says nothing."""
     try:

@@ -22,6 +22,7 @@ from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.example_sheets import main as write_examples
 from pshard.planner.published.strategies import NAMES
+from pshard.planner.serving.show_promise import show_rate
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.registries.store import load_registry
 from pshard.times.predicted_times import round_seconds
@@ -73,7 +74,7 @@ def test_a_plan_is_printed_and_stored(plan):
     (variant,) = stored.variants
     assert variant.plan_needed and variant.workload.vram_mib == (OWN + 4,)
     for tier in variant.ranks[0].tiers:
-        assert f"{tier.prediction.seconds * 1e3:.2f}" in out
+        assert f"  {show_rate(tier.prediction.seconds * 1e3)}  " in out
     assert str(registry) in err
 
 
@@ -142,7 +143,10 @@ def test_a_published_strategys_gains_are_its_own(plan):
     """More memory and a faster link are worth what they bring to the strategy, not what the planner would do better."""
     _, out, _, registry = plan("--vram", MIB, "--strategy", "attention-first", "--json", "--explain")
     before = load_registry(registry).variants[0].ranks[0].tiers
-    (memory, link) = json.loads(out)["gains"][0]["what_if"]
+    memory, link, *others = json.loads(out)["gains"][0]["what_if"]
+    assert [each["change"] for each in others] == [
+        "host memory twice as fast", "twice the cores", "twice the host memory",
+    ]  # fmt: skip
     _, out, _, _ = plan("--vram", str(OWN + 4 + 1024), "--strategy", "attention-first", "--json")
     after = from_json(Registry, json.loads(out)["registry"]).variants[0].ranks[0].tiers
     seconds = {t.tokens: t.prediction.seconds for t in after}

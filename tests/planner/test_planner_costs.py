@@ -18,13 +18,13 @@ from pshard.machine import (
     ShareTiming,
 )
 from pshard.plan import Correction, Factor
-from pshard.planner.explain import double_link
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.price.unit_costs import Setting, divided_cost, unit_cost
+from pshard.planner.remedies.better_machine import double_link
 from pshard.steps.step import AllReduce, Gather
 from pshard.units.ffn import FFN
 from pshard.units.share import Share

@@ -1,0 +1,1 @@
+"""What is said first of a plan: how fast, in how much memory, and in whose words."""

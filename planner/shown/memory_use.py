@@ -1,0 +1,62 @@
+"""How much memory a plan takes, beside what there is."""
+
+from dataclasses import dataclass
+
+from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.cuts.rank_parts import cut_ranks
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.planner.check_plan import count_host_bytes
+from pshard.planner.price.host_limits import count_hosts
+from pshard.units.moe.followed import under_plan
+from pshard.workload import MIB
+
+LEFT = 8  # a plan that leaves less than this part of host memory is worth a word
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What a plan takes. vram_mib: of each budget, what torch and the kernels hold included. host_bytes: of weights, KV
+    cache and, without a GPU, of what lies in the budget, on all hosts together, which have host_memory_bytes."""
+
+    vram_mib: tuple[int, ...]
+    host_bytes: int
+    host_memory_bytes: int
+
+    @property
+    def host(self) -> str:
+        """Host memory in words."""
+        return f"{self.host_bytes / GIB:.1f} of {self.host_memory_bytes / GIB:.4g} GiB"
+
+
+def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> MemoryUse:
+    """What the variant takes on the machine that it was planned for."""
+    kind, hosts = profile.accelerators[0].kind, count_hosts(profile, len(variant.ranks))
+    specs = cut_ranks(under_plan(spec, variant), variant.split)
+    own = TORCH_RESERVE_MIB if kind == "cuda" else 0
+    used = (max(tier.buffers.total for tier in rank.tiers) for rank in variant.ranks)
+    return MemoryUse(
+        tuple(own - -nbytes // MIB for nbytes in used),
+        count_host_bytes(specs, variant, kind),
+        hosts * profile.host.memory_bytes,
+    )
+
+
+def describe_tight(use: MemoryUse, free: int | None = None) -> str | None:
+    """A line where host memory may be too small for the plan beside what else there is; None where it is not.
+
+    free: bytes of it that are free now, where the plan is for this machine.
+    """
+    takes = f"the plan keeps {use.host_bytes / GIB:.1f} GiB in host memory"
+    left = use.host_memory_bytes - use.host_bytes
+    if left < use.host_memory_bytes / LEFT:
+        return (
+            f"{takes}, which leaves {left / GIB:.1f} of {use.host_memory_bytes / GIB:.4g} to the system, other "
+            "programs and the file while it is read; where they need more the machine swaps or ends the run: a shorter "
+            "-c, a smaller file or a larger --vram leaves more"
+        )
+    if free is not None and use.host_bytes > free:
+        return f"{takes}, of which {free / GIB:.1f} are free now; end what else holds memory before it runs"
+    return None

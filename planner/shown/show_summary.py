@@ -1,0 +1,52 @@
+"""What a user asked a plan for: how fast it answers, and how much memory it takes."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pshard.plan import Variant
+from pshard.planner.serving.show_promise import show_rate
+from pshard.planner.shown.machine_words import Words
+from pshard.planner.shown.memory_use import MemoryUse
+from pshard.print_table import print_whole
+from pshard.times.predicted_times import decode_rate, first_token_seconds
+from pshard.workload import Workload
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console") -> None:
+    """Three lines, the first of a plan: rate, budget, host memory."""
+    w = variant.workload
+    budget = ", ".join(f"{used} of {mib}" for used, mib in zip(use.vram_mib, w.vram_mib))
+    arena = words.arena[0].upper() + words.arena[1:]
+    lines = (
+        ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{_of_all(w)}"),
+        ("", f"time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens"),
+        (arena, f"{budget} MiB"),
+        ("Host memory", use.host),
+    )
+    for name, text in lines:
+        out.print(f"{name:<12} {text}", highlight=False, soft_wrap=True)
+
+
+def print_budgets(variants: Sequence[Variant], uses: Sequence[MemoryUse], out: "Console") -> None:
+    """The plans of a sweep, a line for each budget."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    title = "\nIn short, by budget"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("MiB", "tok/s", "first token s", "host GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for variant, use in zip(variants, uses):
+        budget = ",".join(map(str, variant.workload.vram_mib))
+        first = f"{first_token_seconds(variant):.3g}"
+        table.add_row(budget, show_rate(decode_rate(variant)), first, f"{use.host_bytes / (1 << 30):.1f}")
+    print_whole(table, out)
+
+
+def _of_all(workload: Workload) -> str:
+    """What a rate is of."""
+    n = workload.concurrency
+    return f" of all with {n} request{'s' * (n > 1)} running on average" if n else ""
