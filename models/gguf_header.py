@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.models.stored import ANOTHER, FETCH_AGAIN, MappedFile, StoredTensor, check_layout
+from pshard.models.stored import ANOTHER, FETCH_AGAIN, MISSING, MappedFile, StoredTensor, check_layout
 from pshard.quant import QUANT_TYPES, align
 
 # value type in the file -> NumPy dtype; 8 is a string, 9 an array
@@ -27,7 +27,6 @@ TENSOR_TYPES = {
 }
 _FIRST_READ = 1 << 20  # bytes of a file that are read at first; then as many again, as long as the header goes on
 LONGEST_NAME = 64  # of tensors, as in ggml
-MISSING = "give a GGUF file, a folder, or a model of the Hub as ORG/REPO:QUANT; pshard models lists those that are here"
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -61,7 +60,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 def _read_parts(path: Path) -> list[GgufHeader]:
     match = _SPLIT_NAME.fullmatch(path.name)
-    alone = [_read_part(MappedFile(path, MISSING))] if not match or path.exists() else []
+    alone = [_read_part(MappedFile(path, f"give {MISSING}"))] if not match or path.exists() else []
     if not match or (alone and _is_whole(alone[0])):
         return alone
     count = int(match[3])
@@ -71,7 +70,7 @@ def _read_parts(path: Path) -> list[GgufHeader]:
         raise UserError(
             f"{path}: part {missing[0]} of the split model is missing ({len(missing)} of {count} are); fetch it too"
         )
-    return [_read_part(MappedFile(p, MISSING)) for p in paths]
+    return [_read_part(MappedFile(p, f"give {MISSING}")) for p in paths]
 
 
 def _is_whole(part: GgufHeader) -> bool:

@@ -24,8 +24,9 @@ except ImportError:  # where there are no such limits
     resource = None  # type: ignore[assignment]
 
 MOST_FILES = 1 << 16  # open at once
-
 FETCH_AGAIN, ANOTHER = "fetch it again", "take another file or model"  # what whoever has such a file can do
+MISSING = "a GGUF file, a folder, or a model of the Hub as ORG/REPO:QUANT; pshard models lists those that are here"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def allow_many_files() -> None:
@@ -43,7 +44,10 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a pipe would wait for a writer
 
 
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+def check_there(path: Path) -> None:
+    """Raise UserError where there is no such file or folder."""
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file; give {MISSING}")
 
 
 class MappedFile:

@@ -64,7 +64,7 @@ def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     w = variant.workload
     users = f" for {w.sequences} sequences" if w.sequences > 1 else ""
     title = f"{rank.budget_mib} MiB{share}, context {w.context}{users}; "
-    title += f"{solve.strategy}: {solve.status}"
+    title += f"{solve.strategy.replace('VRAM', words.arena)}: {solve.status}"
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s)"
@@ -114,6 +114,7 @@ def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
             cells += [f"{again.prediction.seconds * 1e3:.2f}"] if fitted else []
             table.add_row(name, str(tier.tokens), *cells, total)
             name = total = ""
+    out.print()
     print_whole(table, out)
 
 

@@ -13,6 +13,7 @@ import torch
 from pshard import __version__
 from pshard.errors import UserError
 from pshard.machine import (
+    BUSY,
     AcceleratorInfo,
     AttentionTiming,
     CollectiveTiming,
@@ -166,10 +167,7 @@ def _describe_disturbance(share: float) -> tuple[str, ...]:
     """A note where others may have cost much of the time in which kernels were timed."""
     if share < DISTURBED:
         return ()
-    return (
-        "other programs or machines had cores while kernels were timed, which may have cost "
-        f"{share:.0%} of the time: profile again when nothing else runs",
-    )
+    return (f"{BUSY}, which may have cost {share:.0%} of the time: profile again when nothing else runs",)
 
 
 def layers_to_read(request: ProfileRequest) -> Sequence[Layer]:

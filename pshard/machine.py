@@ -260,6 +260,9 @@ class Provenance:
     short: bool = False  # made in seconds by the first run of a model
 
 
+BUSY = "other programs or machines had cores while kernels were timed"  # how a note on that begins
+
+
 @dataclass(frozen=True)
 class MachineProfile:
     """All of it. Tables are rows in no particular order; the planner interpolates.
@@ -288,6 +291,11 @@ class MachineProfile:
     in_place: tuple[InPlaceTiming, ...] = ()  # none: priced as copies
     ranks_per_host: int = 0
     version: int = PROFILE_VERSION
+
+    @property
+    def busy(self) -> str | None:
+        """The note that says how much other programs or machines disturbed the timings; None where they did not."""
+        return next((note for note in self.provenance.notes if note.startswith(BUSY)), None)
 
     def ranks_here(self, ranks: int) -> int:
         """How many of so many ranks share one host."""

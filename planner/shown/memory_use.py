@@ -28,7 +28,8 @@ class MemoryUse:
     @property
     def host(self) -> str:
         """Host memory in words."""
-        return f"{self.host_bytes / GIB:.1f} of {self.host_memory_bytes / GIB:.4g} GiB"
+        taken = f"{self.host_bytes / GIB:.1f} GiB" if self.host_bytes >= GIB else f"{-(-self.host_bytes // MIB)} MiB"
+        return f"{taken} of {self.host_memory_bytes / GIB:.4g} GiB"
 
 
 def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> MemoryUse:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import run_cli
-from pshard.commands.parsing.model_flags import choose_model, named_model
+from pshard.commands.parsing.model_flags import check_model_place, choose_model, named_model
 from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
 from pshard.commands.plan_output import (
     Planned,
@@ -68,6 +68,7 @@ def _run(argv: list[str]) -> int:
         messages.print(line, highlight=False, soft_wrap=True, markup=False)
 
     offered = find_offered(named_model(args) or os.environ.get("PSHARD_MODEL"))
+    check_model_place(args)  # before a profile is missed
     path = None if offered else choose_model(args)
     profile = load_profile(args.profile)
     elsewhere = _other_machine(profile)
@@ -166,9 +167,9 @@ def _prepare_output(args: argparse.Namespace, planned: Planned, elsewhere: bool,
 
 
 def list_gaps(profile: MachineProfile, splits: bool, routes: bool) -> list[str]:
-    """What the profile lacks for a plan that splits a model, or for a model with routed experts, and how it is priced
-    instead."""
-    gaps = []
+    """What is wrong with the profile, and what it lacks for a plan that splits a model, or for a model with routed
+    experts, and how that is priced instead."""
+    gaps = [f"the profile is of a busy machine: {profile.busy}"] if profile.busy else []
     if splits and not profile.collectives:
         gaps.append("the profile has no collectives; what ranks exchange is priced as copies through host memory")
     if routes and not profile.experts:

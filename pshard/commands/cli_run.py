@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import check_writable, new_parser, run_cli
+from pshard.commands.parsing.model_flags import check_model_place
 from pshard.commands.parsing.sampling_flags import add_sampling_flags, make_sampling, read_grammar
 from pshard.commands.parsing.text_flags import add_text_flags, check_text_flags, most_tokens, read_prompt, sized_for
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request, planned_flags
@@ -57,6 +58,7 @@ def make_parser() -> ArgumentParser:
 def _main(argv: list[str]) -> int:
     args = _parse_flags(argv)
     grammar, sampling = read_grammar(args), make_sampling(args)
+    check_model_place(args)  # first: without a terminal a word that is no model looks like a lacking prompt
     prompt = read_prompt(args)
     request = make_request(args, plans=True)
     if prompt is None or (args.conversation and isinstance(prompt, str)):
@@ -64,6 +66,7 @@ def _main(argv: list[str]) -> int:
 
         return run_chat(request, args, prompt, ("pshard.commands.cli_run", argv))
     ids, doubts, most = _encode_prompt(request.model, prompt, args)
+    _check_length(len(ids), args, most)
     request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
 
     from pshard.runtime.ranks.started import started_ranks
@@ -138,6 +141,16 @@ def _encode_prompt(model: Path, prompt: str | list[int], args: Any) -> tuple[lis
     return tokenizer.encode_chat(text), [f"{why}: {doubtful} in it is plain text"] if doubtful else [], most
 
 
+def _check_length(tokens: int, args: Any, most: int) -> None:
+    """Raise UserError for a prompt that leaves no token of context to an answer. most: what the model has (0: not
+    known)."""
+    what = f"the prompt file {args.file}" if args.file is not None else "the prompt"
+    if most and tokens >= most:
+        raise UserError(f"{what} has {tokens} tokens, and the model's context is {most}; give a shorter one")
+    if args.ctx_size is not None and tokens > args.ctx_size:
+        raise UserError(f"{what} has {tokens} tokens, more than -c {args.ctx_size}; give a larger -c or less text")
+
+
 def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> list[int]:
     """Load the prompt cache; returns what of the prompt is still to be computed, at least its last token."""
     if args.prompt_cache is None or not engine.agree(args.prompt_cache.exists()):  # another run may write it now
@@ -190,9 +203,10 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
         return
     print(text.finish() if text else "", flush=True)  # before what stderr says, where both go to one place
     rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
+    place = "on the accelerator" if engine.device.kind == "cuda" else "of the budget"
     used, budget = (nbytes / (1 << 20) for nbytes in (ranks[0].accelerator, ranks[0].budget))
     print(
-        f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget:.0f} MiB on the accelerator, "
+        f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget:.0f} MiB {place}, "
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )

@@ -159,16 +159,16 @@ def print_plans(planned: Planned, explained: Explained | None) -> None:
     from pshard.routing.expert_map import map_experts
 
     out, words, uses = Console(), words_for(planned.profile), measure_uses(planned)
-    if planned.replay:
-        print_replay(planned.replay, out)
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
-        print_trials(trials, out)
         print_summary(variant, uses[i], words, out)
+        print_trials(trials, out)
         print_variant(variant, out, words)
         if explained:
             gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())
             print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant), words)
             print_outlook(explained.outlooks[i], out)
+    if planned.replay:
+        print_replay(planned.replay, out)
     if explained:
         print_promises(promise_all(planned), out)
     if len(planned.variants) > 1:

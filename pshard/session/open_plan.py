@@ -54,7 +54,7 @@ def open_plan(request: RunRequest) -> Opened:
     file = open_model(request.model)
     check_kv_types(file.spec.config, request.type_k, request.type_v)
     profile = load_profile(request.profile)
-    check_machine(profile)
+    check_machine(profile, request.profile)
     want = wanted_workload(request, profile)
     path = registry_path(request.model, request.registry)
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
@@ -177,6 +177,8 @@ def _tell_made(spec: "ModelSpec", profile: MachineProfile, variant: Variant, reg
     tell_once(describe_made(variant, use, profile.accelerators[0].kind == "cuda", registry, command))
     if line := describe_tight(use, free_host_bytes()):
         tell_once(f"note: {line}")
+    if profile.busy:
+        tell_once(f"note: the profile is of a busy machine: {profile.busy}")
 
 
 def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Path, command: str) -> str:
@@ -186,7 +188,7 @@ def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Pa
 
     w = variant.workload
     budget, rate = ",".join(map(str, w.vram_mib)), decode_rate(variant)
-    memory = f"{budget} MiB of VRAM and {use.host} of host memory" if on_gpu else f"{use.host} of memory"
+    memory = f"{budget} MiB of VRAM, {use.host} host memory" if on_gpu else f"{use.host} memory"
     kept = "not kept" if is_unsaved(registry) else f"kept in {registry}"
     return (
         f"plan: {memory}, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s after "

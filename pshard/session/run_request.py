@@ -114,7 +114,8 @@ def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Wor
     """
     most = spec.config.context
     if most and want.share > most:
-        raise UserError(f"{want.share} tokens of context are more than the model's {most}; give a smaller -c or -n")
+        flags = "-c or -n" if request.plans else "-c, -n, -p or -d"  # of a run, or of a bench, which plans nothing
+        raise UserError(f"{want.share} tokens of context are more than the model's {most}; give a smaller {flags}")
     if want.concurrency:
         sizes = size_load(want.concurrency, most or None, request.sequences, request.context)
         return replace(want, **vars(sizes))

@@ -1,12 +1,15 @@
 """What is known of the machine that a session runs on: whether a profile is of it, what is free, what it is made of."""
 
+from pathlib import Path
+
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.workload import UNLIMITED_MIB
 
 
-def check_machine(profile: MachineProfile) -> None:
-    """Raise UserError when the profile was measured on another machine than this one."""
+def check_machine(profile: MachineProfile, given: Path | None = None) -> None:
+    """Raise UserError when the profile was measured on another machine than this one. given: its file, where one was
+    asked for."""
     from pshard.profile.identify import identify_accelerators, identify_host
 
     here = identify_host(profile.host.threads)
@@ -30,6 +33,10 @@ def check_machine(profile: MachineProfile) -> None:
 
         missing = f" ({native.why_missing()})" if here.kernels != profile.host.kernels and native.why_missing() else ""
         what = "; ".join(changed)
+        if given is not None:
+            raise UserError(
+                f"--profile {given} is of another machine: {what}{missing}; leave it out, or run on that machine"
+            )
         raise UserError(f"the machine profile is of another machine: {what}{missing}; run pshard-profile")
 
 

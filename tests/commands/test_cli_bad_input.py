@@ -228,6 +228,25 @@ def test_profile_of_another_machine(planned: World, refuse: Refuse) -> None:
         assert "another machine" in line and "Another CPU" in line and "pshard-profile" in line
 
 
+def test_a_profile_of_another_machine_that_was_asked_for_is_named(planned: World, refuse: Refuse) -> None:
+    other = planned.profile.with_name("other.json")
+    shutil.copy(planned.profile, other)
+    edit_json(other, "host", "cpu", value="Another CPU")
+    line = refuse(*commands_of(planned)[1], "--profile", other)
+    assert f"--profile {other} is of another machine: cpu: Another CPU" in line and "leave it out" in line
+    assert "run pshard-profile" not in line  # which would change nothing
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_missing_model_is_named_before_all_else_that_is_missing(
+    world: World, refuse: Refuse, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.profile.unlink()
+    assert "llama3: there is no such file; give a GGUF file" in refuse(command, "llama3")  # no profile, no prompt
+    monkeypatch.setenv("PSHARD_MODEL", "llama3")
+    assert "llama3: there is no such file" in refuse(command)
+
+
 def test_profile_of_another_accelerator(planned: World, refuse: Refuse) -> None:
     edit_json(planned.profile, "accelerators", 0, "name", value="Some GPU")
     for call in commands_of(planned)[1:]:
@@ -708,12 +727,19 @@ def test_bad_run_flags(planned: World, refuse: Refuse, flags: list[str], words: 
 
 def test_prompt_longer_than_the_model_s_context(planned: World, refuse: Refuse) -> None:
     line = refuse("run", "-m", planned.model, "--vram", 6, "-p", "a" * 600, "-n", 20)
+    assert "the prompt has 600 tokens, and the model's context is 512; give a shorter one" in line
+    file = planned.model.with_name("long.txt")
+    file.write_text("a" * 600)
+    assert f"the prompt file {file} has 600 tokens" in refuse("run", "-m", planned.model, "-f", file)
+    line = refuse("run", "-m", planned.model, "--vram", 6, "-p", "a" * 500, "-n", 120)
     assert "620 tokens of context are more than the model's 512; give a smaller -c or -n" in line
+    line = refuse("bench", "-m", planned.model, "--vram", 6, "-p", 600)
+    assert "600 tokens of context are more than the model's 512; give a smaller -c, -n, -p or -d" in line
 
 
 def test_prompt_longer_than_the_context_that_was_asked_for(planned: World, refuse: Refuse) -> None:
     line = refuse("run", "-m", planned.model, "--vram", 6, "-c", 100, "-p", "a" * 200)
-    assert "0 + 200 tokens exceed the context of 128" in line
+    assert "the prompt has 200 tokens, more than -c 100; give a larger -c or less text" in line
 
 
 def test_text_for_a_model_without_tokenizer(world: World, refuse: Refuse) -> None:

@@ -53,7 +53,7 @@ def test_plan_run_bench_report(world: World, tmp_path: Path, capsys: pytest.Capt
 
     run(world, "--vram", world.budget, "-p", "To be", "-n", 6, "-s", 1)
     said = capsys.readouterr()
-    used, budget = map(int, re.search(r"(\d+) of (\d+) MiB on the accelerator", said.err).groups())  # type: ignore
+    used, budget = map(int, re.search(r"(\d+) of (\d+) MiB of the budget", said.err).groups())  # type: ignore
     assert 0 < used <= budget == world.budget
     assert re.search(r"^6 tokens; first after [0-9.]+ s, then [0-9.]+ tok/s", said.err, re.MULTILINE)
 
@@ -164,7 +164,7 @@ def test_registry_keeps_a_variant_per_budget_and_the_largest_that_fits_runs(
     for given, used in ((4, 4), (7, 4), (8, 8), (4000, 8)):
         capsys.readouterr()
         run(world, "--vram", given, "-p", "a", "-n", 2)
-        assert f"of {used} MiB on the accelerator" in capsys.readouterr().err
+        assert f"of {used} MiB of the budget" in capsys.readouterr().err
 
 
 def test_replan_after_the_model_changed(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -25,7 +25,7 @@ PROFILE = profile_from_datasheet(DESKTOP)
 ON_CPU = profile_from_datasheet(replace(DESKTOP, kind="cpu", link=20e9, acc_memory=45e9, acc_flops=0.5e12))
 SPEC = make_model(12, d_ffn=2048, vocab=4096)
 WORK = Workload((OWN + 40,), context=2048, prompt=1024, generated=64, max_ubatch=1024)
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def with_memory(profile: MachineProfile, nbytes: int) -> MachineProfile:
@@ -46,7 +46,8 @@ def test_a_plan_begins_with_rate_and_memory_and_fits_80_columns(
     use = measure_use(SPEC, PROFILE, planned.variants[0])
     assert lines[0].startswith("Predicted ") and lines[0].endswith(" tok/s")
     assert lines[2].split() == ["VRAM", str(use.vram_mib[0]), "of", str(OWN + 40), "MiB"]
-    assert lines[3].split() == ["Host", "memory", f"{use.host_bytes / GIB:.1f}", "of", "64", "GiB"]
+    assert lines[3].split() == ["Host", "memory", f"{-(-use.host_bytes // MIB)}", "MiB", "of", "64", "GiB"]
+    assert replace(use, host_bytes=59 * GIB).host == "59.0 GiB of 64 GiB"
     assert use.vram_mib[0] <= OWN + 40 and max(len(line.rstrip()) for line in lines) <= 80
     specs = cut_ranks(SPEC, planned.variants[0].split)
     assert use.host_bytes == count_host_bytes(specs, planned.variants[0], "cuda") > 0

@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> ArgumentParser:
     """The flags of pshard models."""
     parser = new_parser("pshard-models", "List models: in FOLDERs (default: here), planned before, in the Hub's cache.")
+    parser.usage = f"{parser.prog} [FOLDER...] [flags]"
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look, not below")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     return parser
@@ -61,7 +62,7 @@ def _print(found: "list[FoundModel]") -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")
     table.add_column("GiB", justify="right")
-    table.add_column("plans: VRAM, context, predicted rate of prompts and of answers", overflow="fold")
+    table.add_column("plans: budget, context, predicted rate of prompts and of answers", overflow="fold")
     for model in found:
         plans = "\n".join(map(_describe_rate, model.plans)) or model.problem or "none; pshard plan makes one"
         table.add_row(model.name, f"{model.nbytes / (1 << 30):.3g}", plans)

@@ -25,6 +25,17 @@ def choose_model(args: argparse.Namespace) -> Path:
     return find_model(named_model(args))
 
 
+def check_model_place(args: argparse.Namespace) -> None:
+    """Raise UserError where the model that is named is no file or folder here and none of the Hub, before anything else
+    that is missing is looked for."""
+    from pshard.hub.reference import parse_reference
+    from pshard.models.stored import check_there
+
+    named = named_model(args) or os.environ.get("PSHARD_MODEL")
+    if named and parse_reference(named) is None:
+        check_there(Path(named).expanduser())
+
+
 def named_model(args: argparse.Namespace) -> str | None:
     """The one model that the command line names, if any. Raises UserError for several."""
     if "RANK" in os.environ and args.model:  # who starts ranks adds -m, with the place of the same model

@@ -78,6 +78,8 @@ def _look_at_gpu() -> Finding:
 def _look_at_page_locks() -> Finding:
     from pshard.registries.profile_store import recall_lockable
 
+    if find_driver() is None:
+        return Finding("page-locking", "ok", "not needed: only a GPU copies from memory that is locked")
     met = recall_lockable()
     if met is not None:
         return Finding(
@@ -160,8 +162,7 @@ def _look_at_profile() -> Finding:
     days = (datetime.now(UTC) - datetime.fromisoformat(made.date)).days
     sort = "short" if made.short else "quick" if made.quick else "full"
     says = f"{sort}, of this machine, {days} days old ({place})"
-    disturbed = next((note for note in made.notes if "other programs" in note), "")
-    if made.short or days > OLD_DAYS or disturbed:
-        why = disturbed or ("it was made in seconds" if made.short else "it is old")
+    if made.short or days > OLD_DAYS or profile.busy:
+        why = profile.busy or ("it was made in seconds" if made.short else "it is old")
         return Finding("profile", "note", f"{says}; {why}", "pshard profile, while nothing else runs")
     return Finding("profile", "ok", says)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from cli_world import World, edit_json, made_up_profile, make_world
 
 from pshard.commands import cli_plan, cli_run
 from pshard.commands.program import one_program
+from pshard.machine import BUSY
 from pshard.profile.effort import SHORT_SECONDS
+from pshard.registries.profile_store import save_profile
 from pshard.registries.store import load_registry
 
 
@@ -112,6 +115,32 @@ def test_a_machine_without_a_profile_is_measured_briefly(world: World, capsys: p
     assert made["provenance"]["short"] and made["provenance"]["quick"] and made["matmuls"] and made["attention"]
     assert run(world, "-p", "To be") == 0
     assert "profile:" not in capsys.readouterr().err
+
+
+def test_a_profile_of_a_busy_machine_is_told_by_whoever_plans_with_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    world.profile.unlink()
+    quiet = made_up_profile()
+    note = f"{BUSY}, which may have cost 40% of the time: profile again when nothing else runs"
+    busy = replace(quiet, provenance=replace(quiet.provenance, notes=("another", note)))
+    monkeypatch.setattr("pshard.session.readiness.first_profile.measure_briefly", lambda model, show: busy)
+    assert run(world, "-p", "To be") == 0
+    said = capsys.readouterr().err
+    assert f"note: the machine is busy: {note}" in said
+    assert said.count(f"note: the profile is of a busy machine: {note}") == 1
+    assert cli_plan.main([str(world.model), "--vram", "6"]) == 0
+    assert f"note: the profile is of a busy machine: {note}" in capsys.readouterr().err
+    save_profile(quiet, world.profile)
+    assert cli_plan.main([str(world.model), "--vram", "6"]) == 0
+    assert "busy machine" not in capsys.readouterr().err
+
+
+def test_a_machine_without_a_gpu_hears_nothing_of_one(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert run(world, "-p", "To be") == 0
+    said = capsys.readouterr().err
+    assert " host memory" not in said and "MiB of the budget, " in said
+    assert not any(word in said for word in ("VRAM", "accelerator", "link")) and " GiB memory" in said
 
 
 def test_a_machine_whose_cache_cannot_be_written_runs_without_keeping_anything(

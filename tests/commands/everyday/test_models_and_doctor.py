@@ -88,6 +88,12 @@ def test_the_doctor_looks_at_everything_and_says_what_to_do(world: World, capsys
     assert "could not be looked at" not in said and "days old" in said
 
 
+def test_help_of_models_names_the_folders(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        one_program.main(["models", "--help"])
+    assert capsys.readouterr().out.startswith("usage: pshard models [FOLDER...] [flags]")
+
+
 def test_a_profile_of_another_machine_is_wrong(world: World, capsys: pytest.CaptureFixture) -> None:
     edit_json(world.profile, "host", "cpu", value="another")
     assert one_program.main(["doctor"]) == 1
