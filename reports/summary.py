@@ -119,8 +119,8 @@ def _describe_machine(profile: MachineProfile) -> str:
     what = f"{cpu}, which is the accelerator too" if acc.kind == "cpu" else (
         f"{acc.name} with {acc.memory_bytes / 2**30:.0f} GiB, beside {cpu}"
     )  # fmt: skip
-    rates = " and ".join(f"{rate:.0f} GB/s over the {name}" if i == 0 else f"{rate:.0f} GB/s from {name}"
-                         for i, (name, rate) in enumerate(rates_of(profile)))  # fmt: skip
+    ways = {"link to the device": "in copies" if acc.kind == "cpu" else "over the link to the device"}
+    rates = " and ".join(f"{rate:.0f} GB/s {ways.get(name, f'from {name}')}" for name, rate in rates_of(profile))
     source = "measured" if profile.provenance.source == "measured" else "by its data sheet"
     return f"The machine is {what}" + (f"; it moves {rates}, {source}." if rates else ".")
 
@@ -144,6 +144,12 @@ def _describe_gains(gains: Sequence[Gain], measurements: Sequence[Measurement]) 
     if gains:
         said = ", and ".join(gain.in_words() for gain in gains)
         return f"Measured on this machine, {said}: the best alternative that was measured within the same budget."
+    same = dict.fromkeys(name_strategy(m.strategy) for m in measurements if m.same_as == OWN_STRATEGY)
+    if same:
+        names = " and ".join(filter(None, (", ".join([*same][:-1]), [*same][-1])))
+        return (
+            f"Beside {names} the plan brings nothing here: the same kernels run on the same weights, copies included."
+        )
     if any(m.strategy == OWN_STRATEGY for m in measurements):
         return "Nothing else was measured beside the plan; pshard bench --baseline fit does that."
     return ""

@@ -45,6 +45,7 @@ def test_a_cpu_that_is_the_accelerator_too_is_named_once() -> None:
     acc = replace(profile.accelerators[0], kind="cpu", name=f"{profile.host.cpu} (as accelerator)")
     machine, *_ = summarise(make_inputs(profiles=(replace(profile, accelerators=(acc,)),)))
     assert machine.count(profile.host.cpu) == 1 and "which is the accelerator too" in machine
+    assert "GB/s in copies" in machine and "link" not in machine
 
 
 def test_a_gain_is_over_the_best_alternative_and_spans_the_repeats() -> None:
@@ -70,6 +71,14 @@ def test_what_ran_on_another_machine_is_not_compared() -> None:
 
 def test_the_plan_under_another_name_is_no_alternative() -> None:
     assert not find_gains((make_measurement(0, 64, 12.0), make_measurement(0, 64, 11.0, "fit", same_as="ilp")))
+
+
+def test_strategies_that_all_are_the_plan_are_named_as_what_was_measured() -> None:
+    runs = [make_measurement(0, 64, 12.0)]
+    runs += [make_measurement(0, 64, 11.0, name, same_as="ilp") for name in ("fit", "layer-stream", "ffn-stream")]
+    said = summarise(make_inputs(measurements=tuple(runs)))[-1]
+    assert said.startswith("Beside fit, layer-stream and ffn-stream the plan brings nothing here: the same kernels run")
+    assert "Beside fit the plan" in summarise(make_inputs(measurements=tuple(runs[:2])))[-1]
 
 
 def test_one_run_each_has_no_range() -> None:
