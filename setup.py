@@ -5,6 +5,7 @@ The library has a plain C interface and is loaded by ctypes: it knows nothing of
 versions of it on a platform.
 """
 
+import contextlib
 import os
 import runpy
 import subprocess
@@ -22,6 +23,10 @@ from setuptools.command.sdist import sdist
 SOURCES = Path("runtime/kernels/cpu/csrc")
 DIGEST = runpy.run_path("runtime/kernels/cpu/sources.py")["digest_sources"](SOURCES)
 COMMIT = Path("pshard/commit.txt")  # in wheels and source packages, for pshard --version
+SLOW = (
+    "pshard: the CPU kernels were not compiled, so torch computes on the CPU, some ten times slower. Install a C++20 "
+    "compiler (g++ 11 or newer, or clang) and then pshard again; `pshard doctor` names the command."
+)
 LINUX = sys.platform.startswith("linux")
 
 # No instruction set is named here: isa_*.cpp choose theirs, and the library picks one when it runs.
@@ -49,8 +54,23 @@ cpu_kernels = Extension(
 )
 
 
+def tell_installer(line: str) -> None:
+    """Say a line, also on the terminal: of a build that succeeds pip shows nothing, and without a compiler one does."""
+    print(line, file=sys.stderr)
+    if not sys.stderr.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            print(line, file=terminal)
+
+
 class PlainLibrary(build_ext):
     """Builds `_native.so`: a name without the version of the Python that built it. Compiles on all cores."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception:
+            tell_installer(SLOW)
+            raise  # the extension is optional: the build goes on without it
 
     def build_extensions(self) -> None:
         compile_one_by_one = self.compiler.compile

@@ -57,7 +57,9 @@ def choose_kernels(
         host = HostKernels(exact)
         notes += [f"host kernels: {stale}"] if (stale := native.why_stale()) else []
     else:
-        notes.append(f"host kernels: torch fallbacks, slower ({native.why_missing()})")
+        notes.append(
+            f"host kernels: torch's, some ten times slower ({native.why_missing()}); pshard doctor says what to do"
+        )
     if device.kind == "cpu":
         return host, host, (*notes, *describe_unused())
     try:

@@ -67,7 +67,7 @@ def test_engines_and_profiles_note_a_stale_library(monkeypatch: pytest.MonkeyPat
 def test_engines_and_hosts_name_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_WHY_MISSING", "it is gone")
     *_, notes = choose_kernels(open_device("cpu"), "fast", 16)
-    assert notes == ("host kernels: torch fallbacks, slower (it is gone)",)
+    assert notes == ("host kernels: torch's, some ten times slower (it is gone); pshard doctor says what to do",)
     assert identify_host(1).kernels == "torch"
 
 

@@ -8,9 +8,11 @@ from datetime import UTC, datetime
 
 from pshard.errors import UserError
 from pshard.session.readiness.find_driver import find_driver
+from pshard.session.readiness.name_reinstall import name_reinstall
 from pshard.session.this_machine import doubt_free_memory
 
 GIB = 1 << 30
+CPU_TORCH = "pip install uv && uv pip install --reinstall-package torch --torch-backend cpu torch"
 OLD_DAYS = 90  # of a profile: drivers, kernels of the system and neighbours have changed since
 
 
@@ -46,8 +48,9 @@ def _look_at_kernels() -> Finding:
         return Finding("CPU kernels", "ok", f"compiled, for {isa}")
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     why = native.why_missing() or "the library is not there"
-    first = "install pshard again" if compiler else "install a C++20 compiler (g++ or clang), then pshard again"
-    return Finding("CPU kernels", "wrong", f"not compiled, so torch computes on the CPU, slowly: {why}", first)
+    first = "" if compiler else "install a C++20 compiler (g++ 11 or newer, or clang), then "
+    says = f"not compiled, so torch computes on the CPU, some ten times slower: {why}"
+    return Finding("CPU kernels", "wrong", says, f"{first}{name_reinstall()}")
 
 
 def _look_at_gpu() -> Finding:
@@ -72,7 +75,8 @@ def _look_at_gpu() -> Finding:
         if torch.version.cuda:
             remedy = f"torch is made for CUDA {torch.version.cuda}: update the driver, or see that the GPU is visible"
         return Finding("GPU", "wrong", f"driver {driver} is there, but torch {torch.__version__} sees no GPU", remedy)
-    return Finding("GPU", "note", f"none: the CPU computes (torch {torch.__version__})")
+    remedy = f"torch is built for GPUs, which takes gigabytes: {CPU_TORCH}" if torch.version.cuda else ""
+    return Finding("GPU", "note", f"none: the CPU computes (torch {torch.__version__})", remedy)
 
 
 def _look_at_page_locks() -> Finding:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_world import World, edit_json, make_world
@@ -10,6 +11,7 @@ from cli_world import World, edit_json, make_world
 from pshard.commands import cli_plan
 from pshard.commands.program import one_program
 from pshard.session.readiness import diagnose
+from pshard.session.readiness.name_reinstall import name_reinstall
 
 
 @pytest.fixture
@@ -108,6 +110,35 @@ def test_missing_kernels_are_wrong_and_the_remedy_is_a_compiler(monkeypatch: pyt
     monkeypatch.setattr("pshard.session.readiness.diagnose.shutil.which", lambda name: None)
     found = next(iter(diagnose.diagnose()))
     assert found.state == "wrong" and "install a C++20 compiler" in found.remedy
+    assert found.remedy.endswith(name_reinstall()) and "ten times slower" in found.says
+
+
+@pytest.mark.parametrize(
+    ("prefix", "source", "command"),
+    [
+        ("env", {"url": "file:///src/my%20clone", "dir_info": {}}, "pip install --force-reinstall --no-deps "),
+        ("env", {"url": "file:///src/clone", "dir_info": {"editable": True}}, "pip install --force-reinstall "),
+        ("pipx/venvs/pshard", {}, "pipx reinstall pshard"),
+        ("uv/tools/pshard", {"url": "file:///src/pshard.whl"}, "uv tool install --reinstall /src/pshard.whl"),
+        ("uv/tools/pshard", {}, "uv tool install --reinstall pshard"),
+        ("clone/.venv", {}, "bash "),
+    ],
+)
+def test_pshard_is_installed_again_the_way_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, source: dict, command: str
+) -> None:
+    package = SimpleNamespace(read_text=lambda name: json.dumps(source) if source else None)
+    monkeypatch.setattr("pshard.session.readiness.name_reinstall.distribution", lambda name: package)
+    place = tmp_path / prefix
+    place.mkdir(parents=True)
+    if prefix == "clone/.venv":
+        (place / ".installed").touch()
+    said = name_reinstall(place)
+    assert said.startswith(command)
+    if prefix == "env":
+        assert said.endswith("-e /src/clone" if source["dir_info"] else "--no-cache-dir '/src/my clone'")
+    if prefix == "clone/.venv":
+        assert said == f"bash {tmp_path}/clone/scripts/setup"
 
 
 @pytest.mark.parametrize(("short", "said"), [(True, "it was made in seconds"), (False, "it is old")])
