@@ -35,7 +35,7 @@ def print_promises(promises: Sequence[Promise], out: "Console") -> None:
             f"tokens at once, prompts in steps of {each.chunk} tokens. Predicted:"
         )
         out.print(text, highlight=False, soft_wrap=True)
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         for name in COLUMNS:
             table.add_column(name, justify="right", no_wrap=True)
         for pace in each.paces:

@@ -30,8 +30,10 @@ def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console"
         out.print(f"{name:<12} {text}", highlight=False, soft_wrap=True)
 
 
-def print_budgets(variants: Sequence[Variant], uses: Sequence[MemoryUse], out: "Console") -> None:
-    """The plans of a sweep, a line for each budget."""
+def print_budgets(
+    variants: Sequence[Variant], uses: Sequence[MemoryUse], skipped: Sequence[tuple[int, ...]], out: "Console"
+) -> None:
+    """The plans of a sweep, a line for each budget, those for which there is none first: they are the smallest."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -39,6 +41,8 @@ def print_budgets(variants: Sequence[Variant], uses: Sequence[MemoryUse], out: "
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in ("MiB", "tok/s", "first token s", "host GiB"):
         table.add_column(name, justify="right", no_wrap=True)
+    for budgets in skipped:
+        table.add_row(",".join(map(str, budgets)), "-", "-", "-")
     for variant, use in zip(variants, uses):
         budget = ",".join(map(str, variant.workload.vram_mib))
         first = f"{first_token_seconds(variant):.3g}"

@@ -218,7 +218,10 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
         raise UserError("no budget of the sweep is large enough; raise --sweep")
     variants, trials = zip(*found)
     replay = _replay(record) if record else None
-    return Planned(model.spec, profile, inputs, workloads[0], variants, trials, replay, record)
+    skipped = tuple(w.vram_mib for w, (variant, _) in zip(workloads, made) if variant is None)
+    return Planned(
+        model.spec, profile, inputs, workloads[0], variants, trials, replay=replay, record=record, skipped=skipped
+    )
 
 
 def _replay(record: "RoutingRecord") -> "Replay":

@@ -30,7 +30,7 @@ class Planned:
     """The variants that one command made, what was tried for each, and what they were made for.
 
     `asked`: the first workload, as it was asked for; its largest micro-batch may be more than any variant's. `replay`:
-    hit rates of the routing `record` that was given; None without one.
+    hit rates of the routing `record` that was given; None without one. `skipped`: budgets of a sweep with no plan.
     """
 
     spec: ModelSpec
@@ -41,6 +41,7 @@ class Planned:
     trials: tuple[tuple[Trial, ...], ...]
     replay: "Replay | None" = None
     record: "RoutingRecord | None" = None
+    skipped: tuple[tuple[int, ...], ...] = ()
 
 
 def emit_arguments(planned: Planned, program: str) -> list[str]:
@@ -171,8 +172,8 @@ def print_plans(planned: Planned, explained: Explained | None) -> None:
         print_replay(planned.replay, out)
     if explained:
         print_promises(promise_all(planned), out)
-    if len(planned.variants) > 1:
-        print_budgets(planned.variants, uses, out)
+    if len(planned.variants) + len(planned.skipped) > 1:
+        print_budgets(planned.variants, uses, planned.skipped, out)
 
 
 def print_arguments(planned: Planned, emitted: list[str]) -> None:

@@ -76,6 +76,10 @@ def test_a_sweep_ends_with_a_line_for_each_budget(quick_search: None, capsys: py
     last = capsys.readouterr().out.rstrip().splitlines()[-2:]
     assert [int(line.split()[0]) for line in last] == list(budgets)
     assert all(len(line.split()) == 4 for line in last)
+    planned = replace(made(PROFILE, WORK), skipped=((OWN + 1,),))
+    print_plans(planned, None)
+    last = capsys.readouterr().out.rstrip().splitlines()[-2:]
+    assert last[0].split() == [str(OWN + 1), "-", "-", "-"] and last[1].split()[0] == str(OWN + 40)
 
 
 def test_a_plan_that_fills_host_memory_is_noted(quick_search: None) -> None:
