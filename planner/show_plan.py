@@ -64,7 +64,7 @@ def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     w = variant.workload
     users = f" for {w.sequences} sequences" if w.sequences > 1 else ""
     title = f"{rank.budget_mib} MiB{share}, context {w.context}{users}; "
-    title += f"{solve.strategy.replace('VRAM', words.arena)}: {solve.status}"
+    title += f"{words.say(solve.strategy)}: {solve.status}"
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s)"
@@ -96,7 +96,7 @@ def _memory_table(rank: RankPlan) -> "Table":
     return table
 
 
-def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
+def print_trials(trials: "Sequence[Trial]", out: "Console", words: Words = WITH_GPU) -> None:
     """Measured beside predicted time of every tier that was run, one row per plan and tier; the first was chosen."""
     if not trials:
         return
@@ -104,7 +104,7 @@ def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
     columns = ("plan", "tokens", "predicted", "measured", "off", *(["refitted"] if fitted else []), "round s")
     table = _new_table("Plans that were run (ms), the chosen one first", columns)
     for trial in trials:
-        name, total = trial.name, f"{trial.seconds:.4g}"
+        name, total = words.say(trial.name), f"{trial.seconds:.4g}"
         for tier, again in zip(trial.variant.ranks[0].tiers, trial.refitted.ranks[0].tiers):
             p = tier.prediction
             if p.measured_seconds is None:
@@ -154,7 +154,7 @@ def print_explanation(
             lines += [("divided", way) for way in _describe_divided(tier, own.units if own else ())]
             lines += _describe_experts(own.tiers[i], own) if own else []
             for label, text in lines:
-                out.print(f"    {label:10} {text}", highlight=False, soft_wrap=True)
+                out.print(f"    {label:10} {words.say(text)}", highlight=False, soft_wrap=True)
     out.print()
     for i, tier in enumerate(variant.ranks[0].tiers):
         slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)

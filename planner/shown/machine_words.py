@@ -14,6 +14,21 @@ class Words:
     lanes: dict[str, str]
     binds: dict[str, str]
 
+    def say(self, text: str) -> str:
+        """A text about a machine with a GPU, in words for this one."""
+        return text if self.arena == "VRAM" else _without_gpu(text)
+
+
+def _without_gpu(text: str) -> str:
+    for word, instead in (
+        ("VRAM", "the budget"),
+        ("read over the link", "read in place"),
+        ("over the link", "copied into the budget"),
+        ("the accelerator's part", "the other part"),
+    ):
+        text = text.replace(word, instead)
+    return text
+
 
 WITH_GPU = Words(
     "VRAM",

@@ -162,7 +162,7 @@ def print_plans(planned: Planned, explained: Explained | None) -> None:
     out, words, uses = Console(), words_for(planned.profile), measure_uses(planned)
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
         print_summary(variant, uses[i], words, out)
-        print_trials(trials, out)
+        print_trials(trials, out, words)
         print_variant(variant, out, words)
         if explained:
             gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())

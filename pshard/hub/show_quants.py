@@ -7,7 +7,7 @@ from pshard.hub.compare_quants import QuantOutlook, choose_quant
 from pshard.hub.repository import HubModel
 
 Waiting = Callable[[str], AbstractContextManager[None]]  # told what is waited for
-COLUMNS = ("file GiB", "bits", "prompt tok/s", "first token s", "decode tok/s", "VRAM MiB", "host MiB")
+COLUMNS = ("file GiB", "bits", "prompt tok/s", "first token s", "decode tok/s", "budget MiB", "host MiB")
 
 
 def print_quants(

@@ -105,6 +105,8 @@ def test_words_of_a_gpu_are_not_said_of_a_machine_without_one(
     print_explanation(variant, gains, (), Console(file=out, width=200), words=words)
     said = capsys.readouterr().out + out.getvalue()
     assert "The budget   " in said and "a budget of 1 GiB more" in said
+    out.write(words.say("4 in VRAM, 2 read over the link; 3 MB over the link; the accelerator's part streamed"))
+    said += out.getvalue()
     assert not any(word in said for word in ("VRAM", "link", "GPU", "accelerator"))
 
 
