@@ -57,22 +57,20 @@ def _read_call(call: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
         raise bad_field(f"{where}.function", "is an object with a name and arguments")
     name, id = _text_of(function, "name", f"{where}.function"), _text_of(call, "id", where, "")
     names[id] = name
-    arguments = read_call_arguments(function.get("arguments"), f"{where}.function.arguments")
+    arguments = read_call_arguments(function.get("arguments"))
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_call_arguments(given: Any, where: str) -> dict[str, Any] | str:
+def read_call_arguments(given: Any) -> dict[str, Any] | str:
     """Arguments of a call as an object, from the text that clients send back; a text that is none is what the model
-    wrote, and stays one. Raises Fault for other things."""
+    wrote, and stays one. None at all are an empty object."""
     if isinstance(given, str):
         try:
             read = json.loads(given or "{}", strict=False)
         except (ValueError, RecursionError):
             return given
-        return read if isinstance(read, dict) else given
-    if not isinstance(given, dict):
-        raise bad_field(where, "is a JSON object as text")
-    return given
+        return read if isinstance(read, dict) else given if read is not None else {}
+    return {} if given is None else given if isinstance(given, dict) else json.dumps(given, ensure_ascii=False)
 
 
 def read_content(content: Any, where: str) -> str:

@@ -7,6 +7,7 @@ from pshard.models.text.tool_templates import takes_tools
 from pshard.server.api.asks import Tool
 from pshard.server.text.call_reader import CHANNEL_TO, CLOSES, make_call_id, make_short_id
 from pshard.server.text.function_tags import OPEN
+from pshard.server.text.turns import SHORT_IDS
 
 THOUGHTS = {"<think>": "</think>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]"}
 CALLS = (
@@ -69,5 +70,5 @@ def find_format(
     bare = bool(tools) and any(word in tags or word in words for word in BARE)
     if guided:
         bare = bool(tools) and not any(tag in tags for tag in CLOSES)
-    short = make_short_id if "[TOOL_CALLS]" in words else make_call_id
+    short = make_short_id if SHORT_IDS in words else make_call_id
     return ChatFormat(prompt[-200:], tags, tools, forced, single, bare, bool(tags) or HARMONY in words, short)

@@ -1,6 +1,8 @@
 """Prompts: what a conversation or a text becomes in tokens. Slow for long texts: called off the event loop."""
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,11 +12,14 @@ from pshard.models.text.traced_text import TracedText, join_texts
 from pshard.server.api.asks import ChatAsk, Message, Tool
 from pshard.server.api.faults import Fault, bad_field, too_long
 from pshard.server.text.formats import ENDS, HARMONY, THOUGHTS, ChatFormat, find_format
+from pshard.server.text.turns import SHORT_IDS, answer_results, give_objects, rewrite_turns, shorten_ids, split_calls
 from pshard.session.chat.conversation import PLAIN
 
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
     from pshard.server.snapshot import ServedModel
+
+LIMIT = "chat template: it "  # begins what a template is told that does too much
 
 
 @dataclass(frozen=True)
@@ -90,16 +95,27 @@ class Prompts:
             steps = self._most_steps
             return render_chat(template, turns, begin, end, tools=tools, variables=arguments, most_steps=steps)
 
+        if SHORT_IDS in template:
+            messages = shorten_ids(messages)
         try:
-            text = render(messages)
+            text = self._try_ways(render, messages)
         except UserError as error:
-            try:
-                if (turns := simplify_turns(messages)) == messages:
-                    raise error
-                text = render(turns)
-            except UserError:
-                raise Fault(400, str(error), param=ask.where, code="template_error") from None
+            raise Fault(400, str(error), param=ask.where, code="template_error") from None
         return close_thinking(text) if guided else text
+
+    @staticmethod
+    def _try_ways(render: Callable[[list[Message]], TracedText], messages: list[Message]) -> TracedText:
+        """The prompt, of the messages as they are or in another way that the template takes. Raises UserError: why it
+        refuses them as they are."""
+        try:
+            return render(messages)
+        except UserError as error:
+            if LIMIT in str(error):  # it would be there again
+                raise
+            for turns in rewrite_turns(messages, (simplify_turns, split_calls, give_objects, answer_results)):
+                with suppress(UserError):
+                    return render(turns)
+            raise
 
     def find_tokenizer(self, where: str) -> "Tokenizer":
         if self._model.tokenizer is None:
