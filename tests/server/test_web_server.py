@@ -199,3 +199,36 @@ def test_half_of_a_request_gets_no_answer():
         line.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nok")
         line.shutdown(socket.SHUT_WR)
         read_all(line)  # to its end
+
+
+def test_a_body_in_chunks_of_a_letter_lets_other_clients_have_their_turns():
+    async def read(scope, receive, send):
+        while (message := await receive()).get("more_body"):
+            pass
+        assert message["type"] == "http.request"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    with running(read) as (_, port):
+        slow = socket.create_connection(("127.0.0.1", port))
+        quick = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        done, waits = threading.Event(), []
+
+        def upload() -> None:
+            slow.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            slow.sendall(b"1\r\na\r\n" * 43_000 + b"0\r\n\r\n")
+            assert b"200" in slow.recv(4096)
+            done.set()
+
+        begun = time.monotonic()
+        thread = threading.Thread(target=upload)
+        thread.start()
+        while not done.is_set():
+            now = time.monotonic()
+            quick.request("GET", "/quick")
+            assert quick.getresponse().read() == b"ok"
+            waits.append(time.monotonic() - now)
+        thread.join()
+        assert max(waits) < (time.monotonic() - begun) / 3
+        slow.close()
+        quick.close()

@@ -18,6 +18,7 @@ from pshard.server.life.late_app import App
 HEADER_SECONDS = 20.0  # until the headers of a request must be there
 SILENT_SECONDS = 30.0  # of a connection between requests
 LEAVE_SECONDS = 5.0  # for streams to bring their last event, after all jobs have ended
+READ_BYTES = 4 << 10  # of a connection, before the others have a turn
 WAITING = 2048  # connections that the system accepts before this program does
 
 
@@ -40,6 +41,8 @@ class PatientProtocol(H11Protocol):
         # asyncio does so only where a listener says that it is TCP, which `open_port`'s does not: the end of an answer
         # would wait 40 ms for the client's word that its beginning has come
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(transport, "max_size"):  # of asyncio: 256 KiB may be 40,000 chunks of a letter each
+            transport.max_size = READ_BYTES
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:

@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     with contextlib.suppress(OSError):  # as Linux has it: where memory is short this ends, and not the server
         Path("/proc/self/oom_score_adj").write_text("1000")
     reader: Reader = pickle.load(sys.stdin.buffer)
+    reader.prompts.prepare()
     gc.freeze()  # pages stay shared with the forks
     with socket.socket(fileno=int(argv[0])) as server:
         while True:

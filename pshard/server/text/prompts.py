@@ -39,6 +39,13 @@ class Prompts:
         self._model, self._most_steps = model, most_steps
         self._longest: int | None = None  # bytes of a token
 
+    def prepare(self) -> None:
+        """Work out now what is worked out once for all texts, in a process of which each request gets a copy."""
+        if (tokenizer := self._model.tokenizer) is not None:
+            self._measure_tokens(tokenizer)
+            with suppress(UserError):  # requests that need it are told
+                tokenizer.encode("a", parse_special=False)
+
     def of_text(self, text: str, where: str) -> Prompt:
         """A text to be continued. Raises Fault without a tokenizer, and where it does not fit the context."""
         tokenizer = self.find_tokenizer(where)
@@ -131,10 +138,14 @@ class Prompts:
         tokenizer, context = self.find_tokenizer(where), self._model.context
         if letters <= context:
             return
+        longest = self._measure_tokens(tokenizer)
+        if letters > context * longest:
+            raise self._too_long(where, letters // longest, least=True)
+
+    def _measure_tokens(self, tokenizer: "Tokenizer") -> int:
         if self._longest is None:
             self._longest = max(len(tokenizer.token_bytes(token)) for token in range(self._model.vocab)) + 32
-        if letters > context * self._longest:
-            raise self._too_long(where, letters // self._longest, least=True)
+        return self._longest
 
     def _too_long(self, where: str, tokens: int, least: bool = False) -> Fault:
         return too_long(where, tokens, self._model.context, self._model.trained, least)
