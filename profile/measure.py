@@ -11,7 +11,7 @@ from itertools import zip_longest
 import torch
 
 from pshard import __version__
-from pshard.errors import UserError
+from pshard.errors import KernelRefused, UserError
 from pshard.machine import (
     BUSY,
     AcceleratorInfo,
@@ -58,6 +58,7 @@ from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import Device, open_device
 from pshard.runtime.devices.usable_gpus import describe_unused
 from pshard.runtime.kernels.api import TiledKernels
+from pshard.runtime.kernels.gpu.tiles.kernel_failures import describe_failure, is_kernel_failure
 from pshard.times.gpu_tiles import TileChoice
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 
@@ -121,12 +122,12 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         if acc is not None:
             rows.append(time_launch("acc", device, fast))
         cores = read_core_time()
-        timed, skipped = run_jobs(
-            jobs,
-            benches,
-            started + request.effort.limit,
-            lambda label, share: progress(label, 0.1 + 0.85 * share / len(unlike)),
-        )
+        deadline = started + request.effort.limit
+
+        def show_first(label: str, share: float) -> None:
+            progress(label, 0.1 + 0.85 * share / len(unlike))
+
+        timed, skipped = run_jobs(jobs, benches, deadline, show_first, notes)
         again = repeat_unlike(host, [r for r in timed if isinstance(r, MatmulTiming) and r.device == "host"])
         timed = [again.get(row, row) for row in timed]
         notes += _describe_disturbance(disturbed_share(cores, read_core_time()))
@@ -233,7 +234,7 @@ def measure_accelerator(
         jobs = list_jobs(side, effort, request.model)
         tiles, jobs, spent = prepare_kernels(request, bench, jobs, notes)
         deadline = started + spent + effort.limit
-        rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
+        rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress, notes)
         steps = time_steps(side, device, (fast, on_host), MemoryReader(host))
         own = [row for row in steps.rows if row.device == side]
         if device.kind != "cpu":
@@ -376,9 +377,10 @@ def expected_seconds(request: ProfileRequest) -> float:
 
 
 def run_jobs(
-    jobs: list[Job], benches: dict[str, KernelBench], deadline: float, progress: Progress
+    jobs: list[Job], benches: dict[str, KernelBench], deadline: float, progress: Progress, notes: list[str]
 ) -> tuple[list[Row], int]:
-    """Rows of all jobs, and how many optional ones were skipped because `deadline` (time.monotonic()) had passed.
+    """Rows of all jobs, and how many optional ones were skipped because `deadline` (time.monotonic()) had passed. What
+    the card cannot run is left out, with a note.
 
     The host's that others disturbed are run once more at the end, the most disturbed first, in up to AGAIN of the time
     that all took.
@@ -392,10 +394,11 @@ def run_jobs(
         else:
             progress(job.label, done / total)
             began = read_core_time()
-            found[job] = {replace(row, seconds=0.0): row for row in job.run(benches[job.side])}
+            found[job] = {replace(row, seconds=0.0): row for row in _run_job(job, benches[job.side], notes)}
             if job.side == "host":
                 lost[job] = disturbed_share(began, read_core_time())
         done += job.expected
+    notes += [f"{side_name(bench.side)}: {line}" for bench in benches.values() for line in _passed_over(bench)]
     end = time.monotonic() + AGAIN * (time.monotonic() - started)
     for job in sorted((job for job in lost if lost[job] >= DISTURBED), key=lost.__getitem__, reverse=True):
         if time.monotonic() > end:
@@ -405,6 +408,23 @@ def run_jobs(
             key = replace(row, seconds=0.0)
             found[job][key] = min(row, found[job].get(key, row), key=lambda r: r.seconds)
     return [row for rows in found.values() for row in rows.values()], skipped
+
+
+def _passed_over(bench: KernelBench | None) -> tuple[str, ...]:
+    """Tiles that a bench's kernels had to do without, a line each."""
+    return bench.kernels.passed_over if bench and isinstance(bench.kernels, TiledKernels) else ()
+
+
+def _run_job(job: Job, bench: KernelBench, notes: list[str]) -> Sequence[Row]:
+    """A job's rows; none, and a note, where the card cannot run its kernels."""
+    try:
+        return job.run(bench)
+    except Exception as error:
+        if not isinstance(error, KernelRefused) and not is_kernel_failure(error):
+            raise
+        why = str(error) if isinstance(error, KernelRefused) else describe_failure(error)
+        notes.append(f"{job.label} was left out: {why}")
+        return ()
 
 
 def _compose(

@@ -10,7 +10,7 @@ class StepFailed(RuntimeError):
     the engine refuses further work. A command prints the message as one line and exits with code 1."""
 
 
-class KernelRefused(UserError):
+class KernelRefused(StepFailed):
     """A kernel cannot run on the GPU at hand, however often the model is loaded; the message names both."""
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from pshard.errors import StepFailed, UserError
+from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.plan import RankPlan, Variant
 from pshard.routing.follow_use import HitCounts, RankHits
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.gpu.card_limits import card_limits
+from pshard.runtime.kernels.gpu.tiles.kernel_failures import is_kernel_failure, refuse
 from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.ranks.gather import gather_nouns, gather_record
@@ -74,7 +76,7 @@ class Engine:
         self._sequences = Sequences(sequences, self.longest, blocks, last, _recent_blocks(executor))
         self.texts = TextPool(executor, self._sequences, self._checkpoints, store, self._guard)
         self._broken: BaseException | None = None
-        self._closed = False
+        self._closed, self._told = False, 0  # told: tiles that were passed over and stand in the notes
 
     @property
     def rank_plan(self) -> RankPlan:
@@ -203,6 +205,7 @@ class Engine:
         Raises:
             UserError: an id is no whole number or not in the vocabulary, the context is full, or there are too many
                 sequences.
+            KernelRefused: the card cannot run a kernel that this takes.
             StepFailed: this call failed half-way (out of memory, a failed copy), or an earlier one did.
         """
         single = len(tokens) > 0 and not isinstance(tokens[0], Sequence)
@@ -232,9 +235,11 @@ class Engine:
         self._check_alive()
         try:
             yield
+            passed_over = getattr(self._executor.acc_kernels, "passed_over", ())  # of kernels with tiles
+            self.notes, self._told = (*self.notes, *passed_over[self._told :]), len(passed_over)
         except BaseException as error:
             self._broken = error
-            _tell_failure(error)
+            _tell_failure(error, self.device)
             raise
 
     def _check_alive(self) -> None:
@@ -300,8 +305,13 @@ def _report_memory(e: Executor) -> MemoryReport:
     return MemoryReport(budget, e.arena_nbytes, taken, *host)
 
 
-def _tell_failure(error: BaseException) -> None:
-    """Raise StepFailed for a step that failed; other errors are the caller's."""
+def _tell_failure(error: BaseException, device: Device) -> None:
+    """Raise StepFailed for a step that failed, KernelRefused where the card cannot run a kernel of it; other errors are
+    the caller's."""
+    if isinstance(error, KernelRefused):
+        return
+    if is_kernel_failure(error):
+        raise refuse(error, card_limits(device.torch_device)) from error
     if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
         traceback.clear_frames(error.__traceback__)
     if isinstance(error, (RuntimeError, MemoryError, OSError)):  # torch's out of memory is a RuntimeError

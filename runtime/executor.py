@@ -62,9 +62,9 @@ class Executor:
     ) -> None:
         """records: which experts routers choose is kept in `host.picks`. play: what they are made to choose."""
         self.spec, self.plan, self.device, self.group, self.states = spec, plan, device, group, states
-        self._acc_kernels, host_kernels = kernels
+        self.acc_kernels, host_kernels = kernels
         self.weights = weights
-        self.arena = Arena(arena, spec, plan, states, self._acc_kernels.act_dtype)
+        self.arena = Arena(arena, spec, plan, states, self.acc_kernels.act_dtype)
         self.host = HostSide(device)
         self.transfers = Transfers(device, spec, weights)
         # cells of a layer that the link moves while one more copy is issued
@@ -155,7 +155,7 @@ class Executor:
         with self.device.computing():  # angles that the host has: computing them again takes milliseconds
             for name in list_tables(carved.space.tensors):
                 carved.space.tensors[name].copy_(self.host.side.space.tensors[name])
-        side = make_side(self._acc_kernels, carved.space, self.spec.config)
+        side = make_side(self.acc_kernels, carved.space, self.spec.config)
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
         sequences = self.states.sequences if self.spec.config.delta else 0
         first = self.spec.units[0]

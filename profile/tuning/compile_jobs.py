@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from pshard.errors import KernelRefused
 from pshard.profile.timed.kernel_jobs import Job
 from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.tuning.compile_ahead import Request, compile_ahead, count_processes, requests_of
@@ -38,6 +39,9 @@ def list_requests(
     found: dict[Job, list[Request]] = {}
     for job in jobs:
         if job.side == bench.side:
-            found[job] = list(requests(partial(job.run, rehearsal)))
+            try:
+                found[job] = list(requests(partial(job.run, rehearsal)))
+            except KernelRefused:  # told when it is timed
+                found[job] = []
             bench.kernels.forget()  # activations that a kernel would have quantised, had it been started
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pshard.errors import StepFailed, UserError
+from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Prediction, Trial, Variant
 from pshard.session.planning_bar import planning_bar
@@ -95,7 +95,8 @@ def choose_by_trial(
     preferred to the planner's choice by it. With a routing `record` made-up tokens use the experts that it says, and a
     plan with slots for experts that follow use is tried beside the fastest, where it is predicted faster. `say` hears
     one line for each plan that was not tried, and why, one on measurements that were disturbed, and one where they
-    could not tell plans apart. Nothing measured: the planner's choice, as it was predicted.
+    could not tell plans apart. Nothing measured: the planner's choice, as it was predicted; where that is because the
+    GPU cannot run a kernel of theirs, KernelRefused.
     """
     from pshard.planner.make_plan import place_ranks, plan_to_try, predict_again, same_placements
     from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
@@ -119,6 +120,8 @@ def choose_by_trial(
     for variant in candidates:
         bench.attempt(variant, task)
     if not bench.trials:
+        if bench.refused:  # a plan that this machine cannot run is none
+            raise bench.refused
         return candidates[0], ()
     bench.repeat(task)
     if any(is_off(t.variant) for t in bench.trials):
@@ -209,6 +212,7 @@ class _Bench:
         workload = replace(workload, max_ubatch=tiers[-1])
         self.loads = tuple(load for load in tier_loads(workload, tiers) if load.weight > 0)
         self.trials: list[Trial] = []
+        self.refused: KernelRefused | None = None  # why the last plan that the GPU cannot run was not tried
         self._found: list[dict[int, Timed]] = []  # of each trial
         self._longest = 0.0  # seconds that one trial took
 
@@ -267,6 +271,7 @@ class _Bench:
         try:
             return self._run(variant)
         except (UserError, StepFailed, torch.OutOfMemoryError, MemoryError) as error:
+            self.refused = error if isinstance(error, KernelRefused) else self.refused
             self.say(f"{otherwise}: {error}")
             return None
 

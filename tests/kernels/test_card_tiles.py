@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pshard.errors import KernelRefused, UserError
+from pshard.errors import KernelRefused
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS, CardLimits
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile, share_programs
@@ -73,7 +73,7 @@ def test_cards_run_as_many_programs_for_each_of_their_processors() -> None:
 
 def test_heads_that_no_tile_is_for_are_refused_in_words() -> None:
     for tiles in (lambda: prompt_tiles(H100, 1024, 4.0), lambda: decode_tiles(H100, 1024, 4.0, 16)):
-        with pytest.raises(UserError, match=r"heads of 1024 numbers.*up to 512.*--kernels plain"):
+        with pytest.raises(KernelRefused, match=r"heads of 1024 numbers.*up to 512.*--kernels plain"):
             tiles()
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from experts_file import RULES, ExpertsFile
 from manual_clock import ManualClock
 
 from pshard.commands import cli_profile
-from pshard.errors import UserError
+from pshard.errors import KernelRefused, UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming
 from pshard.model import ModelSpec
@@ -227,9 +228,34 @@ def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
         replace(job, run=lambda bench, label=job.label: ran.append(label) or [])
         for job in list_jobs("host", TINY, model_shapes(small_spec()))
     ]
-    rows, skipped = run_jobs(jobs, deadline=0.0, benches={"host": None}, progress=lambda label, share: None)
+    rows, skipped = run_jobs(jobs, deadline=0.0, benches={"host": None}, progress=lambda label, share: None, notes=[])
     assert rows == [] and skipped == 4
     assert ran == [job.label for job in jobs if not job.optional]
+
+
+def test_what_the_card_cannot_run_is_left_out_with_a_note():
+    """A kernel that no tile makes run, one that lacks shared memory as Triton tells it; any other error ends."""
+    row = MatmulTiming("acc", "Q4_0", 64, 64, 1, 1.0)
+
+    def refuse(bench: object) -> list[MatmulTiming]:
+        raise KernelRefused("prefill_kernel needs 163840 of shared memory: A card (sm_86) cannot run this")
+
+    def lack(bench: object) -> list[MatmulTiming]:
+        from triton.runtime.errors import OutOfResources
+
+        raise OutOfResources(163840, 101376, "shared memory")
+
+    def break_down(bench: object) -> list[MatmulTiming]:
+        raise ValueError("a shape")
+
+    notes: list[str] = []
+    runs = {"attention": refuse, "products": lambda bench: [row]} | ({"norms": lack} if find_spec("triton") else {})
+    jobs = [Job("acc", label, 1.0, False, run) for label, run in runs.items()]
+    assert run_jobs(jobs, {"acc": None}, 0.0, lambda label, share: None, notes) == ([row], 0)
+    assert notes[0].startswith("attention was left out: prefill_kernel needs") and len(notes) == len(jobs) - 1
+    assert all("163840 of shared memory" in note for note in notes)
+    with pytest.raises(ValueError, match="a shape"):
+        run_jobs([Job("acc", "rows", 1.0, False, break_down)], {"acc": None}, 0.0, lambda label, share: None, notes)
 
 
 @pytest.mark.parametrize(("allowed", "again"), [(1.0, ["two", "one"]), (0.1, ["two"])])
@@ -250,7 +276,7 @@ def test_what_others_disturbed_on_the_host_is_timed_again_the_worst_first(monkey
         return Job(side, name, 1.0, False, run)
 
     jobs = [job("one", "host"), job("two", "host"), job("three", "host"), job("four", "acc")]
-    rows, _ = run_jobs(jobs, {"host": None, "acc": None}, 0.0, lambda label, share: None)
+    rows, _ = run_jobs(jobs, {"host": None, "acc": None}, 0.0, lambda label, share: None, [])
     assert ran == ["one", "two", "three", "four", *again]
     found = {name: {r.tokens: r.seconds for r in rows if r.qtype == name} for name in lost}
     assert found == {name: {1: 3.0, 4: 2.0, 16: 9.0} if name in again else {1: 5.0, 4: 2.0} for name in lost}

@@ -8,7 +8,7 @@ import pytest
 from fake_machine import Ear, FakeMachine, answer
 from manual_clock import ManualClock
 
-from pshard.errors import NotPlanned, StepFailed, UserError
+from pshard.errors import KernelRefused, NotPlanned, StepFailed, UserError
 from pshard.runtime.sampling import Sampling
 from pshard.server.jobs import Ended, Job, Refused
 from pshard.server.scheduling.promises import Promises
@@ -196,6 +196,26 @@ def test_an_engine_that_fails_again_and_again_is_given_up(started):
     with pytest.raises(Refused) as refused:
         ask(thread)
     assert refused.value.status == 503
+
+
+@pytest.mark.parametrize("while_loading", [False, True])
+def test_what_the_gpu_cannot_run_is_given_up_at_once(started, while_loading):
+    garage = Garage()
+    refused = KernelRefused("decode_kernel needs 141312 of shared memory: A card (sm_86) cannot run this")
+
+    def fail(pieces):
+        if while_loading:
+            garage.errors.append(refused)
+            return True
+        raise refused
+
+    garage.prepare = lambda m: setattr(m, "fail", fail)
+    thread = started(garage)
+    ready(thread)
+    assert ask(thread).wait().reason == "error"
+    assert thread.join(PATIENCE)
+    assert thread.error is refused and len(garage.asked) == 1 + while_loading
+    assert thread.snapshot().state == "failed"
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason(started):

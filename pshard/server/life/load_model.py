@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pshard.errors import NotPlanned, StepFailed, UserError, as_line
+from pshard.errors import KernelRefused, NotPlanned, StepFailed, UserError, as_line
 from pshard.plan import Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.store import load_registry, own_plans
@@ -100,6 +100,8 @@ class ModelLoader:
             rehearse_steps(engine, self._how.deterministic)
         except (StepFailed, UserError) as error:
             engine.close()
+            if isinstance(error, KernelRefused):  # it would refuse again
+                raise
             why = f"no step of each size was run before the start, so the first may take seconds: {as_line(error)}"
             return start(), (why,)
         except BaseException:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from pshard.errors import KernelRefused
 from pshard.server.jobs import Ended
 from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.pace import Pace
@@ -135,8 +136,12 @@ class MachineKeeper:
             run.tell(ended)
 
     def reload(self, error: BaseException, now: float) -> None:
-        """Load again after a failure; raises the last error when that was often."""
+        """Load again after a failure; raises the last error when that was often, and at once what loading does not
+        help."""
         while True:
+            if isinstance(error, KernelRefused):
+                self.drop()
+                raise error
             self._restarts.append(now)
             while self._restarts[0] < now - RESTART_SECONDS:
                 self._restarts.popleft()

@@ -4,7 +4,7 @@
 compiling (`scripts/cards`); the first tile of a list that fits is a card's default.
 """
 
-from pshard.errors import UserError
+from pshard.errors import KernelRefused
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.times.gpu_tiles import Tile
 
@@ -29,7 +29,7 @@ def number_bytes(itemsize: int) -> float:
 
 def prompt_tiles(limits: CardLimits, padded: int, cells: float) -> tuple[Tile, ...]:
     """Tiles of a prompt's attention that fit, the default first. padded: numbers of a head, a power of two; cells:
-    bytes of a number of k and of one of v. Raises UserError for heads that are too large."""
+    bytes of a number of k and of one of v. Raises KernelRefused for heads that are too large."""
     check_head(padded)
     ways = _PROMPT[max(128, padded)]
     return tuple(t for t in ways if attention_bytes(t, t.rows, padded, cells, limits) <= limits.shared_block)
@@ -56,9 +56,9 @@ def latent_decode_tiles(limits: CardLimits, padded: int, tail: int, cells: float
 
 
 def check_head(numbers: int) -> None:
-    """Raise UserError for heads that attention's kernels are not written for."""
+    """Raise KernelRefused for heads that attention's kernels are not written for."""
     if numbers > LARGEST_HEAD:
-        raise UserError(
+        raise KernelRefused(
             f"attention heads of {numbers} numbers: the GPU's kernels take up to {LARGEST_HEAD}; "
             "use --kernels plain (slow)"
         )

@@ -10,7 +10,7 @@ from pshard.runtime.kernels.gpu.card_limits import CardLimits
 
 def is_kernel_failure(error: BaseException) -> bool:
     """Whether a kernel could not be compiled, assembled or given what it needs: nothing was started."""
-    if "triton" not in sys.modules:
+    if "triton" not in sys.modules:  # then no kernel of its was asked for, and it takes a second to import
         return False
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
