@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from pshard.server.api.faults import Fault
@@ -15,6 +16,11 @@ def tell_process(reader: Reader, body: dict[str, Any]) -> tuple[int, int]:
 def take_forever(reader: Reader, body: dict[str, Any]) -> None:
     while True:
         time.sleep(60)
+
+
+def note_process_and_wait(reader: Reader, body: dict[str, Any]) -> None:
+    Path(body["place"]).write_text(str(os.getpid()))
+    take_forever(reader, body)
 
 
 def end_early(reader: Reader, body: dict[str, Any]) -> None:

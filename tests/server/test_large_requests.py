@@ -7,11 +7,12 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import body_readers
 import httpx
 import pytest
-from body_readers import end_early, fail, refuse, take_forever, tell_process
+from body_readers import end_early, fail, note_process_and_wait, refuse, take_forever, tell_process
 from http_client import ask
 from small_service import demo_model
 
@@ -20,7 +21,7 @@ from pshard.server.api.faults import Fault
 from pshard.server.api.limits import DEFAULT_LIMITS
 from pshard.server.http.desk import LARGE
 from pshard.server.reading import other_process
-from pshard.server.reading.other_process import OtherProcess
+from pshard.server.reading.other_process import Line, OtherProcess
 from pshard.server.reading.reader import Reader
 
 SMALL, BIG = b"{}", b'{"text": "' + b"a" * LARGE + b'"}'
@@ -39,6 +40,10 @@ def elsewhere(known_there):
     made = OtherProcess(Reader(demo_model(), DEFAULT_LIMITS, Sampling(), ("demo",)))
     yield made
     made.close()
+
+
+def read(elsewhere: OtherProcess, *given: Any) -> Any:
+    return elsewhere.read(Line(), *given)
 
 
 def words(n: int) -> str:
@@ -87,7 +92,7 @@ def test_the_event_loop_goes_on_while_a_large_request_is_read(app, what, n) -> N
 
 def test_the_size_of_a_body_says_in_which_process_it_is_read(app, elsewhere) -> None:
     here = os.getpid()
-    first, second = (elsewhere.read(tell_process, BIG, 60.0) for _ in range(2))
+    first, second = (read(elsewhere, tell_process, BIG, 60.0) for _ in range(2))
     assert first[1] == second[1] == LARGE and len({here, first[0], second[0]}) == 3
     desk = app.routes[0].endpoint._desk
     try:
@@ -105,40 +110,81 @@ def test_memory_of_a_large_request_comes_back(elsewhere) -> None:
     from pshard.server.reading.read_requests import tokenize
 
     body = json.dumps({"content": words(50_000), "with_pieces": True}).encode()
-    elsewhere.read(tokenize, body, 100.0)
+    read(elsewhere, tokenize, body, 100.0)
     before = resident()
     for _ in range(2):
-        assert len(elsewhere.read(tokenize, body, 100.0)) > 1 << 20
+        assert len(read(elsewhere, tokenize, body, 100.0)) > 1 << 20
     assert resident() - before < 48 << 20
 
 
 def test_a_large_request_that_takes_too_long_is_ended(elsewhere) -> None:
     with pytest.raises(Fault, match="more than 1 seconds to read") as told:
-        elsewhere.read(take_forever, BIG, 1.0)
+        read(elsewhere, take_forever, BIG, 1.0)
     assert told.value.status == 400 and told.value.code == "too_complex"
+
+
+def test_who_goes_takes_the_reading_of_a_large_request_along(elsewhere, tmp_path) -> None:
+    """Also while it is in the midst of it."""
+    place = tmp_path / "process"
+    body = json.dumps({"text": "a" * LARGE, "place": str(place)}).encode()
+    line, told = Line(), list[Fault]()
+
+    def ask_elsewhere() -> None:
+        with pytest.raises(Fault) as fault:
+            elsewhere.read(line, note_process_and_wait, body, 60.0)
+        told.append(fault.value)
+
+    thread = threading.Thread(target=ask_elsewhere)
+    thread.start()
+    while not place.exists() or not place.read_text():
+        time.sleep(0.01)
+    process = int(place.read_text())
+    line.cut()
+    thread.join(20)
+    assert told[0].status == 503
+    end = time.monotonic() + 20
+    while Path(f"/proc/{process}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_client_that_goes_cuts_the_line_of_its_request(app, monkeypatch) -> None:
+    cut = []
+    monkeypatch.setattr(Line, "cut", lambda line: cut.append(line))
+
+    async def leave() -> None:
+        desk = app.routes[0].endpoint._desk
+        task = asyncio.ensure_future(desk.read(tell_process, BIG))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(leave())
+    assert len(cut) == 1
 
 
 def test_a_process_that_ends_is_told_and_the_next_request_has_another(elsewhere) -> None:
     with pytest.raises(Fault, match="memory is short") as told:
-        elsewhere.read(end_early, BIG, 60.0)
+        read(elsewhere, end_early, BIG, 60.0)
     assert told.value.status == 503 and told.value.retry_after
     elsewhere._process.kill()
     elsewhere._process.wait()
-    assert elsewhere.read(tell_process, BIG, 60.0)[1] == LARGE
+    assert read(elsewhere, tell_process, BIG, 60.0)[1] == LARGE
 
 
 def test_what_is_refused_or_fails_elsewhere_is_told_like_here(elsewhere) -> None:
     with pytest.raises(Fault, match="not here") as told:
-        elsewhere.read(refuse, BIG, 60.0)
+        read(elsewhere, refuse, BIG, 60.0)
     fault = told.value
     assert (fault.status, fault.param, fault.code, fault.more, fault.retry_after) == (404, "text", "gone", {"n": 1}, 2)
     with pytest.raises(Exception, match=r"RuntimeError at .*body_readers.py:\d+") as failed:
-        elsewhere.read(fail, BIG, 60.0)
+        read(elsewhere, fail, BIG, 60.0)
     assert "secret" not in str(failed.value)
 
 
 def test_the_process_ends_when_nothing_was_asked_for_long(elsewhere, monkeypatch) -> None:
-    elsewhere.read(tell_process, BIG, 60.0)
+    read(elsewhere, tell_process, BIG, 60.0)
     elsewhere.close_when_idle()
     process = elsewhere._process
     assert process.poll() is None

@@ -13,7 +13,7 @@ from pshard.server.api.faults import Fault
 from pshard.server.api.limits import Limits
 from pshard.server.http.inbox import Board
 from pshard.server.jobs import Service
-from pshard.server.reading.other_process import IDLE_SECONDS, OtherProcess, too_complex
+from pshard.server.reading.other_process import IDLE_SECONDS, Line, OtherProcess, too_complex
 from pshard.server.reading.parse_body import Result, Work, read_body_as
 from pshard.server.reading.reader import Reader
 from pshard.server.shapes.show_completion import Heading
@@ -73,7 +73,12 @@ class Desk:
         """What a body asks for, by a function of a module. Raises Fault."""
         if len(body) <= LARGE:
             return await self.off_loop(read_body_as, self.reader, work, body)
-        found = await self._wait_for(self._waits, READ_SECONDS, self._elsewhere.read, work, body, READ_SECONDS)
+        line = Line()
+        try:
+            read = self._elsewhere.read
+            found = await self._wait_for(self._waits, READ_SECONDS, read, line, work, body, READ_SECONDS)
+        finally:
+            line.cut()
         loop = asyncio.get_running_loop()
         loop.call_later(IDLE_SECONDS, loop.run_in_executor, self._waits, self._elsewhere.close_when_idle)
         return found
@@ -96,6 +101,9 @@ class Desk:
                 return await asyncio.shield(task)
         except TimeoutError:
             raise too_complex(seconds) from None
+        except asyncio.CancelledError:
+            task.cancel()  # if it has not begun
+            raise
 
     def _count_down(self, task: "asyncio.Future[Any]") -> None:
         self._waiting -= 1

@@ -1,5 +1,6 @@
 """Has large requests read in another process, which is started with the first of them."""
 
+import contextlib
 import os
 import pickle
 import socket
@@ -20,6 +21,18 @@ IDLE_SECONDS = 300.0  # after the last large request; then the memory of its wor
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # it forks, which goes well without threads
 
 
+class Line:
+    """A request's way to the process that reads it."""
+
+    def __init__(self) -> None:
+        self.here, self.there = socket.socketpair()
+
+    def cut(self) -> None:
+        """Nobody waits for the answer any more: who reads the request ends. From any thread, also after the answer."""
+        with contextlib.suppress(OSError):
+            self.here.shutdown(socket.SHUT_RDWR)
+
+
 class OtherProcess:
     """Reads requests, any number at once. For threads that may wait."""
 
@@ -31,16 +44,15 @@ class OtherProcess:
         self._line: socket.socket | None = None
         self._at_work, self._last = 0, 0.0
 
-    def read(self, work: Work[Result], body: bytes, seconds: float) -> Result:
-        """What a body asks for, in so many seconds. Raises Fault."""
+    def read(self, line: Line, work: Work[Result], body: bytes, seconds: float) -> Result:
+        """What a body asks for, in so many seconds. Raises Fault, also when the line is cut."""
         begun = time.monotonic()
-        here, there = socket.socketpair()
         with self._lock:
             self._at_work += 1
         try:
-            with Connection(here.detach()) as pipe, there:
-                self._pass_on(there)
-                there.close()
+            with line.here, line.there, Connection(os.dup(line.here.fileno())) as pipe:
+                self._pass_on(line.there)
+                line.there.close()
                 pipe.send_bytes(pickle.dumps((work, seconds)))
                 pipe.send_bytes(body)
                 found: Any = pickle.loads(pipe.recv_bytes())

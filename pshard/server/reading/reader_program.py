@@ -11,6 +11,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,7 +59,15 @@ def answer_request(reader: Reader, pipe: Connection) -> None:
     """Read one request, and send back what it asks for or the Fault that it is told, within the seconds that it has."""
     work, seconds = pickle.loads(pipe.recv_bytes())
     signal.setitimer(signal.ITIMER_REAL, seconds)  # whose signal ends the process, in the midst of native code too
-    pipe.send_bytes(pickle.dumps(read_or_fail(reader, work, pipe.recv_bytes()), pickle.HIGHEST_PROTOCOL))
+    body = pipe.recv_bytes()
+    threading.Thread(target=end_when_cut, args=(pipe,), daemon=True).start()
+    pipe.send_bytes(pickle.dumps(read_or_fail(reader, work, body), pickle.HIGHEST_PROTOCOL))
+
+
+def end_when_cut(pipe: Connection) -> None:
+    """End this process when nobody waits for it any more: nothing else comes by the pipe now."""
+    pipe.poll(None)
+    os._exit(0)
 
 
 def read_or_fail(reader: Reader, work: Work[Any], body: bytes) -> Any:
