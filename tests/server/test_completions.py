@@ -157,7 +157,7 @@ def test_a_schema_is_kept_to(app) -> None:
 
 
 BAD = [
-    ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "9"), ("max_tokens", 0), ("temperature", 2.1),
+    ("max_tokens", -2), ("max_tokens", 1.5), ("max_tokens", "9"), ("max_tokens", 0), ("temperature", 2.1),
     ("temperature", -0.1), ("temperature", True), ("temperature", "hot"), ("top_p", 1.1), ("top_k", -2), ("min_p", 2),
     ("presence_penalty", 3), ("frequency_penalty", -3), ("repeat_penalty", 0), ("seed", 1.5), ("seed", 1 << 70),
     ("logit_bias", []), ("logit_bias.x", {"x": 1}), ("logit_bias.1024", {"1024": 1}), ("logit_bias.5", {"5": 101}),

@@ -36,7 +36,7 @@ WORDS = (
     "morning",
 )
 KINDS = ("whole", "whole", "stream", "stream", "two", "slow", "leave", "drop", "bad")
-BAD = (b"{", b"[]", b"\xff", b'{"prompt":7}', b'{"prompt":"a","n":99}', b'{"prompt":"a","max_tokens":-1}')
+BAD = (b"{", b"[]", b"\xff", b'{"prompt":7}', b'{"prompt":"a","n":99}', b'{"prompt":"a","max_tokens":-2}')
 
 
 class Load:
