@@ -1,5 +1,6 @@
 """Typed look-ups in the metadata of a model file: a missing or odd value is a UserError that names the key."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -53,7 +54,8 @@ class Keys:
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             self.refuse(key, f"is {value!r}, not a number above 0")
         if not span[0] <= value <= span[1]:
-            self.refuse(key, f"is {value:.4g}, where models have {span[0]:g} to {span[1]:g}")
+            shown = f"{value:.4g}" if value <= sys.float_info.max else "beyond all use"
+            self.refuse(key, f"is {shown}, where models have {span[0]:g} to {span[1]:g}")
         return float(value)
 
     def reals(self, key: str, span: tuple[float, float]) -> tuple[float, ...]:

@@ -4,11 +4,9 @@ import contextlib
 import errno
 import mmap
 import os
-import stat
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from pshard.errors import UserError
+from pshard.jsonio import open_regular
 from pshard.quant import QUANT_TYPES, align, file_nbytes
 
 try:
@@ -40,10 +39,6 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a pipe would wait for a writer
-
-
 def check_there(path: Path) -> None:
     """Raise UserError where there is no such file or folder."""
     if not path.exists():
@@ -59,20 +54,18 @@ class MappedFile:
         """Raises UserError when the file cannot be opened or is empty. advice: what to do when there is none."""
         self.path = path
         try:
-            self._file = FileIO(str(path), opener=_open_at_once)
+            self._file = open_regular(path)
             self._opened = os.fstat(self._file.fileno())
         except FileNotFoundError:
             raise UserError(f"{path}: there is no such file; {advice}") from None
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        except OSError as error:
+            if error.errno == errno.EMFILE:
                 raise UserError(
                     f"{path}: cannot be read beside so many other files; raise the limit of open files (ulimit -n)"
                 ) from None
-            why = error.strerror if isinstance(error, OSError) else error
-            raise UserError(f"{path}: cannot be read ({why}); give another file, or let it be read") from None
-        if not stat.S_ISREG(self._opened.st_mode):
-            self.close()
-            raise UserError(f"{path}: cannot be read (it is no regular file); give another file, or let it be read")
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); give another file, or let it be read"
+            ) from None
         self.nbytes = self._opened.st_size
         if not self.nbytes:
             self.close()

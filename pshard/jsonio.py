@@ -1,21 +1,27 @@
 """Frozen dataclasses to JSON and back, and files that are written whole or not at all."""
 
+import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
+import stat
+import sys
 import tempfile
+import time
 import types
 import typing
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 T = TypeVar("T")
 Where: TypeAlias = "str | tuple[Where, str | int]"  # a place in data: the root's name, or a place and what in it
 Maker = Callable[[Any, Where], Any]  # of what is at a place
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
+STALE_SECONDS = 600  # a temporary file that is older was left by a process that is gone
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
@@ -82,11 +88,16 @@ def _scalar_maker(kind: type) -> Maker:
     def make_scalar(data: Any, where: Where) -> Any:
         if type(data) is kind:
             return data
-        if kind is float and type(data) is int:
+        if kind is float and type(data) is int and abs(data) <= sys.float_info.max:
             return float(data)
-        raise ValueError(f"{name_place(where)} is {data!r}, not {kind.__name__}")
+        raise ValueError(f"{name_place(where)} is {_show(data)}, not {kind.__name__}")
 
     return make_scalar
+
+
+def _show(data: Any) -> str:
+    """A value in words: thousands of digits cannot be written, and tell nothing."""
+    return "a number beyond all use" if type(data) is int and abs(data) >= 1 << 1024 else repr(data)
 
 
 def _tuple_maker(kinds: tuple[Any, ...]) -> Maker:
@@ -133,6 +144,30 @@ def _field_makers(kind: Any) -> dict[str, tuple[Maker, bool]]:
     }
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read its bytes. Raises OSError, also for what is no file: a pipe would wait for a writer."""
+    opened = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    file = io.BufferedReader(opened)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EEXIST, "It is no regular file", str(path))
+    return file
+
+
+def read_regular(path: Path) -> str:
+    """The text of a file. Raises OSError as `open_regular`, UnicodeDecodeError for what is no UTF-8."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8")
+
+
+def resolve_place(path: Path) -> Path:
+    """The path without symbolic links. Raises OSError for links that lead in a circle."""
+    try:
+        return path.resolve()
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+
+
 def check_regular(path: Path) -> None:
     """Raises OSError for a place that holds something else than a file: renaming onto /dev/null would replace it."""
     if path.exists() and not path.is_file():
@@ -146,7 +181,7 @@ PROBED = 1 << 20  # bytes that a disk must have left: what is written is smaller
 def check_place(path: Path) -> None:
     """Raise OSError where `write_bytes_atomically` would, without a trace: a file is tried in the nearest folder that
     there is."""
-    path = path.resolve()
+    path = resolve_place(path)
     check_regular(path)
     folder = next(p for p in path.parents if p.exists())
     if not folder.is_dir():
@@ -157,8 +192,21 @@ def check_place(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove temporary files of `write_bytes_atomically` beside a file that no one has written to for STALE_SECONDS:
+    whoever wrote them was killed. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        path = resolve_place(path)
+        for found in os.scandir(path.parent):
+            if found.name.startswith(f".{path.name}.") and found.name.endswith(".tmp"):
+                with contextlib.suppress(OSError):
+                    if time.time() - found.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
+                        os.unlink(found.path)
+
+
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text in UTF-8 as `write_bytes_atomically` does."""
+    """Write a text in UTF-8 as `write_bytes_atomically` does; what killed writers left beside it is removed."""
+    remove_leftovers(path)
     write_bytes_atomically(path, text.encode("utf-8"))
 
 
@@ -168,7 +216,7 @@ def write_bytes_atomically(path: Path, data: bytes) -> None:
     A symbolic link keeps pointing to the file that is written. Raises OSError (read-only folder, full disk, a place
     that holds something else than a file) and leaves nothing behind.
     """
-    path = path.resolve()
+    path = resolve_place(path)
     check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pshard.jsonio import parse_json, write_json_atomically
+from pshard.jsonio import parse_json, read_regular, write_json_atomically
 from pshard.paths import cache_dir
 
 MOST = 200  # models that are remembered, the latest first
@@ -23,7 +23,7 @@ def note_model(model: Path) -> None:
 def list_known() -> list[Path]:
     """Models that are remembered, the latest first; none where the list cannot be read."""
     try:
-        places = parse_json(_list_path().read_text(encoding="utf-8"))["models"]
+        places = parse_json(read_regular(_list_path()))["models"]
         return [Path(place) for place in places if isinstance(place, str)]
     except (OSError, ValueError, TypeError, KeyError):
         return []

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from pshard.errors import CannotWrite, UserError
-from pshard.jsonio import FULL, Where, check_place, from_json, name_place, parse_json, write_json_atomically
+from pshard.jsonio import (
+    FULL,
+    Where,
+    check_place,
+    from_json,
+    name_place,
+    parse_json,
+    read_regular,
+    write_json_atomically,
+)
 from pshard.machine import PROFILE_VERSION, MachineProfile, emulated_capability
 from pshard.paths import cache_dir
 from pshard.registries.check_profile import check_timings
@@ -47,7 +56,7 @@ def load_profile(path: Path | None = None) -> MachineProfile:
     """
     place = path or default_profile_path()
     try:
-        data = parse_json(place.read_text(encoding="utf-8"))
+        data = parse_json(read_regular(place))
     except FileNotFoundError:
         raise UserError(f"no machine profile at {place}; run pshard-profile") from None
     except OSError as error:
@@ -132,7 +141,7 @@ def note_page_locks(nbytes: int, refused: bool) -> bool:
 def recall_lockable() -> int | None:
     """Bytes that could be page-locked on this machine when a process last met a limit; None when none did."""
     try:
-        data = parse_json(_page_locks().read_text(encoding="utf-8"))
+        data = parse_json(read_regular(_page_locks()))
         nbytes = data["lockable_bytes"] if data["machine"] == platform.node() else None
     except (OSError, ValueError, TypeError, KeyError):  # what cannot be read is not known
         return None

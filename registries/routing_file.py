@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.jsonio import from_json, parse_json, to_json, write_bytes_atomically
+from pshard.jsonio import from_json, open_regular, parse_json, remove_leftovers, to_json, write_bytes_atomically
 from pshard.model import ModelSpec
 from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord, id_type
@@ -65,6 +65,7 @@ def write_routing(path: Path, record: RoutingRecord) -> None:
     ids = np.ascontiguousarray(record.ids, id_type(record.experts)).tobytes()
     fixed = _FIXED.pack(MAGIC, VERSION, len(header), zlib.crc32(header), zlib.crc32(ids))
     try:
+        remove_leftovers(path)
         write_bytes_atomically(path, fixed + header + ids)
     except OSError as error:
         raise UserError(f"cannot write the routing record {path}: {error.strerror}; choose another place") from None
@@ -73,7 +74,7 @@ def write_routing(path: Path, record: RoutingRecord) -> None:
 def is_routing(path: Path) -> bool:
     """Whether a file begins as routing records do; not where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
@@ -82,7 +83,8 @@ def is_routing(path: Path) -> bool:
 def read_routing(path: Path) -> RoutingRecord:
     """Read a record. Raises UserError: missing, unreadable, something else, of another version, cut off or damaged."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise UserError(f"cannot read the routing record {path}: {error.strerror}; give another file") from None
     if len(data) < _FIXED.size or not data.startswith(MAGIC):

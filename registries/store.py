@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from pshard.errors import CannotWrite, NotPlanned, StaleRegistry, UserError
-from pshard.jsonio import FULL, check_place, write_text_atomically
+from pshard.jsonio import FULL, check_place, read_regular, resolve_place, write_text_atomically
 from pshard.paths import bundled_model, cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
+from pshard.registries.file_lock import hold_lock
 from pshard.registries.fingerprint import Inputs, differ_in_locks, digest, explain_difference
 from pshard.routing.popularity import Popularity
 
 SUFFIX = ".pshard.json"
 MOST_SETS = 8  # of plans in one registry, each for other inputs: every run reads them all
-LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; waiting this long means that something hangs
 
 
 def registry_path(model_path: Path, override: Path | None = None) -> Path:
@@ -35,7 +33,10 @@ def registry_path(model_path: Path, override: Path | None = None) -> Path:
     hub = name_in_hub_cache(model_path)
     if hub:
         return cache_dir() / "registries" / f"{hub.replace('/', '--')}{SUFFIX}"
-    model = Path(model_path).resolve()
+    try:
+        model = resolve_place(Path(model_path))
+    except OSError as error:
+        raise UserError(f"{model_path}: {error.strerror}; give another model") from None
     folder = model if model.is_dir() else model.parent
     if model != bundled_model() and os.access(folder, os.W_OK | os.X_OK):
         return folder / f"{model.name}{SUFFIX}"
@@ -49,7 +50,7 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
     when it is of an older one.
     """
     try:
-        return decode_registry(path.read_text(encoding="utf-8"))
+        return decode_registry(read_regular(path))
     except FileNotFoundError:
         raise NotPlanned(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
     except OSError as error:
@@ -118,7 +119,7 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
     with _report_write_errors(path):
         check_place(path)  # a lock that cannot be made there looks like one that is held
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
+        with hold_lock(path):
             stored, older = _read_stored(path)
             kept = next((plans.variants for plans in stored if plans.fingerprint == digest(inputs)), ())
             replaced = {variant_key(v) for v in variants}
@@ -190,8 +191,6 @@ def describe_other_locks(registry: Registry, variant: Variant, current: Inputs) 
 def _report_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except Timeout:
-        raise UserError(f"another process has held the lock of {path} for {LOCK_SECONDS:.0f} s; try again") from None
     except OSError as error:
         advice = "free some space" if error.errno in FULL else "choose another place with --registry"
         raise CannotWrite(f"cannot write the registry {path}: {error.strerror or error}; {advice}") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pshard.errors import UserError
-from pshard.jsonio import from_json
+from pshard.jsonio import from_json, read_regular
 from pshard.machine import MachineProfile
 from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_format
 from pshard.routing.expert_map import ExpertMap
@@ -80,7 +80,7 @@ def read_inputs(paths: Iterable[Path]) -> ReportInputs:
 def read_nouns(path: Path) -> list[Any]:
     """Every known object in a file, in order, however deep it lies."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; {GIVE}") from None
     except UnicodeDecodeError:

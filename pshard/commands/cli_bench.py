@@ -1,7 +1,9 @@
 """pshard-bench: measured rates beside predicted ones, for the plan and for baselines, in the manner of llama-bench."""
 
+import os
 import shlex
 import sys
+import time
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,20 +251,40 @@ def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
 
 
 def _write(found: "list[Measurement]", args: Any) -> None:
-    from pshard.jsonio import write_text_atomically
+    """Print what was measured and write it to the file that was asked for. What cannot be printed is kept in a file of
+    the cache folder instead. Raises UserError."""
+    from pshard.paths import cache_dir
     from pshard.reports.tables.bench_formats import format_measurements
     from pshard.times.stolen_time import describe_stolen
 
     if note := describe_stolen({f"{m.strategy} {m.test}": m.stolen for m in found}):
         print(f"note: {note}", file=sys.stderr)
-    print(format_measurements(found, args.output), end="")
-    if args.output_file is not None:
-        try:
-            write_text_atomically(args.output_file, format_measurements(found, "json"))
-        except OSError as error:
-            raise UserError(
-                f"cannot write {args.output_file}: {error.strerror}; choose another place with -of"
-            ) from None
+    data, kept, problems = format_measurements(found, "json"), args.output_file, []
+    if kept is not None and (why := _write_file(kept, data)):
+        problems, kept = [f"cannot write {kept}: {why}; choose another place with -of"], None
+    try:
+        print(format_measurements(found, args.output), end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at its end
+        kept = kept or cache_dir() / f"bench-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+        lost = _write_file(kept, data) if kept != args.output_file else None
+        where = f"nor keep what was measured: {lost}" if lost else f"what was measured is in {kept}"
+        problems.append(f"cannot write to standard output: {error.strerror}; {where}")
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def _write_file(path: Path, text: str) -> str | None:
+    """Why it cannot be written; None when it is."""
+    from pshard.jsonio import write_text_atomically
+
+    try:
+        write_text_atomically(path, text)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 if __name__ == "__main__":

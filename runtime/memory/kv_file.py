@@ -32,7 +32,7 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
-from pshard.jsonio import check_regular, parse_json, to_json
+from pshard.jsonio import check_regular, open_regular, parse_json, remove_leftovers, resolve_place, to_json
 from pshard.model import ModelSpec
 from pshard.runtime.checkpoints.checkpoints import Checkpoint
 from pshard.runtime.checkpoints.saved_states import find_states
@@ -116,7 +116,10 @@ class KVStore:
         if self._group.rank == 0:
             try:
                 check_regular(path)
-                handle, temporary = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.", suffix=".tmp")
+                remove_leftovers(path)
+                handle, temporary = tempfile.mkstemp(
+                    dir=resolve_place(path).parent, prefix=f".{path.name}.", suffix=".tmp"
+                )
                 with os.fdopen(handle, "wb") as file:
                     file.truncate(self._places(cells, header, states)[1])
             except OSError as error:
@@ -154,8 +157,7 @@ class KVStore:
         return tokens, states
 
     def _check_states(self) -> None:
-        """Raise UserError, on every rank, when a unit keeps a state that is no KV cache: the file has no place for
-        it."""
+        """Raise UserError, on every rank, when a unit keeps a state that the file has no place for."""
         spec = self._source.spec
         for unit in spec.units:
             law = unit.state(spec.config, self._kv)
@@ -256,13 +258,13 @@ class KVStore:
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(temporary, 0o644)
-            os.replace(temporary, path.resolve())
+            os.replace(temporary, resolve_place(path))
         except OSError as error:
             return str(error.strerror)
         return None
 
     def _read(self, path: Path, take: Callable[[int], Segment]) -> tuple[tuple[int, ...], list[Checkpoint]]:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             header, fields = _read_header(path, file)
             wanted = json.loads(self._header(()))
             for name in wanted:
@@ -272,8 +274,7 @@ class KVStore:
             config, tokens = self._source.spec.config, tuple(fields["tokens"])
             if not all(type(token) is int and 0 <= token < config.vocab for token in tokens):
                 raise UserError(f"the KV cache {path} names tokens that the model does not have: remove it")
-            longest = longest_sequence(config, self._kv.context)
-            if len(tokens) > longest:
+            if len(tokens) > (longest := longest_sequence(config, self._kv.context)):
                 raise UserError(f"the KV cache {path} has {len(tokens)} cells, the context {longest}: give a larger -c")
             lengths = _check_lengths(path, fields.get("states"), len(tokens)) if self._states else []
             start, nbytes = self._places(len(tokens), header, len(lengths))

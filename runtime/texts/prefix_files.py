@@ -7,11 +7,10 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from pshard.jsonio import write_bytes_atomically
+from pshard.jsonio import STALE_SECONDS, write_bytes_atomically
 from pshard.runtime.texts.block_record import BlockRecord, encode_record, read_names, read_record
 
 SUFFIX = ".block"
-STALE_SECONDS = 600  # a temporary file that is older was left by a process that is gone
 
 
 class PrefixFiles:

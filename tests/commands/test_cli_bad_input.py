@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -892,3 +893,19 @@ def test_a_stream_that_is_closed_gives_its_number_to_no_file(tmp_path: Path) -> 
     )
     command = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", program]
     assert subprocess.run(command, timeout=60).returncode == 5
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to a full disk")
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_measurement_that_cannot_be_printed_is_kept(planned: World, tmp_path: Path, asked: bool) -> None:
+    own = tmp_path / "own.json"
+    words = ["-m", planned.model, "--vram", planned.budget, "-p", 8, "-n", 0, "-r", 1, "-o", "json"]
+    words += ["-of", own] if asked else []
+    command = [sys.executable, "-m", "pshard.commands.cli_bench", *map(str, words)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    found = re.search(r"cannot write to standard output: No space left on device; what was measured is in (.*)", line)
+    assert found and json.loads(Path(found[1]).read_text())[0]["test"] == "pp8"
+    assert (Path(found[1]) == own) == asked

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
-from pshard.jsonio import parse_json, write_text_atomically
+from pshard.jsonio import parse_json, read_regular, write_text_atomically
 
 if TYPE_CHECKING:
     from pshard.session.chat.conversation import Conversation
@@ -90,7 +90,7 @@ def _save(chat: "Conversation", name: str, tell: Tell) -> None:
 def _load(chat: "Conversation", name: str, tell: Tell) -> None:
     path = _path(name, "load")
     try:
-        data = parse_json(path.read_text(encoding="utf-8"))
+        data = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}; give a file that /save wrote") from None
     messages = data.get("messages") if isinstance(data, dict) else None
