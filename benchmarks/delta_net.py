@@ -30,6 +30,7 @@ from pshard.profile.timed.operands import OperandPool
 from pshard.runtime.kernels.api import DeltaWeights
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.gpu.card_limits import card_limits
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.tensor import TensorSpec
 from pshard.units.operations import DeltaNet
@@ -180,7 +181,7 @@ def to_gpu(weights: DeltaWeights) -> DeltaWeights:
 def save_gpu(bench: Any, args: argparse.Namespace) -> None:
     """What is known so far."""
     if args.output:
-        machine = {"device": torch.cuda.get_device_name(), "copy_gbs": bench.copy_gbs, "gemm_tflops": bench.gemm_tflops}
+        machine = {"device": card_limits("cuda").name, "copy_gbs": bench.copy_gbs, "gemm_tflops": bench.gemm_tflops}
         write_json(args.output, "delta_net", [machine, *bench.cases], sys.argv[1:])
 
 

@@ -21,6 +21,7 @@ from gpu_kernels import Bench, activations, ceilings, check, make_weights, poiso
 from pshard.model_config import Experts
 from pshard.quant import ROW_BLOCK, record_nbytes
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
+from pshard.runtime.kernels.gpu.card_limits import card_limits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.default_tiles import TUNING
 from pshard.runtime.kernels.plain import PlainKernels
@@ -168,7 +169,7 @@ def main() -> None:
         for tokens in (1, 16, 512, 4096):
             bench.case(f"{model.name} route M={tokens}", partial(route, bench, model, tokens))
     report = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gbs": bench.copy_gbs,
+        "device": card_limits("cuda").name, "torch": torch.__version__, "copy_gbs": bench.copy_gbs,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gemm_tflops": bench.gemm_tflops,
         "tiles": {f"{key[0]} {key[1]}": str(tile) for key, tile in TUNING.items() if key[0][:5] in ("pairs", "group")},
         "cases": bench.cases,

@@ -31,6 +31,7 @@ from pshard.quant import QUANT_TYPES, align, packed_nbytes
 from pshard.runtime.blocks.block import ALONE, Side, Work
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.gpu.card_limits import card_limits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference
@@ -545,7 +546,7 @@ def main() -> None:
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
                             capture_output=True, text=True).stdout.strip()  # fmt: skip
     report = {
-        "device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
+        "device": card_limits("cuda").name, "driver": driver, "torch": torch.__version__,
         "triton": triton.__version__, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(["python", *sys.argv]), "copy_gbs": bench.copy_gbs, "gemm_tflops": bench.gemm_tflops,
         "scratch_nbytes": bench.kernels.scratch_nbytes, "best": best, "cases": bench.cases,

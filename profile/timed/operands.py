@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from pshard.errors import KernelRefused
 from pshard.profile.identify import count_cores
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import LayerKV, Packed
@@ -51,7 +52,12 @@ class OperandPool:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
             return fill_ordinary(map_memory(nbytes))  # touched: untouched pages are all one page, and cached
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        try:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError:
+            raise KernelRefused(
+                f"operands of {nbytes >> 20} MiB do not fit the GPU's free memory; end other programs on it"
+            ) from None
 
     @property
     def memory(self) -> torch.Tensor:
@@ -125,6 +131,7 @@ class OperandPool:
     def _split(self, nbytes: int) -> list[torch.Tensor]:
         stride = -(-nbytes // PAGE) * PAGE
         if stride > self._buffer.numel():
+            self.release()  # both at once may not fit
             self._buffer = self._allocate(max(stride, self.nbytes))
         stride = max(stride, self._buffer.numel() // MOST_COPIES // PAGE * PAGE)
         return [self._buffer[at : at + nbytes] for at in range(0, self._buffer.numel() - stride + 1, stride)]
