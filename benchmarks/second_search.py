@@ -29,7 +29,7 @@ from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import draft_tier, simulated_seconds
 from pshard.planner.rank_task import RankTask
-from pshard.planner.search.candidates import plan_seconds
+from pshard.planner.search.round_times import plan_seconds
 from pshard.units.divide_unit import can_divide, count_shares
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit

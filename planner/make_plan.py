@@ -39,13 +39,14 @@ from pshard.planner.search.candidates import (
     rank_candidates,
     reads_unlocked,
     restage_candidate,
-    steps_seconds,
+    share_placements,
     whole_tier,
 )
 from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
+from pshard.planner.search.round_times import steps_seconds
 from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
 from pshard.planner.search.rounds.exact_tiers import perfect_round
 from pshard.routing.expert_cache import ExpertCache
@@ -289,7 +290,8 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
     whole, divided = _refine_alone(task, best)
-    return (divided, *others) if divided is whole else (divided, whole, *others)
+    others = others if divided is whole else [whole, *others]
+    return (divided, *(_share(task, candidate) for candidate in others))
 
 
 def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate, ...]:
@@ -343,19 +345,24 @@ def _keep_steps(task: RankTask, refine: _Refine, candidate: Candidate) -> tuple[
 def _refine_rank(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
     """The plan of one of several devices refined: of whole units, and with divided FFNs."""
     whole = _improve(task, refine_candidate, candidate)
-    return whole, _improve(task, _polish(task), _improve(task, divide_candidate, whole))
+    return whole, _share(task, _polish(task, _improve(task, divide_candidate, whole)))
 
 
 def _refine_device(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
     """The plan of the only device refined, likewise."""
     refined = _improve(task, refine_candidate, candidate)
-    polished = _improve(task, _polish(task), refined)
+    polished = _polish(task, refined)
     whole = _perfect(task, polished, divides=False)
     if not any(cls.shares for cls in task.classes):
+        whole = _share(task, whole)
         return whole, whole
     divided = _improve(task, divide_candidate, refined)
-    divided = polished if divided is refined else _improve(task, _polish(task), divided)
-    return whole, min(whole, _perfect(task, divided, divides=True), key=lambda c: c.total)
+    divided = polished if divided is refined else _polish(task, divided)
+    divided = _perfect(task, divided, divides=True)
+    if divided.promise(task.costs) < whole.promise(task.costs):
+        return whole, _share(task, divided)
+    whole = _share(task, whole)
+    return whole, whole
 
 
 def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
@@ -367,7 +374,8 @@ def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate,
     mix = place_per_tier(task.room, task.classes, whole, task.bounds, most, listed=listed)
     if mix is None:
         return ranked
-    return tuple(sorted((restage_candidate(task.room, task.costs, mix), *ranked), key=lambda c: c.total))
+    placed = (restage_candidate(task.room, task.costs, mix), *ranked)
+    return tuple(sorted(placed, key=lambda c: c.promise(task.costs)))
 
 
 _Improve = Callable[[Room, tuple[UnitClass, ...], tuple[TierCosts, ...], Candidate], Candidate]
@@ -393,8 +401,12 @@ def _perfect(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:
     return candidate
 
 
-def _polish(task: RankTask) -> _Improve:
-    return partial(polish_tiers, bounds=task.divided_bounds)
+def _polish(task: RankTask, candidate: Candidate) -> Candidate:
+    return _improve(task, partial(polish_tiers, bounds=task.divided_bounds), candidate)
+
+
+def _share(task: RankTask, candidate: Candidate) -> Candidate:
+    return _improve(task, partial(share_placements, bounds=task.divided_bounds), candidate)
 
 
 def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:

@@ -16,8 +16,9 @@ from pshard.planner.program.coefficients import count_tier, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.published.strategies import PER_TIER, SLOTS
-from pshard.planner.search.candidates import Candidate, plan_seconds
+from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.residency_order import order_nested
+from pshard.planner.search.round_times import plan_seconds
 from pshard.quant import ROW_BLOCK
 from pshard.units.divide_unit import count_shares, divided_sizes
 from pshard.units.share import Share

@@ -19,8 +19,8 @@ from pshard.planner.search.candidates import (
     price_baseline,
     reads_unlocked,
     restage_candidate,
-    steps_seconds,
 )
+from pshard.planner.search.round_times import steps_seconds
 
 SAME = 1 - 1e-9  # of a time: what takes no less is not faster
 

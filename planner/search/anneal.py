@@ -11,11 +11,12 @@ from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.candidates import Candidate, plan_seconds
+from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.planner.search.other_tiers import EVALUATIONS
 from pshard.planner.search.places import Place, divided_choices, place_choices
 from pshard.planner.search.residency_order import limit_host, order_around
+from pshard.planner.search.round_times import plan_seconds
 from pshard.units.divide_unit import count_shares
 from pshard.units.share import WHOLE, Share
 

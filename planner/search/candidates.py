@@ -1,6 +1,5 @@
 """Complete plans of one rank, and the best of them: the integer program's, improved, and the published strategies'."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -20,8 +19,9 @@ from pshard.planner.search.exchange import exchange_memory
 from pshard.planner.search.other_tiers import EVALUATIONS, place_others
 from pshard.planner.search.program_starts import Start, StartFinder
 from pshard.planner.search.residency_order import Residency, arrange_residency
+from pshard.planner.search.round_times import plan_seconds, steps_seconds
+from pshard.planner.search.rounds.borrow_placements import borrow_placements
 from pshard.planner.solver.cpu_clock import cpu_seconds
-from pshard.units.divide_unit import arena_portion
 
 IMPROVED = 3  # starts that are worth improving
 EXCHANGES = 60  # simulations of exchanges of what is in VRAM
@@ -45,6 +45,15 @@ class Candidate:
     def keeps(self, costs: tuple[TierCosts, ...]) -> bool:
         """Whether the micro-batches take no more than they may."""
         return steps_seconds(self.seconds, costs) <= self.most
+
+    def promise(self, costs: tuple[TierCosts, ...]) -> float:
+        """Seconds of a round once tiers that it hardly enters do with what is not in VRAM what larger ones do, where
+        that is faster: so candidates are told apart before `share_placements`."""
+        total, least = self.total, inf
+        for cost, seconds in reversed(list(zip(costs, self.seconds))):
+            total -= cost.load.weight * max(0.0, seconds - least) if cost.load.rare else 0.0
+            least = min(least, seconds)
+        return total
 
 
 def rank_candidates(
@@ -76,7 +85,7 @@ def rank_candidates(
         raise Shortage(why, 1, max(room.workload.vram_mib) + 1)
     if not candidates:
         raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
-    return tuple(sorted((restage_candidate(room, costs, c) for c in candidates), key=lambda c: c.total))
+    return tuple(sorted((restage_candidate(room, costs, c) for c in candidates), key=lambda c: c.promise(costs)))
 
 
 def _solve_and_improve(
@@ -178,6 +187,22 @@ def _complete(
     return Candidate("ilp", residency, tiers, seconds, total, start.solution)
 
 
+def share_placements(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    found: Candidate,
+    bounds: tuple[float, ...],
+) -> Candidate:
+    """The candidate with tiers that take over other tiers' placements where that shortens its round. bounds: by tier,
+    seconds that nothing beats."""
+    borrowed = borrow_placements(room, classes, costs, found.residency, found.tiers, found.seconds, bounds)
+    total = plan_seconds(room, *borrowed, costs)
+    if total >= found.total:
+        return found
+    return replace(found, tiers=borrowed[0], seconds=borrowed[1], total=total)
+
+
 def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...]) -> list[Candidate]:
     """Published strategies, the most promising first, until none that is left can be faster than one of them.
 
@@ -254,33 +279,3 @@ def whole_tier(room: Room, tokens: int, embedding: str = "cpu") -> TierPlan:
     """The tier that keeps everything in VRAM, but for an embedding that is on the host, whether it fits or not."""
     where = {u.name: embedding if u.kind.is_looked_up else "pinned" for u in room.spec.units}
     return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind.state), 0)
-
-
-def plan_seconds(
-    room: Room, tiers: tuple[TierPlan, ...], seconds: tuple[float, ...], costs: tuple[TierCosts, ...]
-) -> float:
-    """Seconds of one round of the workload: every tier as often as it runs, and the switches between them."""
-    return sum(c.load.weight * s for c, s in zip(costs, seconds)) + switch_seconds(room, tiers, costs)
-
-
-def steps_seconds(seconds: Sequence[float], costs: tuple[TierCosts, ...]) -> float:
-    """Seconds of the micro-batches of one round alone, as its prediction tells them: no switch, no tiers that are not
-    entered."""
-    return sum(c.load.weight * s for c, s in zip(costs, seconds) if not c.load.rare)
-
-
-def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCosts, ...]) -> float:
-    """Seconds of going from the largest tier that the round enters to the smallest and back once: pins brought in, used
-    KV cells moved."""
-    locked = staged = seconds = 0.0
-    entered = [tier for tier, cost in zip(tiers, costs) if not cost.load.rare]
-    for unit, small, large in zip(room.spec.units, entered[0].placements, entered[-1].placements):
-        if small.in_arena != large.in_arena:
-            held = small if small.in_arena else large
-            portion = arena_portion(unit, held.where, held.share)
-            nbytes = portion.nbytes if portion else 0
-            locked, staged = (locked, staged + nbytes) if unit.name in costs[0].staged else (locked + nbytes, staged)
-        if small.kv != large.kv:
-            seconds += costs[0].units[unit.name].kv_fetch
-    tables = costs[0].tables
-    return locked / tables.link_rate + (staged / tables.staged_rate if staged else 0.0) + seconds

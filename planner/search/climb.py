@@ -80,9 +80,9 @@ class TierSearch:
         order = self.residency.pin_order
         if not self.residency.shares:
             return len(order)
-        return next((i for i, unit in enumerate(order) if self._share_of(unit, False) is None), len(order))
+        return next((i for i, unit in enumerate(order) if self.share_of(unit, False) is None), len(order))
 
-    def _share_of(self, unit: str, copies: bool) -> Share | None:
+    def share_of(self, unit: str, copies: bool) -> Share | None:
         """How this tier divides a unit of the pin order; None where it cannot have it there."""
         share = self.residency.shares.get(unit, WHOLE)
         if not share or (may_divide(self.costs) and not copies):
@@ -117,10 +117,10 @@ class TierSearch:
         """Simulate a state; None when it is not possible or over budget."""
         if state not in self._seen:
             tier = self.build(state)
-            self._seen[state] = Scored(state, tier, self._seconds(tier)) if tier else None
+            self._seen[state] = Scored(state, tier, self.time(tier)) if tier else None
         return self._seen[state]
 
-    def _seconds(self, tier: TierPlan) -> float:
+    def time(self, tier: TierPlan) -> float:
         """Simulated seconds. Searches in several orders come upon the same tiers: `costs.searched` remembers them by
         their placements' identities, which are no others': the placements are in it."""
         known, key = self.costs.searched, (tier.buffers.slots, *map(id, tier.placements))
@@ -217,7 +217,7 @@ class TierSearch:
         on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)
         where = self._streamed | dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(pinned, "pinned")
         held = [name for name in self.residency.shares if name in pinned]
-        shares = {name: share for name in held if (share := self._share_of(name, state.copies))}
+        shares = {name: share for name in held if (share := self.share_of(name, state.copies))}
         where |= {name: "streamed" for name, share in shares.items() if share.kept}
         if state.divided:
             if any(min(n, default=0) < 0 for n in state.divided):

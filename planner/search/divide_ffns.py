@@ -16,11 +16,12 @@ from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve
 from pshard.planner.program.tier_problems import ClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import arrange_tier, refine_divided
-from pshard.planner.search.candidates import EVALUATIONS, Candidate, plan_seconds
+from pshard.planner.search.candidates import EVALUATIONS, Candidate
 from pshard.planner.search.climb import TierSearch
 from pshard.planner.search.polish_tiers import polish_tiers, rank_starts
 from pshard.planner.search.program_starts import START_GAP, affordable_slots
 from pshard.planner.search.residency_order import arrange_residency
+from pshard.planner.search.round_times import plan_seconds
 
 SECONDS = 2.0  # limit of the solver
 BOUND_MUST_FALL = 1.005  # with divided FFNs by so much, before any are looked for

@@ -10,10 +10,12 @@ from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.candidates import Candidate, plan_seconds
+from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import Scored, TierSearch, TierState, state_of
+from pshard.planner.search.round_times import plan_seconds
 
-SLOTS = 2  # of starts
+SLOTS = 2  # of starts...
+OTHER_SLOTS = (1, 3)  # ...and of those that stream all
 EVALUATIONS = 40  # simulations of one start's improvement
 CLOSE = 1.01  # so near to its bound a tier is left as it is
 FAR = 1.3  # a start that takes so much longer than the tier now is not improved
@@ -70,6 +72,9 @@ def _starts(search: TierSearch, kv_now: int) -> Iterator[TierState]:
     none, most = (0,) * len(search.classes), len(search.residency.kv_order)
     for copies in (False, True) if search.residency.shares else (False,):
         for kv in sorted({kv_now, most}):
+            for slots in OTHER_SLOTS:
+                if other := search.fill_most(TierState(0, kv, none, 0, slots, copies=copies)):
+                    yield other
             streamed = search.fill_most(TierState(0, kv, none, 0, SLOTS, copies=copies))
             if streamed:
                 yield streamed

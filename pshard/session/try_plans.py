@@ -295,7 +295,7 @@ class _Bench:
 
     def _make_trial(self, name: str, variant: Variant, found: dict[int, Timed], task: "RankTask") -> Trial:
         """With one round of the workload: the measured micro-batches, and switches as they are priced."""
-        from pshard.planner.search.candidates import switch_seconds
+        from pshard.planner.search.round_times import switch_seconds
 
         variant = _with_measured(variant, found)
         seconds = sum(load.weight * found[load.tokens].seconds for load in self.loads)

@@ -36,8 +36,8 @@ from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier
 from pshard.planner.program.unit_classes import SIXTEENTHS
 from pshard.planner.published.strategies import list_strategies
-from pshard.planner.search.candidates import plan_seconds
 from pshard.planner.search.one_placement import common_plans
+from pshard.planner.search.round_times import plan_seconds
 from pshard.times import predicted_times as pace
 from pshard.times.predicted_times import first_token_seconds, tier_seconds
 from pshard.units.divide_unit import list_shares, without_cpu

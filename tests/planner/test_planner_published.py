@@ -21,7 +21,7 @@ from pshard.planner.published.per_tier import Choice, list_choices, place_per_ti
 from pshard.planner.published.rivals import fastest_rival
 from pshard.planner.published.strategies import PER_TIER
 from pshard.planner.rank_task import RankTask
-from pshard.planner.search.candidates import plan_seconds, steps_seconds
+from pshard.planner.search.round_times import plan_seconds, steps_seconds
 from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
 from pshard.planner.search.rounds.exact_tiers import perfect_round
 from pshard.times.predicted_times import round_seconds

@@ -18,7 +18,8 @@ from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad, raise_weights, tier_loads
-from pshard.planner.search.candidates import switch_seconds, whole_tier
+from pshard.planner.search.candidates import whole_tier
+from pshard.planner.search.round_times import switch_seconds
 from pshard.steps.emit import emit_steps
 from pshard.steps.graph_runs import LAUNCH_BOUND, enters, find_runs
 from pshard.steps.step import CopyIn, StepShape

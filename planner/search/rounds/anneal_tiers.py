@@ -15,9 +15,10 @@ from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import MOST_EVICTED, MOST_UNITS
-from pshard.planner.search.candidates import Candidate, plan_seconds, steps_seconds
+from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES
 from pshard.planner.search.residency_order import order_nested
+from pshard.planner.search.round_times import plan_seconds, steps_seconds
 from pshard.planner.search.rounds.ways import (
     NOTHING,
     TierWays,

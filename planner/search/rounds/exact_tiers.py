@@ -13,10 +13,11 @@ from pshard.planner.price.draft import Room
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.candidates import Candidate, plan_seconds, steps_seconds
+from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.exact import ExactSearch, Residents
 from pshard.planner.search.places import Place
 from pshard.planner.search.residency_order import order_nested
+from pshard.planner.search.round_times import plan_seconds, steps_seconds
 from pshard.planner.search.rounds.ways import hold, lies_in, list_ways
 
 MOST_UNITS = 10  # of four layers
