@@ -51,7 +51,7 @@ def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> 
 def _blame_output(error: OSError) -> Exception:
     """The error as a user's, where it is that of an output stream, or of a full disk; else itself."""
     full = error.errno in FULL
-    name = silence_failing() or (error.filename or "everything" if full else None)
+    name = silence_failing() or (error.filename or "all of the output" if full else None)
     advice = "free some space" if full else "send it elsewhere"
     return error if name is None else UserError(f"cannot write {name}: {error.strerror}; {advice}")
 
