@@ -17,7 +17,7 @@ from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_requ
 from pshard.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pshard.models import ModelFile
     from pshard.routing.follow_use import RankHits
@@ -175,6 +175,21 @@ def _save_prompt(engine: "Engine", path: Path, loud: bool) -> None:
             print(f"note: the run goes on without a prompt cache: {error}", file=sys.stderr)
 
 
+def _end_line(tokens: "Iterator[int]", loud: bool) -> "Iterator[int]":
+    """The tokens; where an error ends them, what is printed of them ends its line before the error has one."""
+    begun = False
+    try:
+        for token in tokens:
+            yield token
+            begun = loud
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if begun:
+            print(flush=True)
+        raise
+
+
 def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, loud: bool) -> None:
     if engine.tokenizer is None and not args.tokens:
         raise UserError("the model file has no tokenizer, which its prompt was read with: start again")
@@ -187,7 +202,8 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
         from pshard.runtime.drawing.grammar import follow_grammar
 
         constraint = follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab)
-    for token in engine.generate(prompt, most_tokens(args.predict), sampling, text=False, constraint=constraint):
+    made = engine.generate(prompt, most_tokens(args.predict), sampling, text=False, constraint=constraint)
+    for token in _end_line(made, loud):
         if n == 0:
             first = time.perf_counter()
             if saving and not args.prompt_cache_all:

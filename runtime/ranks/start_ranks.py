@@ -1,5 +1,6 @@
 """Starts a command as N ranks: one process each, one terminal, and all of them end together."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -57,6 +58,8 @@ def start_ranks(ranks: int, module: str, argv: list[str], rank_0_interrupted: bo
             signal.signal(signal.SIGINT, interrupt)
         end_ranks(processes)
     user_error = interrupted or processes[0].returncode == 2
+    if failed is not None and processes[0].returncode not in (2, EXIT_RANK_LOST):
+        end_line()  # rank 0 had no time to
     for reader in readers:
         reader.finish(quiet=user_error)
     if interrupted:
@@ -95,6 +98,14 @@ def start_rank(
         stderr=None if rank == 0 else subprocess.PIPE,
         pass_fds=(meeting_point.fileno(), *keep) if rank == 0 else keep,
     )
+
+
+def end_line() -> None:
+    """Begin a line on stderr where stdout goes to the same place: there an answer may have come half-way."""
+    with contextlib.suppress(OSError, ValueError):
+        places = [os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
+        if os.path.samestat(*places):
+            print(file=sys.stderr, flush=True)
 
 
 class StderrReader:
@@ -148,10 +159,19 @@ def find_failure(processes: list[subprocess.Popen]) -> int | None:
     return min(failed, key=lambda r: {2: 1, EXIT_RANK_LOST: 2}.get(processes[r].returncode, 0), default=None)
 
 
-def _wait_all(processes: list[subprocess.Popen], seconds: float) -> None:
+def _wait_all(processes: list[subprocess.Popen], seconds: float, killed: bool = False) -> None:
+    """Until all ended that can: a process that is stopped (SIGSTOP) ends only when it is `killed`."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and any(p.poll() is None for p in processes):
+    while time.monotonic() < end and any(p.poll() is None and (killed or not _is_stopped(p)) for p in processes):
         time.sleep(POLL_SECONDS)
+
+
+def _is_stopped(process: subprocess.Popen) -> bool:
+    try:
+        with open(f"/proc/{process.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def end_ranks(processes: list[subprocess.Popen]) -> None:
@@ -160,4 +180,4 @@ def end_ranks(processes: list[subprocess.Popen]) -> None:
         for process in processes:
             if process.poll() is None:
                 getattr(process, act)()
-        _wait_all(processes, GRACE_SECONDS)
+        _wait_all(processes, GRACE_SECONDS, killed=act == "kill")

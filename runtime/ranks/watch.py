@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pshard.errors import UserError
 from pshard.runtime.ranks.lifelines import open_lifelines
+from pshard.runtime.ranks.start_ranks import end_line
 
 BEAT_SECONDS = 0.5
 LONGEST_BEAT = 2.0  # on a busy host
@@ -151,5 +152,6 @@ class RankWatch:
     def _end(self, reason: str) -> None:
         self.lost = reason
         if not self._closing.wait(1.0):
+            end_line()
             print(f"error: rank {self._rank} stops: {reason}", file=sys.stderr, flush=True)
             os._exit(EXIT_RANK_LOST)

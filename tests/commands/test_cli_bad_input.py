@@ -909,3 +909,15 @@ def test_a_measurement_that_cannot_be_printed_is_kept(planned: World, tmp_path: 
     found = re.search(r"cannot write to standard output: No space left on device; what was measured is in (.*)", line)
     assert found and json.loads(Path(found[1]).read_text())[0]["test"] == "pp8"
     assert (Path(found[1]) == own) == asked
+
+
+def test_an_error_after_half_an_answer_begins_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def break_off(count: int):
+        yield from range(count)
+        raise ValueError("a rank is gone")
+
+    for count, loud, expected in ((2, True, "0 1 \n"), (0, True, ""), (2, False, "0 1 ")):
+        with pytest.raises(ValueError, match="gone"):
+            for token in cli_run._end_line(break_off(count), loud):
+                print(token, end=" ", flush=True)
+        assert capsys.readouterr().out == expected

@@ -20,8 +20,9 @@ from pshard.errors import UserError
 from pshard.profile.timed.collective_times import measure_collectives
 from pshard.runtime.devices.threads import rank_threads
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.ranks import start_ranks
 from pshard.runtime.ranks.group import Group, init_group
-from pshard.runtime.ranks.start_ranks import EXIT_RANK_LOST, find_failure
+from pshard.runtime.ranks.start_ranks import EXIT_RANK_LOST, end_ranks, find_failure
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason=f"no native library: {native.why_missing()}")
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
@@ -197,6 +198,27 @@ def test_a_group_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(starter.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux who is stopped")
+def test_a_rank_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_ranks, "GRACE_SECONDS", 30.0)
+    ranks = [subprocess.Popen([sys.executable, "-Sc", "import time; time.sleep(600)"]) for _ in range(2)]
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    while psutil.Process(ranks[1].pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    start = time.monotonic()
+    end_ranks(ranks)
+    assert time.monotonic() - start < 15 and [rank.poll() for rank in ranks] == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_line_is_begun_where_answers_and_errors_go_to_one_place(tmp_path: Path, together: bool) -> None:
+    say = "print('half', end='', flush=True); start_ranks.end_line(); print('error', file=sys.stderr)"
+    code = f"import sys; from pshard.runtime.ranks import start_ranks; {say}"
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "other", "w") as other:
+        subprocess.run([sys.executable, "-c", code], stdout=out, stderr=out if together else other, check=True)
+    assert (tmp_path / "out").read_text() == ("half\nerror\n" if together else "half")
 
 
 def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
