@@ -1,5 +1,6 @@
 """A saved KV cache continues the text bit for bit, on another number of ranks too; damaged files are refused."""
 
+import os
 import random
 from argparse import Namespace
 from pathlib import Path
@@ -13,7 +14,7 @@ from model_files import write_gguf
 from thread_ranks import random_tiers, run_ranks
 
 from pshard.commands.cli_run import _take_cached
-from pshard.errors import UserError
+from pshard.errors import StepFailed, UserError
 from pshard.models import open_model
 from pshard.runtime.memory.kv_file import fingerprint_model
 
@@ -188,3 +189,28 @@ def test_a_file_may_be_named_by_a_text(model: Path, tmp_path: Path) -> None:
         assert engine.load(str(tmp_path / "cache")) == tuple(PROMPT)
         with pytest.raises(UserError, match="cannot read the KV cache missing: No such file"):
             engine.load("missing")
+
+
+def test_a_pipe_and_a_circle_of_links_are_no_kv_files(model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("link")
+    with open_engine(model, context=CONTEXT, tokens=(4, 16)) as engine:
+        engine.forward(PROMPT)
+        for name, why in (("pipe", "It is no regular file"), ("link", "Too many levels of symbolic links")):
+            with pytest.raises(UserError, match=f"cannot read the KV cache .*{name}: {why}"):
+                engine.load(tmp_path / name)
+            with pytest.raises(UserError, match=f"cannot write the KV cache to .*{name}: {why}"):
+                engine.save(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+
+
+def test_numbers_that_f16_cells_cannot_hold_are_told_with_the_remedy(tmp_path: Path) -> None:
+    keys = np.random.default_rng(3).standard_normal((128, 256)).astype(np.float32) * 1e5
+    path = write_gguf(tmp_path / "large.gguf", extra={"blk.0.attn_k.weight": keys, "blk.0.attn_v.weight": keys})
+    with (
+        open_engine(path, kv_types=("f16", "f16")) as engine,
+        pytest.raises(StepFailed, match="65504, the most that f16 cells hold: plan with -ctk bf16 -ctv bf16"),
+    ):
+        list(engine.generate([5, 77], 2, text=False))
+    with open_engine(path, kv_types=("bf16", "bf16")) as engine:
+        assert len(list(engine.generate([5, 77], 2, text=False))) == 2
