@@ -146,7 +146,10 @@ def _field_makers(kind: Any) -> dict[str, tuple[Maker, bool]]:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read its bytes. Raises OSError, also for what is no file: a pipe would wait for a writer."""
-    opened = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    try:
+        opened = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    except ValueError:  # of letters that the system does not have
+        raise OSError(errno.EINVAL, "No file can have that name", str(path)) from None
     file = io.BufferedReader(opened)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

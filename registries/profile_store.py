@@ -41,6 +41,7 @@ _SIZES = {
     "ranks",
 }
 _SIZES |= {"experts", "used", "d_expert", "d_model", "key_heads", "value_heads", "head", "expert_nbytes"}
+_LARGEST = 1 << 48  # beyond it sums of floats lose what they add
 
 
 def default_profile_path() -> Path:
@@ -89,8 +90,8 @@ def _check_figures(data: dict) -> None:
             left += [((where, i), item) for i, item in enumerate(value)]
         elif isinstance(value, int | float) and not 0 <= value < inf:
             raise ValueError(f"{name_place(where)} is {value}, not a number of 0 or more")
-        elif where[-1] in _SIZES and value < 1:
-            raise ValueError(f"{name_place(where)} is {value}, not 1 or more")
+        elif where[-1] in _SIZES and not 1 <= value <= _LARGEST:
+            raise ValueError(f"{name_place(where)} is {value}, not 1 or more, and at most {_LARGEST}")
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:

@@ -158,3 +158,12 @@ def drop_biases(folder: Path) -> Path:
     (path,) = folder.glob("*.safetensors")
     save_file({name: array for name, array in load_file(path).items() if not name.endswith(".bias")}, path)
     return folder
+
+
+@pytest.mark.parametrize("letter", ["\0", "\ud800"])
+def test_a_part_whose_name_is_no_name_is_told(tmp_path: Path, letter: str) -> None:
+    write_hf_folder(tmp_path)
+    names = {"model.embed_tokens.weight": f"model{letter}.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match=r"cannot be read \(No file can have that name\)"):
+        open_model(tmp_path)
