@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pshard.machine import AS_CARD
 from pshard.runtime.kernels.gpu.card_limits import INTERPRETED, KNOWN_CARDS, _read_limits, card_limits
 
 
@@ -15,6 +16,7 @@ def test_limits_of_a_card_are_what_the_driver_says_of_it(monkeypatch: pytest.Mon
         shared_memory_per_multiprocessor=102400, regs_per_multiprocessor=65536, max_threads_per_multi_processor=1536,
         multi_processor_count=28, L2_cache_size=2359296,
     )  # fmt: skip
+    monkeypatch.delenv(AS_CARD, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: said)
     monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
     _read_limits.cache_clear()

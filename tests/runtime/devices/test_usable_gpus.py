@@ -11,6 +11,7 @@ from cli_world import make_world
 
 from pshard.commands.program import one_program
 from pshard.errors import UserError
+from pshard.machine import AS_CARD
 from pshard.profile.identify import default_accelerator, identify_accelerators
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices import usable_gpus
@@ -25,6 +26,7 @@ Insert = Callable[..., None]
 @pytest.fixture
 def insert(monkeypatch: pytest.MonkeyPatch) -> Insert:
     """Makes torch see GPUs, of the capabilities given; with `hip` AMD's."""
+    monkeypatch.delenv(AS_CARD, raising=False)
 
     def see(*capabilities: tuple[int, int], hip: str | None = None, triton: bool = True) -> None:
         def describe(index: int) -> SimpleNamespace:
