@@ -7,7 +7,7 @@ from pshard.runtime.kernels.api import LayerKV, RowIndex
 from pshard.runtime.kernels.gpu import triton_attention
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.default_tiles import share_programs
-from pshard.runtime.kernels.gpu.tiles.attention_tiles import decode_tiles, number_bytes, prompt_tiles
+from pshard.runtime.kernels.gpu.tiles.attention_tiles import decode_tiles, number_bytes, prompt_tiles, sum_piece
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.row_index import part_rows
 from pshard.runtime.memory.kv_cache import KV_DTYPES
@@ -90,7 +90,8 @@ def attend_prompts(
             triton_attention.prefill_kernel[(triton.cdiv(tokens, tile.rows), n_heads)](
                 qkv[new], qkv.stride(0), *cells, rows.blocks, begin, rows.position[new], out[new], out.stride(0),
                 sinks=sinks, tokens=tokens, scale=scale, HEADS=n_heads, GROUPS=groups, D=d, DP=padded, BM=tile.rows,
-                BN=tile.depth, CELLS=kv.k.shape[1], **sees, num_warps=tile.warps, num_stages=tile.stages,
+                BN=tile.depth, CELLS=kv.k.shape[1], **sees, PIECE=sum_piece(tile, tile.rows, padded, picker.limits),
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
     if prompts:

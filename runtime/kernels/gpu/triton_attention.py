@@ -118,12 +118,12 @@ def decode_combine_kernel(
 
 @triton.jit
 def _attend(
-    acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell, blocks, row, first, last, cells,
+    sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell, blocks, row, first, last, cells,
     scale, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CELLS: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own, and with
-    a WINDOW only the last so many of these."""
+    a WINDOW only the last so many of these. sums: of values, PIECE numbers of each at once."""
     one, two = find_blocks(blocks, first, cells, BN, CELLS)
     for start in tl.range(first, last, BN):
         cell = start + tl.arange(0, BN)
@@ -144,24 +144,30 @@ def _attend(
             p = tl.exp2(scores * scale - top[:, None])
         shrink = tl.exp2(peak - top)
         weight = weight * shrink + tl.sum(p, axis=1)
-        acc = acc * shrink[:, None]
+        p = p.to(qs.dtype)
         at_v, behind = locate_cells(one, two, start, v_block, v_cell, BN, CELLS)
-        vs = load_cells(v, v_scales, at_v, behind, cells - start, D, DP, BN, MASKED or D != DP, qs.dtype)
-        acc = tl.dot(p.to(qs.dtype), vs, acc)
+        added = ()
+        for i in tl.static_range(DP // PIECE):
+            scales = v_scales + i * PIECE // 32 if v.dtype.element_ty == tl.int8 else v_scales
+            vs = load_cells(v + i * PIECE, scales, at_v, behind, cells - start, D - i * PIECE, PIECE, BN,
+                            MASKED or D != DP, qs.dtype)  # fmt: skip
+            added = added + (tl.dot(p, vs, sums[i] * shrink[:, None]),)  # noqa: RUF005
+        sums = added
         peak = top
         one, two = find_blocks(blocks, start + BN, cells, BN, CELLS)
-    return acc, weight, peak
+    return sums, weight, peak
 
 
 @triton.jit(do_not_specialize=["begin", "position", "tokens"])
 def prefill_kernel(
     q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, position, out, out_stride, sinks, tokens, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CELLS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    CELLS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i, with a WINDOW the last so many of
     these, and with SINKS the head's. `blocks` of the segment start at `begin`; position[0] is `past`, read here so that
-    a captured launch serves every micro-batch of a prompt."""
+    a captured launch serves every micro-batch of a prompt. Of a value PIECE numbers are summed at once: no more than
+    BM, so that weights of cells stay with the warp that made them (see `attention_tiles.prompt_piece`)."""
     blocks += begin
     past = tl.load(position)
     head = tl.program_id(1)
@@ -179,7 +185,9 @@ def prefill_kernel(
     v += group * D
     peak = tl.full((BM,), -1e30, tl.float32)
     weight = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, DP), tl.float32)
+    sums = ()
+    for _ in tl.static_range(DP // PIECE):
+        sums = sums + (tl.zeros((BM, PIECE), tl.float32),)  # noqa: RUF005
     cells = past + tokens
     row = past + token
     scale = scale * 1.4426950408889634
@@ -187,18 +195,21 @@ def prefill_kernel(
         seen = tl.maximum(past + block * BM + 1 - WINDOW, 0) // CELLS * CELLS
     else:
         seen = (past + block * BM) // BN * BN  # every row of the block sees these
-        acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
-                                    blocks, row, 0, seen, cells, scale, D, DP, BM, BN, CELLS, 0, False)  # fmt: skip
+        sums, weight, peak = _attend(sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
+                                     blocks, row, 0, seen, cells, scale, D, DP, BM, BN, CELLS, 0, False,
+                                     PIECE)  # fmt: skip
     last = tl.minimum(past + (block + 1) * BM, cells)
-    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
+    sums, weight, peak = _attend(sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
                                 blocks, row, seen, last, cells, scale, D, DP, BM, BN, CELLS, WINDOW,
-                                True)  # fmt: skip
+                                True, PIECE)  # fmt: skip
+    shrink = tl.full((BM,), 1.0, tl.float32)
     if SINKS:
         sink = tl.load(sinks + head) * 1.4426950408889634
         top = tl.maximum(peak, sink)
         shrink = tl.exp2(peak - top)
-        acc = acc * shrink[:, None]
         weight = weight * shrink + tl.exp2(sink - top)
-    result = acc / weight[:, None]
-    at = out + token.to(tl.int64)[:, None] * out_stride + head * D + dim[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+    for i in tl.static_range(DP // PIECE):
+        part = i * PIECE + tl.arange(0, PIECE)
+        result = sums[i] * shrink[:, None] / weight[:, None]
+        at = out + token.to(tl.int64)[:, None] * out_stride + head * D + part[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (part < D)[None, :])

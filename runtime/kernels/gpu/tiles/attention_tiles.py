@@ -14,7 +14,14 @@ _MARGIN = 2048  # barriers and the like of cards that multiply asynchronously
 
 _PROMPT = {  # by numbers of a head, a power of two
     128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-    256: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 4, 2), Tile(32, 16, 4, 2)),
+    256: (
+        Tile(64, 64, 8, 2),
+        Tile(128, 32, 8, 2),
+        Tile(64, 64, 4, 2),
+        Tile(64, 32, 8, 2),
+        Tile(64, 16, 4, 2),
+        Tile(32, 16, 4, 2),
+    ),
     512: (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 4, 2)),
 }
 _DECODE = (Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2))
@@ -73,9 +80,17 @@ def attention_bytes(tile: Tile, rows: int, padded: int, cells: float, limits: Ca
     if wide:
         found += (0 if plain else 4 * tile.depth * padded) + (_MARGIN if limits.capability >= 100 else 0)
     else:
-        found += 2 * rows * tile.depth if rows < max(padded, 16 * tile.warps) else 0
+        found += 2 * rows * tile.depth if rows < max(sum_piece(tile, rows, padded, limits), 16 * tile.warps) else 0
         found += tile.depth * padded if cells < 4 else 0
     return int(found)
+
+
+def sum_piece(tile: Tile, rows: int, padded: int, limits: CardLimits) -> int:
+    """Numbers of a value that a prompt's attention sums at once. Where each warp has 16 rows of its own, no more than
+    there are rows: of wider sums Triton gives each warp some columns instead, and all warps exchange what cells weigh.
+    """
+    own = rows >= 16 * tile.warps and not multiplies_wide(rows, limits)
+    return min(rows, padded) if own else padded
 
 
 def latent_bytes(tile: Tile, rows: int, padded: int, tail: int, cells: float, limits: CardLimits) -> int:
