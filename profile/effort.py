@@ -151,7 +151,8 @@ def largest_case(shapes: Shapes, tokens: int) -> int:
     operand pool and the tile of dequantised weights come besides."""
     plain = [2 * (rows + cols) for _, rows, cols in shapes.matmuls]
     gates = [2 * (2 * d_ffn + d_model) for d_model, d_ffn in shapes.widths]
-    heads = [2 * d * (2 * n + 2 * groups) for n, groups, d in (a.heads for a in (*shapes.attention, *shapes.latent))]
+    attended = [a.heads for a in shapes.attention] + [a.heads for a in shapes.latent]
+    heads = [2 * d * (2 * n + 2 * groups) for n, groups, d in attended]
     delta = [2 * (n.channels + 2 * n.value_heads * n.head) for n in shapes.delta]
     experts = [
         6 * d_model * tokens + sum(b.nbytes(2) for b in scratch_of(rule, d_model, tokens))

@@ -104,9 +104,9 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
     unlike = unlike_accelerators(accelerators)
     device = open_device(request.accelerator)
     try:
-        request, left_out = fit_request(request, device)
+        request, unfit = fit_request(request, device)
         host, acc, notes = open_benches(request.effort, device)
-        notes += left_out
+        notes += unfit
         progress("host memory and threads", 0.0)
         figures = _measure_host(request, host)
         progress("link", 0.05)
