@@ -53,13 +53,14 @@ def choose_ratios(
 ) -> tuple[RoughPlan, tuple[Considered, ...]]:
     """The cut with the shortest predicted round, planned but not refined, and the others.
 
-    Equal shares are always among them where they fit; the others are the ends of climbs from several starts (equal, by
-    budget, one device left out), on which cuts are judged by rough bounds. A share may end at 0. Kinds of units are
+    Equal shares are always among them where they fit, and so is the best of several starts (equal, by budget, one
+    device left out); the others are the ends of climbs from there, on which cuts are judged by rough bounds, each with
+    its own best micro-batch. A share may end at 0. Kinds of units are
     limited to fewer ranks where that helps; to those of `workload.max_tp` when it names any. Raises Shortage when no
     split fits, UserError as `plan_variant` does.
     """
     starts = tuple(Split(workload.split_mode, shares, workload.max_tp) for shares in dict.fromkeys(_starts(workload)))
-    climb = _Climb(spec, profile, workload, starts)
+    climb = _Climb(spec, profile, workload)
     known = sorted((e for s in starts if (e := climb.estimate(s))), key=lambda e: e.total)
     promising = tuple(dict.fromkeys((*known[:1], *(e for e in known if e.split == starts[0]))))
     tops = [climb.improve(e) for e in promising]
@@ -69,7 +70,8 @@ def choose_ratios(
         tops += sorted(limited.values(), key=lambda e: e.total)[:LIMITED]
     made: list[RoughPlan] = []
     refused: NoPlan | None = None
-    for split in (wanted := dict.fromkeys((starts[0], *(top.split for top in tops)))):
+    first = (starts[0], *(e.split for e in known[:1]))
+    for split in (wanted := dict.fromkeys((*first, *(top.split for top in tops)))):
         try:
             made.append(plan_roughly(spec, profile, workload.under(split), time_limit / len(wanted)))
         except NoPlan as error:
@@ -97,15 +99,9 @@ def _starts(workload: Workload) -> Iterator[tuple[float, ...]]:
 class _Climb:
     """Estimates of cuts, and the way up from one."""
 
-    def __init__(self, spec: ModelSpec, profile: MachineProfile, workload: Workload, starts: tuple[Split, ...]):
+    def __init__(self, spec: ModelSpec, profile: MachineProfile, workload: Workload):
         self._spec, self._tables, self._workload = spec, Tables(profile), workload
         self._seen: dict[Split, Estimate | None] = {}
-        self._tiers: tuple[int, ...] = ()
-        for split in starts:  # the first that fits says which micro-batches are compared
-            if fitting := self._fitting(split):
-                self._workload = replace(workload, max_ubatch=fitting[-1])
-                self._tiers = tuple(load.tokens for load in tier_loads(self._workload, fitting) if load.weight)
-                return
 
     def _fitting(self, split: Split) -> tuple[int, ...]:
         try:
@@ -114,19 +110,31 @@ class _Climb:
             return ()
 
     def estimate(self, split: Split) -> Estimate | None:
-        """None when the tiers that the round enters do not fit."""
+        """With its own best micro-batch; None where decoding does not fit."""
         if split not in self._seen:
             self._seen[split] = self._estimate(split)
         return self._seen[split]
 
     def _estimate(self, split: Split) -> Estimate | None:
-        if not self._tiers or not set(self._tiers) <= set(self._fitting(split)):
-            return None
-        workload = self._workload.under(split)
-        tasks = price_roughly(self._spec, self._tables, workload, self._tiers)
-        weights = [load.weight for load in tier_loads(workload, self._tiers)]
+        """Micro-batches from the largest that fits down, as long as smaller ones take less time."""
+        tiers, best = self._fitting(split), None
+        for i, largest in reversed([*enumerate(tiers)]):
+            if largest < self._workload.sequences:
+                break
+            found = self._estimate_under(split, tiers[: i + 1])
+            if best and found.total >= best.total:
+                break
+            best = found
+        return best
+
+    def _estimate_under(self, split: Split, tiers: tuple[int, ...]) -> Estimate:
+        """With micro-batches of the last of these tiers."""
+        workload = replace(self._workload.under(split), max_ubatch=tiers[-1])
+        entered = tuple(load.tokens for load in tier_loads(workload, tiers) if load.weight)
+        tasks = price_roughly(self._spec, self._tables, workload, entered)
+        weights = [load.weight for load in tier_loads(workload, entered)]
         by_rank = tuple(sum(w * s for w, s in zip(weights, task.bounds)) for task in tasks)
-        seconds = dict(zip(self._tiers, zip(*(task.bounds for task in tasks))))
+        seconds = dict(zip(entered, zip(*(task.bounds for task in tasks))))
         return Estimate(split, sum_round(workload, seconds), by_rank)
 
     def improve(self, best: Estimate) -> Estimate:

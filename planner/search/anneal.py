@@ -25,6 +25,9 @@ MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
 TRIES = 2000  # random steps of each pass, or more:
 TRIES_PER_UNIT = 150
 HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
+# Of ranks that each have layers of their own, which are few units: tries times units of all ranks together, in a pass.
+# What one unit more or less of a rank gains is a small part of the round.
+SHARED_TRIES = 132_000
 
 DIVIDING_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may divide FFNs
 UNDIVIDED: Mapping[str, tuple[Share, ...]] = {}
@@ -125,6 +128,9 @@ class UnitSearch:
         self._names = room.columns.names
         self._choices = [(*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in self.units]
         self._known: dict[_Key, float | None] = {}  # seconds of places
+        self._tries = max(TRIES, TRIES_PER_UNIT * len(self.units))
+        if room.spec.neighbours:
+            self._tries = min(self._tries, SHARED_TRIES // (room.ranks * len(self.units)))
 
     def anneal(self, tier: TierPlan, heat: float, rng: Random) -> TierPlan:
         """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
@@ -133,7 +139,7 @@ class UnitSearch:
         slots = max(1, tier.buffers.slots)
         best, best_seconds = tier, simulated_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)
         seconds = first = best_seconds
-        tries = max(TRIES, TRIES_PER_UNIT * len(units))
+        tries = self._tries
         for i in range(tries):
             tried, tried_slots = list(now), slots
             kind = rng.random()

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from golden.machines import find_machine
+from golden.shapes import make_shape
 from hypothesis import strategies as st
 from planner_cases import DESKTOP, MANY, OWN, make_model, try_cases
 
@@ -117,6 +119,20 @@ def test_a_device_that_only_costs_time_is_left_out():
     useless = replace(PAIR, acc_memory=PAIR.acc_memory / 100, acc_flops=PAIR.acc_flops / 100)
     best = plan_ratios(SPEC, unlike(PAIR, useless), workload(900, 900))
     assert best.workload.tensor_split == (1.0, 0.0)
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_a_small_second_device_does_not_make_a_cut_without_it_run_in_its_small_micro_batches(mode):
+    """The scratch of the small device bounds micro-batches of cuts that give it something to do: each cut is compared
+    with its own best ones."""
+    spec, profile = make_shape("qwen3-32b"), find_machine("rtx5080")
+    wanted = Workload((10000, 400), split_mode=mode)
+    best = plan_ratios(spec, profile, wanted)
+    alone = plan_variant(spec, profile, replace(wanted, tensor_split=(1.0, 0.0)))
+    assert round_seconds(best) <= round_seconds(alone) * 1.001
+    equal = next(c for c in best.considered if c.way.endswith("-ts 0.5,0.5"))
+    assert equal.seconds and equal.seconds > 2 * round_seconds(best)
 
 
 def test_layers_go_to_the_device_that_is_faster_as_long_as_they_fit():
