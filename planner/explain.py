@@ -24,7 +24,7 @@ from pshard.steps.step import (
     Step,
 )
 from pshard.times.measurement import Timeline, TimelineEvent
-from pshard.times.predicted_times import tier_seconds
+from pshard.times.predicted_times import round_seconds, tier_seconds
 from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
@@ -33,10 +33,12 @@ MORE_MIB = 1024
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change of the machine and, by tier, how many times as fast the plan made for it is predicted to be."""
+    """A change of the machine and how many times as fast the plan made for it is predicted to be, by tier and in a
+    round, which is what plans minimise: a tier may lose where the round gains."""
 
     change: str
     speedups: tuple[tuple[int, float], ...]
+    of_round: float
 
 
 def explain_gains(
@@ -63,9 +65,13 @@ def explain_gains(
         cases.append(("a link twice as fast", double_link(profile), workload))
     cases.append(("host memory twice as fast", double_host_rate(profile), workload))
     cases.append(("twice the cores", double_cores(profile), workload))
-    found = [WhatIf(change, _speedups(variant, plan(machine, load))) for change, machine, load in cases]
+    found = [_compare(change, variant, plan(machine, load)) for change, machine, load in cases]
     more = plan(double_host_memory(profile), workload) if binds_host(spec, profile, workload) else variant
-    return (*found, WhatIf("twice the host memory", _speedups(variant, more)))
+    return (*found, _compare("twice the host memory", variant, more))
+
+
+def _compare(change: str, before: Variant, after: Variant) -> WhatIf:
+    return WhatIf(change, _speedups(before, after), round_seconds(before) / round_seconds(after))
 
 
 def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:

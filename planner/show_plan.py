@@ -161,16 +161,25 @@ def print_explanation(
         whole = slowest.prediction.seconds
         busy = ", ".join(f"{words.lanes.get(lane, lane)} {s / whole:.0%}" for lane, s in slowest.prediction.busy if s)
         worth = "; ".join(
-            f"{gain.change}: {max(0.0, dict(gain.speedups)[tier.tokens] - 1):+.0%}"
+            f"{gain.change}: {_show_gain(dict(gain.speedups)[tier.tokens])}"
             for gain in gains
             if tier.tokens in dict(gain.speedups)
         )
         text = f"tier {tier.tokens}: {words.binds[slowest.prediction.binds]} (busy: {busy})"
         out.print(text + (f"; {worth}" if worth else ""), highlight=False, soft_wrap=True)
+    if gains:
+        worth = "; ".join(f"{gain.change}: {_show_gain(gain.of_round)}" for gain in gains)
+        text = f"a round of prompts and answers, which plans minimise: {worth}; a tier may lose where the round gains"
+        out.print(text, highlight=False, soft_wrap=True)
     for tier_alone in alone:
         if tier_alone.over > NOTABLE:
             text = f"tier {tier_alone.tokens} shares {words.arena} with the other tiers: {tier_alone.in_words()}"
             out.print(text, highlight=False, soft_wrap=True)
+
+
+def _show_gain(speedup: float) -> str:
+    """How much faster, or slower, in percent."""
+    return f"{round(speedup - 1, 2) + 0.0:+.0%}"  # -0.0 + 0.0 is 0.0
 
 
 def print_outlook(outlook: Outlook, out: "Console") -> None:

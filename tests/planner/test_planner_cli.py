@@ -5,24 +5,28 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from golden.shapes import make_shape
 from model_files import write_gguf
 from planner_cases import make_model
+from rich.console import Console
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.commands.cli_plan import main
 from pshard.jsonio import from_json
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
+from pshard.planner.explain import WhatIf
 from pshard.planner.llama_cpp_arguments import llama_arguments
 from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.example_sheets import main as write_examples
 from pshard.planner.published.strategies import NAMES
 from pshard.planner.serving.show_promise import show_rate
+from pshard.planner.show_plan import print_explanation
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.registries.store import load_registry
 from pshard.times.predicted_times import round_seconds
@@ -152,6 +156,26 @@ def test_a_published_strategys_gains_are_its_own(plan):
     seconds = {t.tokens: t.prediction.seconds for t in after}
     assert memory["speedups"] == [[t.tokens, pytest.approx(t.prediction.seconds / seconds[t.tokens])] for t in before]
     assert all(gain == pytest.approx(1, abs=0.02) for _, gain in link["speedups"])  # it streams nothing
+    assert link["of_round"] == pytest.approx(1, abs=0.02)
+
+
+def test_what_a_better_machine_would_cost_a_tier_is_said_beside_what_the_round_gains():
+    variant = variant_with_states(make_model(2), 100, 64, set())
+    gains = tuple(WhatIf(f"{i} more", ((1, tier),), of_round) for i, (tier, of_round) in enumerate(
+        [(0.93, 1.042), (0.9999, 0.97), (1.5, 1.0)]
+    ))  # fmt: skip
+    variant = replace(
+        variant, ranks=tuple(
+            replace(r, tiers=tuple(replace(t, prediction=replace(t.prediction, seconds=1.0, binds="link"))
+                                   for t in r.tiers)) for r in variant.ranks),
+    )  # fmt: skip
+    out = StringIO()
+    print_explanation(variant, gains, (), Console(file=out, width=80))
+    assert "; 0 more: -7%; 1 more: +0%; 2 more: +50%\n" in out.getvalue()
+    assert (
+        "a round of prompts and answers, which plans minimise: 0 more: +4%; 1 more: -3%; 2 more: +0%; a tier may lose "
+        "where the round gains\n"
+    ) in out.getvalue()
 
 
 def test_a_published_strategy_can_be_written_instead(plan):
@@ -284,7 +308,7 @@ def test_the_program_that_is_written_is_that_of_the_plan(plan, tmp_path):
         (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "--write-lp", "program.lp"), "one plan for one device"),
         (("--vram", MIB, "--strategy", "fit", "--write-lp", "program.lp"), "one plan for one device"),
         (("--vram", MIB, "--write-lp", "nowhere/program.lp"), "there is no folder nowhere"),
-        (("--vram", MIB, "--write-lp", "."), "--write-lp: . is a folder; name a file in it"),
+        (("--vram", MIB, "--write-lp", "."), "--write-lp .: is a folder; give a file name"),
         (("--vram", "0,0", "-sm", "tensor", "-ts", "auto"), "the smallest budget that works is"),
         (("--vram", "0,0", "-sm", "layer", "-ts", "auto"), "the smallest budget that works is"),
         (("--vram", "0,0", "-sm", "auto"), "the smallest budget that works is"),
