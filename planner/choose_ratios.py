@@ -24,11 +24,13 @@ MOVES = (1 / 8, 1 / 16, 1 / 32)  # how much of the model goes from one rank to a
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a round of the workload takes at least under this split: in all, and each rank for itself. Seconds."""
+    """What a round of the workload takes at least under this split: in all, and each rank for itself. Seconds. largest:
+    tokens of its micro-batches."""
 
     split: Split
     total: float
     by_rank: tuple[float, ...]
+    largest: int
 
 
 def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> Variant:
@@ -135,7 +137,7 @@ class _Climb:
         weights = [load.weight for load in tier_loads(workload, entered)]
         by_rank = tuple(sum(w * s for w, s in zip(weights, task.bounds)) for task in tasks)
         seconds = dict(zip(entered, zip(*(task.bounds for task in tasks))))
-        return Estimate(split, sum_round(workload, seconds), by_rank)
+        return Estimate(split, sum_round(workload, seconds), by_rank, tiers[-1])
 
     def improve(self, best: Estimate) -> Estimate:
         """Move share from the slowest rank to a faster one as long as that helps, ever smaller parts of it."""
@@ -168,5 +170,10 @@ class _Climb:
         return self.improve(best) if best.split.limits else best
 
     def _better(self, split: Split, than: Estimate) -> Estimate | None:
-        found = self.estimate(split)
+        """A cut like that one is judged by the same micro-batches, where these fit."""
+        if split not in self._seen:
+            tiers = tuple(t for t in self._fitting(split) if t <= than.largest)
+            fits = bool(tiers) and tiers[-1] == than.largest
+            self._seen[split] = self._estimate_under(split, tiers) if fits else self._estimate(split)
+        found = self._seen[split]
         return found if found and found.total < than.total * (1 - 1e-6) else None

@@ -164,17 +164,19 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
     Raises Shortage when decoding does not fit, were units divisible.
     """
 
-    def fits(tokens: int, budgets: Sequence[int]) -> bool:
-        rooms = _rooms(specs, workload, budgets, tables)
+    def fits(tokens: int, rooms: Sequence[Room]) -> bool:
         on_device = all(r.scratch(tokens) + r.least_slot <= r.arena for r in rooms)
         return on_device and host_fits(rooms, tables.profile, tokens)
 
-    tiers = tuple(t for t in workload.tiers() if fits(t, workload.vram_mib))
+    def suffices(mib: int) -> bool:
+        return fits(workload.sequences, _rooms(specs, workload, [mib] * len(specs), tables))
+
+    rooms = _rooms(specs, workload, workload.vram_mib, tables)
+    tiers = tuple(t for t in workload.tiers() if fits(t, rooms))
     if tiers and tiers[-1] >= workload.sequences:
         return tiers
-    rooms = _rooms(specs, workload, workload.vram_mib, tables)
     budgets = range(1, MOST_MIB)
-    least = bisect_left(budgets, True, key=lambda mib: fits(workload.sequences, [mib] * len(specs)))
+    least = bisect_left(budgets, True, key=suffices)
     works = budgets[least] if least < len(budgets) else None
     if works is None or not host_fits(rooms, tables.profile, workload.sequences):
         why, missing = explain_shortage(rooms, tables.profile, workload.sequences)
