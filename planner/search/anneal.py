@@ -27,7 +27,7 @@ TRIES_PER_UNIT = 150
 HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
 # Of ranks that each have layers of their own, which are few units: tries times units of all ranks together, in a pass.
 # What one unit more or less of a rank gains is a small part of the round.
-SHARED_TRIES = 132_000
+SHARED_TRIES = 90_000
 
 DIVIDING_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may divide FFNs
 UNDIVIDED: Mapping[str, tuple[Share, ...]] = {}
