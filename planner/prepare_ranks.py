@@ -23,13 +23,12 @@ from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import (
     whole_tier,
 )
-from pshard.times.predicted_times import prefill_seconds
+from pshard.planner.search.rounds.choose_ubatch import choose_ubatch
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
-SMALLER_BATCH_SHARE = 0.99  # of a prompt's time: what smaller micro-batches must stay below
 OFF_DEVICE_SHARE = 0.99  # of a unit's time on the device: what the CPU must stay below
 
 
@@ -44,7 +43,7 @@ def prepare_ranks(
     tables = find_tables(profile, correction)
     tiers = fitting_tiers(cut_ranks(spec, split_of(workload)), workload, tables)
     tasks = price_roughly(spec, tables, workload, tiers)
-    return _weigh(tasks, workload, _best_ubatch(tasks, workload))
+    return _weigh(tasks, workload, choose_ubatch(tasks, workload))
 
 
 def _check_cut(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> None:
@@ -123,20 +122,6 @@ def _favours_host(cost: TierCosts) -> bool:
     aside = cost.handoff("cpu", nbytes) + cost.handoff("acc", nbytes)
     units = (cost.units[u.name] for u in cost.spec.units if not u.kind.is_looked_up)
     return any(c.cpu + aside < c.acc * OFF_DEVICE_SHARE for c in units)
-
-
-def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
-    """The largest micro-batch that is (nearly) the fastest for the prompt, judged by the tiers' rough bounds."""
-    tiers = [c.load.tokens for c in tasks[0].costs]
-    seconds = {t: [task.bounds[i] for task in tasks] for i, t in enumerate(tiers)}
-    prompt = workload.prompt_tokens
-
-    def prefill(largest: int) -> float:
-        return prefill_seconds(workload.split_mode, seconds, prompt, largest)
-
-    choices = [t for t in tiers if t >= workload.sequences]
-    fastest = min(prefill(t) for t in choices)
-    return max(t for t in choices if prefill(t) * SMALLER_BATCH_SHARE <= fastest)
 
 
 def rank_shares(workload: Workload) -> tuple[float, ...]:
