@@ -281,6 +281,19 @@ def predict_again(variant: Variant, *tasks: RankTask) -> Variant:
     )
 
 
+def no_slower(spec: ModelSpec, profile: MachineProfile, variant: Variant, smaller: Variant | None) -> Variant:
+    """The variant, or what was planned under smaller budgets, put there unchanged, where its round is shorter: more
+    memory makes no plan of a sweep slower."""
+    if smaller is None or round_seconds(smaller) >= round_seconds(variant):
+        return variant
+    budgets = variant.workload.vram_mib[:1] * len(smaller.ranks)  # a sweep gives all devices the same
+    workload = replace(smaller.workload, vram_mib=budgets)
+    ranks = tuple(replace(rank, budget_mib=mib) for rank, mib in zip(smaller.ranks, budgets, strict=True))
+    tiers = tuple(tier.tokens for tier in ranks[0].tiers)
+    kept = replace(smaller, workload=workload, ranks=ranks)
+    return predict_again(kept, *price_tiers(spec, find_tables(profile, smaller.correction), workload, tiers))
+
+
 def _keep_measured(before: Prediction, after: Prediction) -> Prediction:
     return replace(after, measured_seconds=before.measured_seconds, disturbed=before.disturbed)
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pshard.routing.replay import Replay
 
 Tell = Callable[[str], None]  # a line for the user, beside the output
+Made = tuple[Variant | None, tuple[Trial, ...]]  # of one budget: None where it is too small
 UNRECORDED = (
     "no routing record: experts are priced as if all were chosen alike, which real texts beat; "
     "pshard-run --record-routing FILE makes one, --routing FILE plans by it"
@@ -213,6 +214,8 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
         if why_not:
             tell(f"note: not validated: {why_not}")
         made = [_plan(args, model, profile, workload, (why_not is None, record), tell) for workload in workloads]
+        if args.strategy == "ilp" and why_not is not None and record is None:
+            made = _keep_fast(model.spec, profile, made)
     found = [(variant, trials) for variant, trials in made if variant is not None]
     if not found:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
@@ -222,6 +225,18 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
     return Planned(
         model.spec, profile, inputs, workloads[0], variants, trials, replay=replay, record=record, skipped=skipped
     )
+
+
+def _keep_fast(spec: "ModelSpec", profile: MachineProfile, made: list[Made]) -> list[Made]:
+    """The plans of a sweep, each with the one of a smaller budget in its place where that is faster."""
+    from pshard.planner.make_plan import no_slower
+
+    kept, fastest = list[Made](), None
+    for variant, trials in made:
+        if variant is not None:
+            variant = fastest = no_slower(spec, profile, variant, fastest)
+        kept.append((variant, trials))
+    return kept
 
 
 def _replay(record: "RoutingRecord") -> "Replay":

@@ -21,6 +21,7 @@ from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
 from pshard.planner.explain import WhatIf
 from pshard.planner.llama_cpp_arguments import llama_arguments
+from pshard.planner.make_plan import plan_baseline, plan_variant, same_placements
 from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.example_sheets import main as write_examples
@@ -104,6 +105,23 @@ def test_json_alone_is_on_stdout_and_a_sweep_plans_every_budget(plan):
     seconds = [v.ranks[0].covering(1).prediction.seconds for v in variants]
     assert seconds[0] >= seconds[-1]
     assert [t["title"] for t in data["timelines"]] and data["timelines"][0]["events"]
+
+
+def test_no_plan_of_a_sweep_is_slower_than_one_under_a_smaller_budget(plan, monkeypatch):
+    """Though a search under a larger budget finds only a bad one: that of the smaller budget is put there."""
+
+    def plan_badly(spec, profile, workload, *more):
+        if workload.vram_mib[0] > OWN + 4:
+            return plan_baseline("layer-stream", spec, profile, workload)
+        return plan_variant(spec, profile, workload)
+
+    monkeypatch.setattr("pshard.planner.choose_mode.plan_split", plan_badly)
+    code, _, _, registry = plan("--sweep", f"{OWN + 4}:{OWN + 5}:1")
+    assert code == 0
+    small, large = load_registry(registry).variants
+    assert large.workload.vram_mib == (OWN + 5,) and large.ranks[0].budget_mib == OWN + 5
+    assert round_seconds(large) == pytest.approx(round_seconds(small))
+    assert same_placements(large.ranks[0].tiers, small.ranks[0].tiers)
 
 
 def test_explain_says_what_binds_and_what_more_would_bring(plan):
