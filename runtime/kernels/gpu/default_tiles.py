@@ -49,14 +49,19 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("grouped down", 64): Tile(64, 128, 4, 3, tokens=64),
     ("grouped down", 128): Tile(128, 128, 4, 3, tokens=64),
 }
-_FEW_PAIRS = (Tile(16, 64, 4, 2, tokens=128), Tile(16, 64, 4, 4, tokens=128), Tile(16, 128, 4, 3, tokens=64))
+_FEW_PAIRS = (Tile(16, 64, 4, 2, tokens=128), Tile(16, 128, 4, 3, tokens=64))
 _GROUPED: dict[tuple[str, int], tuple[Tile, ...]] = {  # besides the defaults; see there
     ("grouped gate", 16): _FEW_PAIRS,
     ("grouped gate", 64): (Tile(64, 64, 4, 3, tokens=128), Tile(64, 128, 8, 2, tokens=128)),
-    ("grouped gate", 128): (Tile(128, 64, 4, 3, tokens=128), Tile(128, 128, 8, 2, tokens=128)),
-    ("grouped down", 16): _FEW_PAIRS,
+    ("grouped gate", 128): (),
+    ("grouped down", 16): (*_FEW_PAIRS, Tile(16, 64, 4, 4, tokens=128)),
     ("grouped down", 64): (Tile(64, 128, 4, 2, tokens=64), Tile(64, 64, 4, 3, tokens=128)),
     ("grouped down", 128): (Tile(128, 128, 4, 2, tokens=64), Tile(128, 64, 4, 3, tokens=128)),
+}
+_ROOMY = 160 << 10  # bytes of shared memory a block of cards that have room for these too: up to 131072 with BF16
+_GROUPED_ROOMY: dict[tuple[str, int], tuple[Tile, ...]] = {
+    ("grouped gate", 16): (Tile(16, 64, 4, 4, tokens=128),),
+    ("grouped gate", 128): (Tile(128, 64, 4, 3, tokens=128), Tile(128, 128, 8, 2, tokens=128)),
 }
 # of matvec, about, to be tried on every card: other numbers of pieces cost no other kernel where they round up alike
 PROGRAMS = (200, 400, 800, 1600)
@@ -86,9 +91,10 @@ def pairs_together(pairs: int, experts: int) -> int:
     return 16 if room <= 16 else 64 if room <= 64 else 128
 
 
-def grouped_tiles(kernel: str, together: int) -> tuple[Tile, ...]:
-    """Tiles of "grouped gate" or "grouped down", the default first; see `pairs_together`."""
-    return TUNING[kernel, together], *_GROUPED[kernel, together]
+def grouped_tiles(kernel: str, together: int, limits: CardLimits) -> tuple[Tile, ...]:
+    """Tiles of "grouped gate" or "grouped down" that fit, the default first; see `pairs_together`."""
+    roomy = _GROUPED_ROOMY.get((kernel, together), ()) if limits.shared_block >= _ROOMY else ()
+    return TUNING[kernel, together], *_GROUPED[kernel, together], *roomy
 
 
 def candidate_tiles(kernel: str, qtype: str, tokens: int, limits: CardLimits) -> tuple[Tile, ...]:

@@ -55,7 +55,7 @@ class TilePicker:
 
     def grouped(self, kernel: str, qtype: str, together: int) -> tuple[Tile, ...]:
         """Tiles of "grouped gate" or "grouped down" with so many pairs; the first is to be tried first."""
-        return self.ways((kernel, qtype, together), lambda: grouped_tiles(kernel, together))
+        return self.ways((kernel, qtype, together), lambda: grouped_tiles(kernel, together, self.limits))
 
     def fixed(self, kernel: str, qtype: str, tokens: int) -> Tile:
         """The tile of a kernel that has one."""

@@ -1,0 +1,259 @@
+"""Every launch of a kernel that the runtime and the tuner make on a card, found by calling them on CPU tensors."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from cards.compile_launch import become
+
+from pshard.model_config import Experts
+from pshard.profile.timed.operands import OperandPool
+from pshard.profile.timed.time_experts import time_experts, time_router
+from pshard.profile.timed.time_kernels import (
+    KernelBench,
+    index_rows,
+    time_attention,
+    time_elementwise,
+    time_embedding,
+    time_matmul,
+)
+from pshard.profile.timed.time_latent import time_latent
+from pshard.profile.timing_loop import Pace
+from pshard.profile.tuning.compile_ahead import Request, requests_of
+from pshard.profile.tuning.tile_cases import TileCase, calls_of
+from pshard.quant import QUANT_TYPES
+from pshard.runtime.kernels.api import DeltaWeights, Packed, RopeTable
+from pshard.runtime.kernels.gpu import triton_copy, triton_flags
+from pshard.runtime.kernels.gpu.card_limits import CardLimits
+from pshard.runtime.kernels.gpu.cuda import CudaKernels
+from pshard.runtime.kernels.gpu.default_tiles import gated_kernel
+from pshard.runtime.kernels.gpu.exchange import triton_exchange, triton_many_rows
+from pshard.runtime.kernels.gpu.products import many_rows
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key
+from pshard.runtime.ranks.peer_memory import PeerExchange
+from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.units.attention import ATTENTION_PIECES
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks
+from pshard.units.operations import Attend, AttendLatent
+
+PACKED = tuple(name for name, q in QUANT_TYPES.items() if q.planes)
+PLAIN = ("F32", "F16", "BF16")
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
+CELLS = ("bf16", "f16", "q8_0", "f32")
+BRIEF_CELLS, BRIEF_TYPES = ("bf16", "q8_0", "f32"), ("Q4_0", "Q6_K", "MXFP4")
+HEADS = (  # of the supported models: head sizes, and heads that share one
+    Attend(32, 8, 128), Attend(64, 8, 128), Attend(64, 8, 64), Attend(32, 32, 96), Attend(16, 8, 256),
+    Attend(24, 2, 256), Attend(8, 1, 256), Attend(32, 4, 80), Attend(96, 8, 192), Attend(64, 1, 128),
+    Attend(16, 4, 512),
+)  # fmt: skip
+BRIEF_HEADS = (HEADS[0], HEADS[2], HEADS[4], *HEADS[7:])
+WINDOWS = ((Attend(64, 8, 64), 128, True), (Attend(64, 8, 64), 0, True), (Attend(16, 8, 256), 1024, False),
+           (Attend(32, 8, 128), 512, False))  # fmt: skip
+LATENTS = (AttendLatent(16, 512, 64), AttendLatent(128, 512, 64))
+MANY_SMALL, VERY_MANY = Experts(128, 8, 768), Experts(512, 10, 512)
+FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
+DELTAS = ((16, 32, 128), (16, 64, 128), (16, 16, 64))  # key heads, value heads, numbers of a head
+RANKS = (2, 4, 8)
+DECODING = {
+    "matvec_kernel", "gate_up_pairs_kernel", "down_pairs_kernel", "rows_kernel", "combine_kernel", "decode_kernel",
+    "decode_combine_kernel", "decode_latent_kernel", "combine_latent_kernel", "delta_steps_kernel", "route_kernel",
+    "quantise_kernel", "rms_norm_kernel", "rope_store_kernel",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it is launched: of what, with which tile, and whether that is the one used where none was chosen."""
+
+    label: str
+    tile: str
+    default: bool
+    request: Request
+
+
+class Collector:
+    """Gathers launches of calls, each once."""
+
+    def __init__(self, card: CardLimits) -> None:
+        become(card.capability)
+        cpu = torch.device("cpu")
+        self.kernels = CudaKernels(cpu, 4096, limits=card)
+        pool = OperandPool(32 << 20, cpu)
+        self.bench = KernelBench("acc", self.kernels, cpu, pool, Pace(0.01), 1.0, rehearses=True)
+        self.found: dict[Request, Launch] = {}
+        self._tried: set[tuple[Key, Tile]] = set()
+
+    def call(self, label: str, call: Callable[[], object], candidates: bool = False) -> None:
+        """Note what a call launches; with candidates also with every other tile that the card could take, each once for
+        what it is kept by (a type and a size)."""
+        picker = self.kernels._picker
+        picker._ways.clear()
+        self._note(label, call, None)
+        ways: dict[Key, Any] = dict(picker._ways)
+        for key, tiles in ways.items() if candidates else ():
+            for tile in [t for t in tiles[1:] if (key, t) not in self._tried]:
+                self._tried.add((key, tile))
+                self.kernels.try_tile(TileChoice("acc", *key, tile, 1.0, 1.0))
+                self._note(label, call, str(tile))
+        self.kernels.use_tiles(())
+
+    def _note(self, label: str, call: Callable[[], object], tile: str | None) -> None:
+        self.kernels.forget()
+        for request in requests_of(call):
+            self.found.setdefault(request, Launch(label, tile or "default", tile is None, request))
+
+
+def list_launches(card: CardLimits, candidates: bool, few_rows: bool, exchanges: bool, brief: bool) -> list[Launch]:
+    """All launches on a card; candidates: of the tuner too; few_rows: products of few rows; exchanges: ranks' sums;
+    brief: of types that are laid out alike one."""
+    many_rows._multiply_by_library = lambda *_, **__: None  # type: ignore[assignment]
+    collector = Collector(card)
+    for label, call, cut in _calls(collector.bench, brief):
+        collector.call(label, call, candidates and cut)
+    if few_rows:
+        for label, call in _few_rows(collector.bench):
+            collector.call(label, call, candidates)
+    if exchanges:
+        for label, call in _exchanges(collector.bench):
+            collector.call(label, call)
+    return list(collector.found.values())
+
+
+Named = tuple[str, Callable[[], object]]
+
+
+def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], object], bool]]:
+    """What is launched; whether its tiles are chosen."""
+    kinds, types = (BRIEF_CELLS, BRIEF_TYPES) if brief else (CELLS, PACKED)
+    for heads in BRIEF_HEADS if brief else HEADS:
+        for kind in kinds:
+            for tokens in (1, 128):
+                run = partial(time_attention, bench, heads, kind, tokens, [1024])
+                yield f"attention {heads.heads} {kind}, {tokens} tokens", run, True
+    for heads, window, sinks in WINDOWS:
+        for kind in ("bf16", "q8_0"):
+            for tokens in (1, 128):
+                call = partial(_attend_window, bench, heads, kind, tokens, window, sinks)
+                yield f"attention {heads.heads} {kind}, {tokens} tokens, window {window}", call, False
+    for latent in LATENTS:
+        for kind in kinds:
+            for tokens in (1, 128):
+                run = partial(time_latent, bench, latent, kind, tokens, [1024])
+                yield f"latent {latent.heads} {kind}, {tokens} tokens", run, True
+    for kind in CELLS:
+        yield f"latent store {kind}", partial(_store_latent, bench, kind), False
+    for qtype in (*types, "BF16"):
+        for tokens in (1, 128):
+            yield f"head products {qtype}, {tokens} tokens", partial(_multiply_heads, bench, qtype, tokens), False
+    yield from _expert_calls(bench, types)
+    for shape in DELTAS:
+        for tokens in (4, 256):
+            for act in (torch.bfloat16, torch.float32):
+                yield f"delta net {shape}, {tokens} tokens", partial(_run_delta, bench, shape, tokens, act), False
+    for call_label, call in _other_calls(bench):
+        yield call_label, call, False
+
+
+def _expert_calls(bench: KernelBench, types: Sequence[str]) -> Iterator[tuple[str, Callable[[], object], bool]]:
+    for qtype in (*types, "BF16", "F16"):
+        for rule, width in ((MANY_SMALL, 2048), (FEW_LARGE, 2880)):
+            if width % QUANT_TYPES[qtype].block == 0:
+                run = partial(time_experts, bench, (qtype, qtype), width, rule, [1, 8, 16, 64, 128, 1024, 4096])
+                yield f"experts {qtype}, {rule.used} of {rule.count}", run, True
+    for qtype in ("F32", "BF16"):
+        for rule, width in ((MANY_SMALL, 2048), (FEW_LARGE, 2880), (VERY_MANY, 2048)):
+            run = partial(time_router, bench, qtype, width, rule, [1, 16, 128])
+            yield f"router {qtype}, {rule.used} of {rule.count}", run, False
+
+
+def _other_calls(bench: KernelBench) -> Iterator[Named]:
+    for qtype in (*PACKED, *PLAIN):
+        tokens = [128] if qtype in PACKED else [1, 16, 32, 64, 128]
+        yield f"products {qtype}", partial(time_matmul, bench, qtype, 4096, 4096, tokens)
+        yield f"embedding {qtype}", partial(time_embedding, bench, qtype, 4096, [1, 128])
+    for width, inner in ((4096, 14336), (5120, 25600), (16384, 53248)):
+        yield f"rows of {width}", partial(time_elementwise, bench, width, inner, Attend(32, 8, 128), [1, 16, 128])
+    flags = torch.zeros(2, dtype=torch.int32)
+    yield "flags", lambda: (triton_flags.tell_kernel[(1,)](flags, num_warps=1),
+                            triton_flags.await_kernel[(1,)](flags, num_warps=1))  # fmt: skip
+    yield "small copies", lambda: triton_copy.copy_words(torch.zeros(4096), torch.zeros(4096))
+
+
+def _few_rows(bench: KernelBench) -> Iterator[Named]:
+    for qtype in PACKED:
+        for tokens in FEW_ROWS:
+            for gated, shape in ((False, (4096, 4096)), (True, (14336, 4096)), (True, (28672, 4096))):
+                kernel = gated_kernel(qtype, tokens, shape[0]) if gated else "matvec"
+                weights = bench.pool.rotate_weights(qtype, *shape)
+                x = bench.activations(tokens, shape[1])
+                call, _ = calls_of(bench.kernels, TileCase(kernel, qtype, tokens, (shape,)), weights, x)
+                yield f"{kernel} {qtype}, {tokens} tokens", partial(call, 0)
+
+
+def _attend_window(bench: KernelBench, heads: Attend, kind: str, tokens: int, window: int, sinks: bool) -> None:
+    cells = bench.pool.rotate_kv(kv_blocks(1024, 1) * KV_BLOCK, heads.n_kv_heads, heads.head_dim, kind)[0]
+    n, groups, dim = heads.heads
+    rows = replace(index_rows(bench.device, tokens, 1024, 1), window=window)
+    qkv, out = bench.activations(tokens, (n + 2 * groups) * dim), bench.activations(tokens, n * dim)
+    partial_sums = torch.empty(tokens, n, ATTENTION_PIECES, dim + 2) if tokens <= 64 else None
+    logits = torch.zeros(n) if sinks else None
+    bench.kernels.attention(qkv, heads.heads, cells, rows, dim**-0.5, out, partial_sums, logits)
+
+
+def _store_latent(bench: KernelBench, kind: str) -> None:
+    cells = bench.pool.rotate_latents(KV_BLOCK, 576, kind)[0]
+    kv, q, out = torch.zeros(4, 576), torch.zeros(4, 16, 192), torch.zeros(4, 16, 576, dtype=torch.bfloat16)
+    rope = RopeTable(torch.zeros(64, 32), torch.zeros(64, 32), "adjacent")
+    rows = index_rows(bench.device, 4, 64, 1)
+    kv, q, norm = kv.bfloat16(), q.bfloat16()[..., 128:], torch.ones(512)
+    bench.kernels.store_latent(kv, q, out[..., 512:], norm, 1e-6, rope, rows, cells)
+
+
+def _multiply_heads(bench: KernelBench, qtype: str, tokens: int) -> None:
+    heads, rows, cols = 16, 512, max(128, QUANT_TYPES[qtype].block)
+    stack: Packed = bench.pool.rotate_weights(qtype, rows * heads, cols)[0]
+    x = torch.zeros(tokens, heads, cols, dtype=torch.bfloat16)
+    bench.kernels.head_products(x, stack, torch.zeros(tokens, heads, rows, dtype=torch.bfloat16))
+
+
+def _run_delta(bench: KernelBench, shape: tuple[int, int, int], tokens: int, act: torch.dtype) -> None:
+    keys, values, head = shape
+    channels = (2 * keys + values) * head
+    weights = DeltaWeights(
+        torch.zeros(channels, 4), torch.zeros(values), torch.zeros(values), torch.zeros(head), 1e-6, keys, values, head,
+        False,
+    )  # fmt: skip
+    qkv, z, out = (torch.zeros(tokens, n, dtype=act) for n in (channels, values * head, values * head))
+    beta, alpha = (torch.zeros(tokens, values, dtype=act) for _ in range(2))
+    states, tails = torch.zeros(1, values, head, head), torch.zeros(1, 3, channels)
+    slots, offsets = torch.zeros(1, dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
+    scratch = torch.empty(256 << 20, dtype=torch.uint8)
+    bench.kernels.delta_net(
+        qkv, z, beta, alpha, weights, states, tails=tails, slots=slots, offsets=offsets, out=out, longest=tokens,
+        scratch=scratch,
+    )  # fmt: skip
+
+
+def _exchanges(bench: KernelBench) -> Iterator[Named]:
+    for ranks in RANKS:
+        memory = torch.zeros(triton_exchange.exchange_nbytes(ranks), dtype=torch.uint8)
+        exchange = PeerExchange(memory, [memory.data_ptr()] * ranks, 0, torch.zeros(1, dtype=torch.int32))
+        for wire in ("f32", "bf16", "f16"):
+            for rows, cols in ((1, 4096), (16, 5120), (512, 4096)):
+                part, target = torch.zeros(rows, cols), torch.zeros(rows, cols)
+                for way in exchange.algorithms(rows, cols, wire):
+                    label = f"sum of {ranks} ranks, {wire}, {rows} rows: {way}"
+                    yield label, partial(exchange.sum, part, target, way, wire, True)
+            low, weight = torch.zeros(512, 4096, dtype=torch.bfloat16), torch.ones(4096)
+            normed = weight, 1e-6, torch.zeros(512, 4096, dtype=torch.bfloat16)
+            if triton_many_rows.rows_at_once(4096, wire):
+                sums = partial(exchange.sum_many_rows, low, torch.zeros(512, 4096), wire, True, normed)
+                yield f"sum and norm of {ranks} ranks, {wire}", sums
+            few = weight, 1e-6, torch.zeros(1, 4096, dtype=torch.bfloat16)
+            yield (
+                f"sum and norm of {ranks} ranks, {wire}, 1 row",
+                partial(exchange.sum_rows, torch.zeros(1, 4096), torch.zeros(1, 4096), wire, True, few),
+            )
+        yield f"gather of {ranks} ranks", partial(exchange.gather, torch.zeros(1, 512 * ranks), (512,) * ranks)
