@@ -28,10 +28,7 @@ class TileChoice:
     """The fastest tile of a kernel for matrices of a quant type and batches of up to `tokens`, a power of two.
 
     `device`: "acc", or "acc1"... for an accelerator unlike the first. `kernel`: "matvec" (a product), "gated" (gate and
-    up of an FFN), "gated few" (the same with few rows), "grouped gate" and "grouped down" (experts of many tokens:
-    `tokens` are pairs of a tile); or "prompt 128", "decode 128x16", "latent prompt 512", "latent decode 512": attention
-    by numbers of a head and heads that share one, where `qtype` is that of cells and `tokens` 0. `seconds`: of one
-    product with each of some matrices, or of attention or experts, with
+    up of an FFN) or "gated few" (the same with few rows). `seconds`: of one product with each of some matrices, with
     this tile and with the one that is used without a profile; when that one stayed they are the same.
     """
 

@@ -26,7 +26,6 @@ from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.timing_loop import Pace, race_seconds
 from pshard.profile.tuning import compile_ahead, tile_tuning
 from pshard.profile.tuning import compile_jobs as compile_jobs_module
-from pshard.profile.tuning.attention_cases import attention_cases
 from pshard.profile.tuning.compile_ahead import Request
 from pshard.profile.tuning.compile_jobs import compile_jobs, list_requests
 from pshard.profile.tuning.tile_cases import TileCase, calls_of, tile_cases
@@ -40,7 +39,7 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.session.open_plan import Opened
 from pshard.session.start_engine import start_engine
 from pshard.times.gpu_tiles import Tile, TileChoice
-from pshard.units.operations import Attend, AttendLatent
+from pshard.units.operations import Attend
 from pshard.workload import Workload
 
 PLANED = [name for name, q in QUANT_TYPES.items() if q.planes]
@@ -107,9 +106,6 @@ class FakeKernels(PlainKernels):
         self.broken, self.wrong = broken, wrong
         self.used: tuple[TileChoice, ...] = ()
         self.limits, self.passed_over = H100, ()
-
-    def tiles_of(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
-        return candidate_tiles(kernel, qtype, tokens, H100)
 
     def try_tile(self, choice: TileChoice) -> None:
         self.used = (choice,)
@@ -300,9 +296,7 @@ def test_the_profiles_table_says_what_tuning_gained() -> None:
     console = Console(record=True, width=160, file=io.StringIO())
     print_profile(profile_with(CASE.choose(SECOND, "acc", 1.0, 1.2), CASE.choose(DEFAULT)), console)
     text = console.export_text()
-    assert (
-        "Tiles on the accelerator: 1 of 2 differ from the defaults (matvec Q4_0, 8 tokens: 1.20 times as fast)" in text
-    )
+    assert "1 of 2 differ from the defaults (matvec Q4_0, 8 tokens: 1.20 times as fast)" in text
 
 
 def test_the_table_of_defaults_has_every_bucket() -> None:
@@ -407,49 +401,3 @@ def test_what_is_timed_is_compiled_before_without_being_started(
     assert "quantise_kernel" not in kernels  # norms hand over what products take
     found = compile_ahead.compile_ahead(requests, 2, 300.0)
     assert [error for error in found.values() if error is not None] == [] and len(found) == len(requests)
-
-
-def test_cases_of_attention_latents_and_experts_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = Experts(64, 4, 64)
-    shapes = Shapes(
-        (), (), (Attend(32, 8, 128), Attend(64, 8, 128), Attend(32, 1, 80)), (), (), 64,
-        (("MXFP4", "Q8_0", 128, rule),), latent=(AttendLatent(16, 512, 64),),
-    )  # fmt: skip
-    cases = attention_cases(shapes)
-    assert [(c.kernel, c.qtype, c.tokens) for c in cases] == [
-        ("prompt 128", "bf16", 0), ("decode 128x16", "bf16", 0), ("decode 128x32", "bf16", 0),
-        ("latent prompt 512", "bf16", 0), ("latent decode 512", "bf16", 0),
-        *((f"grouped {part}", kind, n) for n in (16, 64, 128) for part, kind in (("gate", "MXFP4"), ("down", "Q8_0"))),
-    ]  # fmt: skip
-    assert cases[0].matrices == ((Attend(32, 8, 128), 2048, 4096), (Attend(32, 8, 128), 512, 512))
-
-
-@pytest.mark.slow
-def test_tiles_that_fit_a_geforce_are_raced_for_attention_latents_and_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which are tried on a card that is not there: those that it has room for, each compiled under its own name."""
-    pytest.importorskip("triton", reason="needs Triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    from pshard.profile.tuning.tile_tuning import _Trial
-    from pshard.runtime.kernels.gpu.cuda import CudaKernels
-    from pshard.runtime.kernels.gpu.tiles.attention_tiles import decode_tiles, latent_prompt_tiles, prompt_tiles
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(GPUTarget("cuda", 86, 32)))
-    card, cpu = KNOWN_CARDS[86], torch.device("cpu")
-    kernels = CudaKernels(cpu, 4096, limits=card)
-    bench = KernelBench("acc", kernels, cpu, OperandPool(1 << 22, cpu), Pace(0.01), 0.1)
-    shapes = Shapes(
-        (), (), (Attend(8, 4, 128),), (), (), 64, (("Q4_0", "Q4_0", 128, Experts(16, 4, 64)),),
-        latent=(AttendLatent(4, 512, 64),),
-    )  # fmt: skip
-    needs = {case.kernel: _Trial(bench, kernels, case).needs() for case in attention_cases(shapes)}
-    assert tuple(needs["prompt 128"]) == prompt_tiles(card, 128, 4.0) and len(needs["prompt 128"]) == 4
-    assert tuple(needs["decode 128x16"]) == decode_tiles(card, 128, 4.0, 16)
-    assert tuple(needs["latent prompt 512"]) == latent_prompt_tiles(card, 512, 64, 2.0)
-    assert len(needs["latent decode 512"]) > 1 and len(needs["grouped gate"]) == len(needs["grouped down"]) > 1
-    for found in needs.values():
-        assert all(requests for requests in found.values()) and len(set(found.values())) == len(found)
