@@ -157,6 +157,10 @@ def variant_key(variant: Variant) -> tuple:
     return (w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, *split, w.concurrency)
 
 
+def _asked_key(variant: Variant) -> tuple:
+    return variant_key(replace(variant, workload=replace(variant.workload, max_ubatch=0)))
+
+
 def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanSet:
     """The plans that were made for these inputs, and behind them those for another limit of page-locking: a run that
     meets the limit must not end the next one.
@@ -167,8 +171,10 @@ def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanS
     serving = [plans for plans in registry.sets if differ_in_locks(plans.inputs, current)]
     if serving:
         serving.sort(key=lambda plans: plans.fingerprint != digest(current))
-        found: dict[tuple, Variant] = {}
-        for variant in (v for plans in serving for v in plans.variants):
+        first, *others = serving
+        there = {_asked_key(v) for v in first.variants}  # another limit makes another micro-batch the best
+        found: dict[tuple, Variant] = {variant_key(v): v for v in first.variants}
+        for variant in (v for plans in others for v in plans.variants if _asked_key(v) not in there):
             found.setdefault(variant_key(variant), variant)
         return replace(serving[0], variants=tuple(found.values())) if len(serving) > 1 else serving[0]
     if not registry.sets:

@@ -163,7 +163,7 @@ def test_slots_that_follow_use_are_planned_explained_run_and_measured(
     assert plan(world, "--strategy", "expert-lru", "--routing", path, "--explain", "--vram", "26") == 0
     said = capsys.readouterr().out
     assert re.search(
-        r"slots +\d+ in VRAM for experts of 4 layers, the longest unused goes; \d+% of their choices", said
+        r"slots +\d+ in the budget for experts of 4 layers, the longest unused goes; \d+% of their choices", said
     )
     assert re.search(r"of its 2 experts in a layer [0-9.]+ in slots, ", said) and "experts that follow use" in said
     (cache,) = load_registry(world.registry).variants[-1].ranks[0].caches
@@ -226,7 +226,7 @@ def test_ranks_record_plan_explain_run_and_measure_slots(
     for strategy in ("ilp", "expert-lru"):
         assert plan(world, *split, "--routing", path, "--strategy", strategy, "--explain") == 0
     said = capfd.readouterr()
-    assert "no slots" not in said.err and len(re.findall(r"slots +\d+ in VRAM for experts", said.out)) >= 2
+    assert "no slots" not in said.err and len(re.findall(r"slots +\d+ in the budget for experts", said.out)) >= 2
     ranks = load_registry(world.registry).variants[-1].ranks
     assert all(rank.caches for rank in ranks)
     again = tmp_path / "b.routing"

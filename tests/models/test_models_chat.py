@@ -63,7 +63,7 @@ def test_the_date_of_today_can_be_asked() -> None:
     [
         ("{% if %}", "chat template"),
         ("{{ raise_exception('system role not supported') }}", "system role not supported"),
-        ("{{ messages.append(1) }}", "chat template"),
+        ("{{ messages.clear() }}", "chat template"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),
         ("{{ messages[0].content + 1 }}", "chat template"),
         ("{{ 1 // 0 }}", "chat template"),

@@ -150,7 +150,7 @@ def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link(q
         assert {p.where for p in tier.placements[1:] if not p.unit.endswith("experts")} == {"pinned"}
     most = max(tier.buffers.total for tier in rank.tiers)
     assert most + cache.slot_bytes > 20 << 20 or cache.slots == LAYERS * EXPERTS
-    (line,) = [said for said in list_unsaid(variant, {u.name: u for u in FILE.spec.units}) if "follow use" in said]
+    (line,) = [said for said in list_unsaid(variant, FILE.spec) if "follow use" in said]
     assert line.startswith(f"{cache.slots} slots") and f"--moe-cache-mib {cache.nbytes >> 20}," in line
     spec, record = recorded(), DRIFTING
     promised = plan_baseline("expert-lru", spec, PROFILE, WORK, record=record)

@@ -51,7 +51,8 @@ def test_what_decoding_divides_is_used_by_prompts_too() -> None:
     partly = [p.unit for p in decode.placements if p.where == "pinned" and p.cpu_rows]
     kept = [p.unit for p in prompt.placements if p.kept_parts]
     assert partly and set(kept) <= set(partly) and len(kept) > len(partly) // 2
-    assert prompt.buffers.pinned > 0.9 * decode.buffers.pinned
+    beside = prompt.buffers.scratch + prompt.buffers.slots * prompt.buffers.slot_bytes  # what it needs more
+    assert prompt.buffers.pinned + beside > 0.98 * decode.buffers.pinned
 
 
 def test_a_tier_that_is_slower_than_alone_says_what_the_switch_would_cost() -> None:
