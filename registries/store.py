@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pshard.errors import CannotWrite, NotPlanned, StaleRegistry, UserError
+from pshard.file_lock import hold_lock
 from pshard.jsonio import FULL, check_place, read_regular, resolve_place, write_text_atomically
 from pshard.paths import bundled_model, cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
-from pshard.registries.file_lock import hold_lock
 from pshard.registries.fingerprint import Inputs, differ_in_locks, digest, explain_difference
 from pshard.routing.popularity import Popularity
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.file_lock import wait_for_lock
 from pshard.hub.cached import find_cached, open_at
 from pshard.hub.read_range import read_steadily
 from pshard.hub.reference import HubReference, parse_reference
@@ -117,13 +118,11 @@ def _quiet_library() -> Iterator[None]:
 
 def _fetch_blob(repo: str, commit: str, file: HubFile, blobs: Path, bar: "Progress") -> None:
     """Put a file's bytes into the cache, whole and checked, or raise. What came of it stays for the next try."""
-    from filelock import FileLock
-
     lock = blobs.parents[1] / ".locks" / blobs.parent.name / f"{file.etag}.lock"  # the library's own
     for folder in (blobs, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     task = bar.add_task(Path(file.name).name, total=file.nbytes)
-    with FileLock(lock):
+    with wait_for_lock(lock, f"{repo}/{file.name}"):
         if (blobs / file.etag).exists():
             return
         part = _incomplete(file, blobs)

@@ -188,16 +188,8 @@ def find_twins() -> list[str]:
     return [", ".join(paths) for paths in places.values() if len(paths) > 1]
 
 
-def find_crowds(most: int = 13) -> list[str]:
-    """Folders with more files beside each other than one takes in."""
-    counts: dict[Path, int] = defaultdict(int)
-    for path in list_sources():
-        counts[path.parent] += path.name != "__init__.py"
-    return [f"{folder.relative_to(ROOT)}: {n} files" for folder, n in counts.items() if n > most]
-
-
 if __name__ == "__main__":
-    size_and_names = (find_long_code, find_long_calls, find_kind_names, find_twins, find_crowds)
+    size_and_names = (find_long_code, find_long_calls, find_kind_names, find_twins)
     for rule in (find_missing_modules, find_circles, find_upward_arrows, *size_and_names):
         lines = rule()
         print(f"{rule.__name__}: {len(lines)}")

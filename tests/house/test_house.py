@@ -33,10 +33,6 @@ def test_no_two_files_have_one_name() -> None:
     assert not code_rules.find_twins()
 
 
-def test_no_folder_is_a_crowd() -> None:
-    assert not code_rules.find_crowds()
-
-
 def test_every_folder_of_the_package_is_installed() -> None:
     with open(code_rules.ROOT / "pyproject.toml", "rb") as file:
         installed = tomllib.load(file)["tool"]["setuptools"]["packages"]

@@ -1,13 +1,18 @@
 """Models of the Hub arrive whole, or not at all; every fault is a line that says what to do."""
 
+import hashlib
 import shutil
+import time
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 from hub_server import COMMIT, Faults, HubServer
 from model_files import write_gguf
 
+from pshard import file_lock
 from pshard.errors import UserError
 from pshard.hub.fetch_model import fetch_model
 from pshard.models import open_model
@@ -42,6 +47,25 @@ def test_a_quantisation_is_fetched_once_and_opened_from_the_hubs_own_cache(hub, 
     assert len(hub.requests) == asked  # the second time nobody was asked
     with open_model(path) as model:
         assert model.spec.units
+
+
+def test_who_waits_for_another_fetch_of_a_file_is_told(hub, files, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(file_lock, "QUIET_SECONDS", 0.05)
+    etag = hashlib.sha256(files["tiny-Q4_0.gguf"]).hexdigest()
+    place = tmp_path / f"hf/hub/.locks/models--someone--tiny-GGUF/{etag}.lock"
+    place.parent.mkdir(parents=True)
+    held = Event()
+
+    def fetch_slowly() -> None:
+        with FileLock(place):
+            held.set()
+            time.sleep(0.3)
+
+    Thread(target=fetch_slowly).start()
+    held.wait()
+    assert fetch_model(f"{REPO}:Q4_0").exists()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(said) == 1 and f"holds the lock of {REPO}/tiny-Q4_0.gguf; waiting for it" in said[0]
 
 
 def test_the_hubs_library_finds_what_was_fetched(hub, files) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from cli_world import edit_json, made_up_profile
 
+from pshard import file_lock
 from pshard.errors import UserError
+from pshard.file_lock import hold_lock
 from pshard.jsonio import STALE_SECONDS, from_json, write_text_atomically
 from pshard.models import open_model
 from pshard.models.keys import FACTORS, Keys
-from pshard.registries import file_lock
-from pshard.registries.file_lock import hold_lock
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.registries.routing_file import is_routing, read_routing
 from pshard.registries.store import load_registry, registry_path

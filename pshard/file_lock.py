@@ -21,19 +21,35 @@ def hold_lock(path: Path) -> Iterator[None]:
     place = path.with_name(f".{path.name}.lock")
     lock = FileLock(place)
     try:
-        lock.acquire(timeout=QUIET_SECONDS)
+        _take_or_tell(lock, place, str(path), f"{LOCK_SECONDS:.0f} s at most", LOCK_SECONDS - QUIET_SECONDS)
     except Timeout:
-        who = f"{_name_holder(place)} holds the lock of {path}"
-        print(f"note: {who}; waiting for it, {LOCK_SECONDS:.0f} s at most", file=sys.stderr)
-        try:
-            lock.acquire(timeout=LOCK_SECONDS - QUIET_SECONDS)
-        except Timeout:
-            what = f"{_name_holder(place)} has held the lock of {path} for {LOCK_SECONDS:.0f} s"
-            raise UserError(f"{what}; end it or have it go on, and try again") from None
+        what = f"{_name_holder(place)} has held the lock of {path} for {LOCK_SECONDS:.0f} s"
+        raise UserError(f"{what}; end it or have it go on, and try again") from None
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def wait_for_lock(place: Path, what: str) -> Iterator[None]:
+    """Hold the lock at `place` of `what` (for messages), however long another process works under it."""
+    lock = FileLock(place)
+    _take_or_tell(lock, place, what, "as long as it takes", -1)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _take_or_tell(lock: FileLock, place: Path, what: str, how_long: str, seconds: float) -> None:
+    """Take a lock; after QUIET_SECONDS say who has it. seconds: of waiting from then on, or -1 for no end."""
+    try:
+        lock.acquire(timeout=QUIET_SECONDS)
+    except Timeout:
+        who = f"{_name_holder(place)} holds the lock of {what}"
+        print(f"note: {who}; waiting for it, {how_long}", file=sys.stderr)
+        lock.acquire(timeout=seconds)
 
 
 def _name_holder(place: Path) -> str:
