@@ -6,12 +6,8 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant
-from pshard.planner.prepare_ranks import price_tiers
-from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.host_limits import binds_host
-from pshard.planner.price.page_locks import stage_by
-from pshard.planner.price.profile_tables import find_tables
-from pshard.planner.price.simulate import simulate_ranks
+from pshard.planner.price_plan import price_plan
 from pshard.planner.remedies.better_machine import double_cores, double_host_memory, double_host_rate, double_link
 from pshard.steps.step import (
     AllReduce,
@@ -81,22 +77,17 @@ def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:
 
 def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> tuple[Timeline, ...]:
     """The simulated steps of every tier on the first rank, for `pshard-report` to draw."""
-    spec, w = under_plan(spec, variant), variant.workload
-    tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
-    tasks = price_tiers(spec, find_tables(profile, variant.correction), w, tiers)
-    timelines = []
-    priced = [stage_by(rank, task.costs) for task, rank in zip(tasks, variant.ranks)]
-    for i, tier in enumerate(variant.ranks[0].tiers):
-        plans = [(task.room, rank.tiers[i], costs[i]) for task, rank, costs in zip(tasks, variant.ranks, priced)]
-        events = simulate_ranks(w.split_mode, [tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
-        title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {w.vram_mib[0]} MiB, simulated"
-        title += f"\n{variant.terms}"
-        made = (TimelineEvent(e.lane, e.start, e.end, _label(e.step)) for e in events)
+    timelines, budget = [], variant.workload.vram_mib[0]
+    for tier in price_plan(spec, profile, variant):
+        events = tier.simulate()[0][1].events
+        title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {budget} MiB, simulated\n{variant.terms}"
+        made = (TimelineEvent(e.lane, e.start, e.end, label_step(e.step)) for e in events)
         timelines.append(Timeline(title, tuple(made)))
     return tuple(timelines)
 
 
-def _label(step: Step) -> str:
+def label_step(step: Step) -> str:
+    """What a step is about, in a word or two."""
     if isinstance(step, CopyIn | Compute):
         return f"{step.unit} {step.part}" if isinstance(step, Compute) and step.part else step.unit
     if isinstance(step, Join):

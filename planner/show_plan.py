@@ -8,7 +8,7 @@ from pshard.planner.explain import WhatIf
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import WITH_GPU, Words
 from pshard.planner.tier_alone import NOTABLE, TierAlone
-from pshard.print_table import print_whole
+from pshard.print_table import new_table, print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
@@ -45,7 +45,7 @@ def print_variant(variant: Variant, out: "Console", words: Words = WITH_GPU) -> 
 def _ways_table(variant: Variant) -> "Table":
     """What the plan was chosen from, itself first."""
     columns = ("way", "round s", "more", "first token s", "tok/s", "why")
-    table = _new_table("Ways to use the devices that were predicted, the chosen one first", columns)
+    table = new_table("Ways to use the devices that were predicted, the chosen one first", columns)
     decoded = sum(texts * steps for texts, steps in variant.workload.decode_steps())
     for way in variant.considered:
         if way.seconds is None or way.first_token is None:
@@ -68,7 +68,7 @@ def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s)"
-    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "divided", "KV", "ms", "bound", "tok/s", "binds"))
+    table = new_table(title, ("tokens", "pinned", "streamed", "cpu", "divided", "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
         count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}
         layers = sum(p.kv is not None for p in tier.placements)
@@ -86,7 +86,7 @@ def _memory_table(rank: RankPlan) -> "Table":
     cached = ("following",) if rank.caches else ()
     columns = ("tokens", "pinned", *cached, "scratch", "slots", "KV", "in use", "left")
     title = "MiB of the budget" + "; following: experts that follow use" * bool(cached)
-    table = _new_table(title, columns)
+    table = new_table(title, columns)
     for tier in rank.tiers:
         b = tier.buffers
         slots = f"{b.slots} x {b.slot_bytes / MIB:.0f}" if b.slots else "0"
@@ -102,7 +102,7 @@ def print_trials(trials: "Sequence[Trial]", out: "Console", words: Words = WITH_
         return
     fitted = any(t.refitted is not t.variant for t in trials)
     columns = ("plan", "tokens", "predicted", "measured", "off", *(["refitted"] if fitted else []), "round s")
-    table = _new_table("Plans that were run (ms), the chosen one first", columns)
+    table = new_table("Plans that were run (ms), the chosen one first", columns)
     for trial in trials:
         name, total = words.say(trial.name), f"{trial.seconds:.4g}"
         for tier, again in zip(trial.variant.ranks[0].tiers, trial.refitted.ranks[0].tiers):
@@ -116,17 +116,6 @@ def print_trials(trials: "Sequence[Trial]", out: "Console", words: Words = WITH_
             name = total = ""
     out.print()
     print_whole(table, out)
-
-
-def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.pad_edge = False
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("binds", "plan", "way", "why") else "right", no_wrap=True)
-    return table
 
 
 def print_explanation(
@@ -186,7 +175,7 @@ def print_outlook(outlook: Outlook, out: "Console") -> None:
     """The plan and the published strategies, by prediction."""
     title = f"\nThis plan beside published strategies, predicted, not run, on {outlook.machine}"
     out.print(title, highlight=False, soft_wrap=True)
-    table = _new_table("", ("plan", "first token s", "tok/s", "round s", "more"))
+    table = new_table("", ("plan", "first token s", "tok/s", "round s", "more"))
     own, *others = outlook.forecasts
     for name, each in (("this plan", own), *((other.strategy, other) for other in others)):
         more = each.round_seconds / own.round_seconds - 1

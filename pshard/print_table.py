@@ -7,6 +7,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDEST = 400  # characters of a table
+TEXTS = ("binds", "plan", "way", "why")  # columns that hold no figures
+
+
+def new_table(title: str, columns: tuple[str, ...], left: tuple[str, ...] = TEXTS) -> "Table":
+    """A plain table of figures, which stand to the right; columns of texts, by name, to the `left`."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.pad_edge = False
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
 
 
 def print_whole(table: "Table", out: "Console") -> None:

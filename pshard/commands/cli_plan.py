@@ -16,6 +16,7 @@ from pshard.commands.parsing.model_flags import check_model_place, choose_model,
 from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
 from pshard.commands.plan_output import (
     Planned,
+    answer,
     as_json,
     emit_arguments,
     explain_plans,
@@ -145,6 +146,7 @@ def _prepare_output(args: argparse.Namespace, planned: Planned, elsewhere: bool,
     profile = planned.profile
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
+    asked = answer(planned, args.steps, args.why)
     emitted = emit_arguments(planned, args.emit) if args.emit else []
     for line in list_unsaid_of(planned) if args.emit else ():
         tell(f"note: {line}")
@@ -157,12 +159,12 @@ def _prepare_output(args: argparse.Namespace, planned: Planned, elsewhere: bool,
     def say(more: dict[str, Any] | None = None) -> None:
         explained = explain_plans(planned, args.strategy) if args.explain else None
         if args.json:
-            said = as_json(planned, explained) | ({args.emit: emitted} if args.emit else {})
+            said = as_json(planned, explained, asked) | ({args.emit: emitted} if args.emit else {})
             print(json.dumps(said | (more or {}), indent=1))
         elif args.emit:
             print_arguments(planned, emitted)
         else:
-            print_plans(planned, explained)
+            print_plans(planned, explained, asked)
 
     return say
 
@@ -201,10 +203,13 @@ def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Pa
 def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, elsewhere: bool, tell: Tell) -> Planned:
     """A plan for every budget that was asked for. Raises UserError when there is none."""
     from pshard.models import open_model
+    from pshard.planner.other_places import find_layer
 
     with open_model(path) as model:
         for note in model.notes:
             tell(f"note: {note}")
+        if args.why:
+            find_layer(model.spec, args.why)  # a name that there is not is told before minutes of planning
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:

@@ -77,6 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
     p.add_argument("--explain", action="store_true", help="list units, what binds, what a better machine would bring")
+    p.add_argument(
+        "--steps", nargs="?", type=parse_count, const=1, metavar="TIER",
+        help="list the steps of the tier of so many tokens (1), with simulated times and lanes",
+    )  # fmt: skip
+    p.add_argument("--why", metavar="LAYER", help="what the next best place of a layer (17, output) costs")
     p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")
     p.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else, on stdout")
     p.add_argument(
@@ -120,6 +125,8 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
         _check_write_lp(args)
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; give one, as a sweep lists its own budgets")
+    if args.emit and (args.steps or args.why):
+        raise UserError("--emit prints arguments and nothing else; leave out --steps and --why, or --emit")
     check_split_flags(args)
     return args
 

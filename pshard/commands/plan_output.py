@@ -14,9 +14,11 @@ from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
+    from pshard.planner.other_places import WhyThere
     from pshard.planner.serving.promise import Promise
     from pshard.planner.shown.memory_use import MemoryUse
     from pshard.planner.tier_alone import TierAlone
+    from pshard.planner.time_steps import TimedSteps
     from pshard.routing.record import RoutingRecord
     from pshard.routing.replay import Replay
     from pshard.times.outlook import Outlook
@@ -70,6 +72,31 @@ class Explained:
     gains: Gains
     alone: Alone
     outlooks: "tuple[Outlook, ...]"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `--steps` and `--why` ask of each variant, in the order of variants; () where they were not given."""
+
+    steps: "tuple[tuple[TimedSteps, ...], ...]" = ()
+    why: "tuple[tuple[WhyThere, ...], ...]" = ()
+
+
+def answer(planned: Planned, steps: int | None, why: str | None) -> Asked:
+    """The steps of the tier for so many tokens, and where else the units of a layer could be. Raises UserError for a
+    tier or a layer that there is not."""
+    spec, profile, variants = planned.spec, planned.profile, planned.variants
+    timed: tuple[tuple[TimedSteps, ...], ...] = ()
+    others: tuple[tuple[WhyThere, ...], ...] = ()
+    if steps:
+        from pshard.planner.time_steps import time_steps
+
+        timed = tuple(time_steps(spec, profile, v, steps) for v in variants)
+    if why:
+        from pshard.planner.other_places import compare_places, find_layer
+
+        others = tuple(compare_places(spec, profile, v, find_layer(spec, why)) for v in variants)
+    return Asked(timed, others)
 
 
 def explain_plans(planned: Planned, strategy: str) -> Explained:
@@ -147,15 +174,16 @@ def list_tight(planned: Planned, free: int | None) -> list[str]:
     return found
 
 
-def print_plans(planned: Planned, explained: Explained | None) -> None:
+def print_plans(planned: Planned, explained: Explained | None, asked: Asked) -> None:
     """Tables of trials and plans; of those that are `explained` also where every unit is and what binds, what tiers
-    could be alone, the published strategies beside them, and what a server can promise."""
+    could be alone, the published strategies beside them, and what a server can promise. Last what was `asked`."""
     from rich.console import Console
 
     from pshard.planner.routing.show_routing import print_replay
     from pshard.planner.serving.show_promise import print_promises
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
     from pshard.planner.shown.machine_words import words_for
+    from pshard.planner.shown.show_steps import print_steps, print_why
     from pshard.planner.shown.show_summary import print_budgets, print_summary
     from pshard.routing.expert_map import map_experts
 
@@ -168,6 +196,10 @@ def print_plans(planned: Planned, explained: Explained | None) -> None:
             gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())
             print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant), words)
             print_outlook(explained.outlooks[i], out)
+        for timed in asked.steps[i : i + 1]:
+            print_steps(timed, out, words)
+        for others in asked.why[i : i + 1]:
+            print_why(others, out, words)
     if planned.replay:
         print_replay(planned.replay, out)
     if explained:
@@ -182,8 +214,8 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
         print(arguments if len(emitted) == 1 else f"{variant.workload.vram_mib[0]} MiB: {arguments}")
 
 
-def as_json(planned: Planned, explained: Explained | None) -> dict[str, Any]:
-    """The registry of these variants, the simulated timelines of the last one, and what was explained."""
+def as_json(planned: Planned, explained: Explained | None, asked: Asked) -> dict[str, Any]:
+    """The registry of these variants, the simulated timelines of the last one, what was explained and `asked`."""
     from pshard.planner.explain import simulate_timelines
     from pshard.routing.expert_map import map_experts
 
@@ -205,4 +237,6 @@ def as_json(planned: Planned, explained: Explained | None) -> dict[str, Any]:
         "routing": to_json(planned.replay),
         "promises": to_json(promise_all(planned)),
         "memory": to_json(measure_uses(planned)),
+        "steps": to_json(asked.steps),
+        "why": to_json(asked.why),
     }

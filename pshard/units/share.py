@@ -19,8 +19,8 @@ class Share(NamedTuple):
     @property
     def in_words(self) -> str:
         """As messages say it."""
-        kept = f" and {self.kept} kept in VRAM" if self.kept else ""
-        return f"{self.cpu} on the CPU{kept}"
+        cpu, kept = f"{self.cpu} on the CPU", f"{self.kept} kept in VRAM"
+        return " and ".join(text for text, n in ((cpu, self.cpu), (kept, self.kept)) if n) or cpu
 
     @property
     def label(self) -> str:
