@@ -7,7 +7,10 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("pshard", "models", "profile", "planner", "registries", "runtime", "reports")
+FOLDERS = (
+    *("pshard", "models", "profile", "planner", "registries", "runtime", "reports"),
+    *("hub", "session", "server", "commands"),
+)
 # which folders a folder may import, itself aside; commands and session put all of them together, hub what it takes to
 # plan from a header
 ARROWS = {
@@ -170,7 +173,7 @@ def find_kind_names() -> list[str]:
     found = []
     for path in list_sources():
         inside = path.relative_to(ROOT)
-        if inside.parts[0] == "models" or inside.parts[:2] in (("pshard", "units"), ("pshard", "server")):
+        if inside.parts[0] in ("models", "server") or inside.parts[:2] == ("pshard", "units"):
             continue  # a server's clients have fields of these names
         lines = {
             node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Constant) and node.value in KINDS

@@ -16,7 +16,10 @@ from pshard.runtime.kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt")
-FOLDERS = ("pshard", "examples", "models", "planner", "profile", "registries", "reports", "runtime")
+FOLDERS = (
+    *("pshard", "examples", "models", "planner", "profile", "registries", "reports", "runtime"),
+    *("hub", "session", "server", "commands"),
+)
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "*.pshard.json", ".*.lock")
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-from pshard import __version__
+import pshard
 from pshard.session.readiness.find_driver import find_driver
 
 
@@ -15,7 +15,7 @@ def describe_version() -> str:
     gpu = find_driver()
     return "\n".join(
         (
-            f"pshard {__version__} ({find_commit() or 'commit unknown'})",
+            f"pshard {pshard.__version__} ({find_commit() or 'commit unknown'})",
             f"torch {_version_of('torch') or 'not installed'}",
             f"driver {gpu}" if gpu else "driver none: no NVIDIA GPU is visible",
             f"Python {platform.python_version()}, {platform.platform()}",
@@ -25,7 +25,7 @@ def describe_version() -> str:
 
 def find_commit() -> str | None:
     """The commit of the clone that is used, or of the one that was installed; None where neither is known."""
-    package, root = Path(__file__).resolve().parents[2:4]
+    package, root = Path(pshard.__file__).resolve().parents[:2]
     if (root / ".git").exists():
         asked = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
         try:
