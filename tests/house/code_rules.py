@@ -64,6 +64,15 @@ def folder_of(module: str) -> str:
     return "pshard"
 
 
+def find_wrong_links() -> list[str]:
+    """Links in .links/pshard/ that lack, or lead elsewhere than type checkers and editors must find the package."""
+    package = ROOT / ".links" / "pshard"
+    nouns = [path for path in (ROOT / "pshard").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    wanted = {path.name: path for path in (*nouns, *(ROOT / folder for folder in FOLDERS if folder != "pshard"))}
+    links = {path.name: path.resolve() for path in package.iterdir() if path.is_symlink()}
+    return sorted(name for name in wanted.keys() | links.keys() if wanted.get(name) != links.get(name))
+
+
 def imports_of(path: Path, late: bool) -> set[str]:
     """Modules of the package that a file imports; `late`: also inside functions and for types only."""
     tree = parse(path)

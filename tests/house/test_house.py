@@ -9,6 +9,10 @@ def test_every_module_that_is_imported_is_there() -> None:
     assert not code_rules.find_missing_modules()
 
 
+def test_editors_and_type_checkers_find_the_whole_package_in_a_plain_checkout() -> None:
+    assert not code_rules.find_wrong_links()
+
+
 def test_files_import_each_other_in_no_circle() -> None:
     assert not code_rules.find_circles()
 

@@ -1,0 +1,1 @@
+../../pshard/__init__.py

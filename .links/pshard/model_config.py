@@ -1,0 +1,1 @@
+../../pshard/model_config.py

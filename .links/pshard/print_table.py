@@ -1,0 +1,1 @@
+../../pshard/print_table.py
