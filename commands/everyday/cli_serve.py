@@ -21,8 +21,9 @@ from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 if TYPE_CHECKING:
     from pshard.server.http.guards import Door
     from pshard.server.jobs import Service
+    from pshard.server.life.how_to_run import PrefixCache
     from pshard.server.life.late_app import PreparedApp
-    from pshard.server.life.serve_model import MakeApp, PrefixCache, ServeRequest
+    from pshard.server.life.serve_model import MakeApp, ServeRequest
     from pshard.server.snapshot import ServedModel
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -116,7 +117,8 @@ def _main(argv: list[str]) -> int:
 
 def read_request(args: Namespace) -> "ServeRequest":
     """What the flags ask for. Raises UserError for those that do not go together."""
-    from pshard.server.life.serve_model import HowToRun, ServeRequest
+    from pshard.server.life.how_to_run import HowToRun
+    from pshard.server.life.serve_model import ServeRequest
     from pshard.server.scheduling.promises import Promises
 
     load = args.concurrency or min(CONCURRENCY["few"], args.parallel or MOST_CONCURRENCY)
@@ -135,7 +137,7 @@ def read_request(args: Namespace) -> "ServeRequest":
 
 def _read_prefixes(args: Namespace) -> "PrefixCache | None":
     """What beginnings may take in files; a server that sleeps is not to lose them."""
-    from pshard.server.life.serve_model import PrefixCache
+    from pshard.server.life.how_to_run import PrefixCache
 
     memory = args.prefix_cache if args.prefix_cache is not None else PREFIX_MIB if args.sleep_idle else 0
     return PrefixCache(memory << 20, args.prefix_files << 20) if memory else None

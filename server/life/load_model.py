@@ -11,13 +11,13 @@ from pshard.errors import KernelRefused, NotPlanned, StepFailed, UserError, as_l
 from pshard.plan import Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.store import load_registry, own_plans
+from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.plan_beside import plan_beside
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
 from pshard.server.life.read_facts import add_promise, keep_one_tier, read_facts
 from pshard.server.life.rehearse_steps import compiles_kernels, rehearse_steps
-from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.served_machine import Machine
 from pshard.session.open_plan import Opened, check_plan, replan_command
 from pshard.session.run_request import RunRequest

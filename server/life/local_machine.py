@@ -4,7 +4,7 @@ import logging
 
 from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
-from pshard.server.life.serve_model import PrefixCache
+from pshard.server.life.how_to_run import PrefixCache
 from pshard.server.scheduling.served_machine import PlanFacts, Pool
 
 log = logging.getLogger(__name__)

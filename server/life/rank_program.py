@@ -13,7 +13,7 @@ from pshard.errors import StepFailed, UserError, as_line
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
-from pshard.server.life.serve_model import HowToRun
+from pshard.server.life.how_to_run import HowToRun
 
 if TYPE_CHECKING:
     from pshard.runtime.engine import Engine

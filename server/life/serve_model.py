@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import StepFailed, UserError
+from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.late_app import LateApp, PreparedApp
 from pshard.server.life.web_server import LEAVE_SECONDS, WebServer, open_port
 from pshard.server.scheduling.promises import Promises
@@ -23,25 +24,6 @@ if TYPE_CHECKING:
     from pshard.session.open_plan import Opened
 
 MakeApp = Callable[["Service", ServedModel], PreparedApp]
-
-
-@dataclass(frozen=True)
-class PrefixCache:
-    """Bytes of host memory and of files that beginnings of texts may take."""
-
-    memory: int
-    files: int
-
-
-@dataclass(frozen=True)
-class HowToRun:
-    """kernels: "fast" or "plain"; deterministic: all runs under one tier, and experts stay where
-    the plan has them. prefixes: beginnings of texts
-    outlive the engine."""
-
-    kernels: str = "fast"
-    deterministic: bool = False
-    prefixes: PrefixCache | None = None
 
 
 @dataclass(frozen=True)

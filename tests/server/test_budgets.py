@@ -9,9 +9,9 @@ from cli_world import World, make_world
 
 from pshard.commands import cli_plan
 from pshard.errors import UserError
+from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.load_model import ModelLoader, share_budget
 from pshard.server.life.plan_beside import plan_beside
-from pshard.server.life.serve_model import HowToRun
 from pshard.session.open_plan import open_plan
 from pshard.session.run_request import RunRequest
 

@@ -15,8 +15,8 @@ from pshard.models import open_model
 from pshard.runtime.engine import Engine
 from pshard.runtime.texts.text import Piece
 from pshard.server.life import load_model
+from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.rehearse_steps import rehearse_steps
-from pshard.server.life.serve_model import HowToRun
 from pshard.session.open_plan import open_plan
 from pshard.session.run_request import RunRequest
 

@@ -22,10 +22,10 @@ from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.sampling import Sampling
+from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.rank_machine import RankMachine, Ranks
 from pshard.server.life.rank_program import RankTask, answer_calls
 from pshard.server.life.read_facts import read_facts
-from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 from pshard.workload import Split

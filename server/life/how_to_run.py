@@ -1,0 +1,21 @@
+"""How an engine that serves computes, and what of texts outlives it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrefixCache:
+    """Bytes of host memory and of files that beginnings of texts may take."""
+
+    memory: int
+    files: int
+
+
+@dataclass(frozen=True)
+class HowToRun:
+    """kernels: "fast" or "plain"; deterministic: all runs under one tier, and experts stay where the plan has them.
+    prefixes: what beginnings of texts may take to outlive the engine; None: they end with it."""
+
+    kernels: str = "fast"
+    deterministic: bool = False
+    prefixes: PrefixCache | None = None
