@@ -40,7 +40,7 @@ from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.kernels.unpack import PLAIN
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
-from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.times.gpu_tiles import ANY_BATCH, Tile, TileChoice
 from pshard.units.attention import ATTENTION, ATTENTION_PIECES
 from pshard.units.ffn import FFN
 from pshard.units.kv_cells import KV_BLOCK
@@ -417,7 +417,7 @@ def sweep(bench: Bench) -> dict[str, Any]:
         linears(qtype, (25600, 5120), 1, 4, 8, 16)
 
     def read(tile: Tile) -> None:
-        bench.kernels.try_tile(TileChoice("acc", "prompt 128", "bf16", 0, tile, 1.0, 1.0))
+        bench.kernels.try_tile(TileChoice("acc", "prompt 128", "bf16", ANY_BATCH, tile, 1.0, 1.0))
 
     for past, tiles in ((0, PROMPT), (12288, PROMPT[:3])):
         attempt(f"prefill 4096 after {past}", tiles, read, lambda p=past: prefill_attention(bench, 4096, p))  # type: ignore[misc]

@@ -178,8 +178,9 @@ def shapes_to_tune(effort: Effort, model: Shapes | None) -> Shapes:
     no time."""
     if model is not None:
         return model
-    common = tuple(m for m in effort.grid.matmuls if m[0] in COMMON_QTYPES and not effort.quick)
-    return replace(effort.grid, matmuls=common)
+    if effort.quick:
+        return replace(effort.grid, matmuls=(), attention=(), experts=())
+    return replace(effort.grid, matmuls=tuple(m for m in effort.grid.matmuls if m[0] in COMMON_QTYPES))
 
 
 def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:

@@ -51,6 +51,7 @@ from pshard.profile.timed.step_cost import time_launch, time_steps
 from pshard.profile.timed.time_in_place import Layer, time_in_place
 from pshard.profile.timed.time_kernels import KernelBench, repeat_unlike
 from pshard.profile.timed.time_links import LinkBench, measure_contention, open_link, time_copies
+from pshard.profile.tuning.attention_cases import attention_cases
 from pshard.profile.tuning.compile_jobs import compile_jobs
 from pshard.profile.tuning.tile_cases import tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
@@ -191,23 +192,25 @@ def prepare_kernels(
 
 
 def choose_tiles(request: ProfileRequest, bench: KernelBench | None, notes: list[str]) -> tuple[TileChoice, ...]:
-    """The fastest tiles of an accelerator's matmul kernels, which its bench uses from then on; none where it has none.
+    """The fastest tiles of an accelerator's kernels, which its bench uses from then on; none where it has none.
 
     What was left out goes into the notes.
     """
     if bench is None or not isinstance(bench.kernels, TiledKernels):
         return ()
     effort = request.effort
-    cases = tile_cases(shapes_to_tune(effort, request.model), effort.tile_tokens, effort.tile_matrices)
+    shapes = shapes_to_tune(effort, request.model)
+    cases = tile_cases(shapes, effort.tile_tokens, effort.tile_matrices)
+    cases += attention_cases(shapes) if effort.tile_tokens else []  # a short profile has no time for tiles
     tuned = tune_tiles(bench, bench.kernels, cases, effort.tile_seconds)
     where = side_name(bench.side)
     if not cases:
         why = "without -m a quick profile chooses none" if request.model is None else "the model has none to choose"
-        notes.append(f"{where}: tiles of matmuls are the defaults; {why}")
+        notes.append(f"{where}: tiles are the defaults; {why}")
     if tuned.untried:
-        notes.append(f"{where}: {tuned.untried} tiles of matmuls were not tried for lack of time")
+        notes.append(f"{where}: {tuned.untried} tiles were not tried for lack of time")
     if tuned.failures:
-        notes.append(f"{where}: {len(tuned.failures)} tiles of matmuls were passed over, as {tuned.failures[0]}")
+        notes.append(f"{where}: {len(tuned.failures)} tiles were passed over, as {tuned.failures[0]}")
     return tuned.choices
 
 

@@ -11,6 +11,7 @@ from pshard.print_table import print_whole
 from pshard.profile.compare_profiles import Change
 from pshard.profile.timed.kernel_jobs import side_name
 from pshard.quant import packed_nbytes
+from pshard.times.gpu_tiles import TileChoice
 
 SHOWN_SHAPES = 2  # matrices per quant type: the largest that were timed
 SHOWN_COUNTS = 7
@@ -130,9 +131,16 @@ def _tile_line(profile: MachineProfile, side: str) -> str:
     """How many tiles are others than the defaults, and what they gain; those that gain most by name."""
     choices = [choice for choice in profile.tiles if choice.device == side]
     others = sorted((c for c in choices if c.gain > 1), key=lambda c: -c.gain)
-    line = f"Tiles of matmuls on the {side_name(side)}: {len(others)} of {len(choices)} differ from the defaults"
-    best = (f"{c.kernel} {c.qtype}, {c.tokens} tokens: {c.gain:.2f} times as fast" for c in others[:SHOWN_TILES])
+    line = f"Tiles on the {side_name(side)}: {len(others)} of {len(choices)} differ from the defaults"
+    best = (f"{_name_case(c)}: {c.gain:.2f} times as fast" for c in others[:SHOWN_TILES])
     return f"{line} ({'; '.join(best)})" if others else line
+
+
+def _name_case(choice: TileChoice) -> str:
+    """What a tile was chosen for."""
+    many = "pairs" if choice.kernel.startswith("grouped") else "tokens"
+    size = f", {choice.tokens} {many}" if choice.is_of_a_batch else ""
+    return f"{choice.kernel} {choice.qtype}{size}"
 
 
 def _shown(timings: Iterable[MatmulTiming]) -> list[tuple[str, int, int]]:

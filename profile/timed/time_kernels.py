@@ -182,7 +182,7 @@ def _time_attention(
 ) -> float:
     cells = sequences * kv_blocks(context, 1) * KV_BLOCK
     caches = bench.pool.rotate_kv(cells, shape.n_kv_heads, shape.head_dim, kv_type)
-    qkv, out, partial = _attention_buffers(bench, shape, sequences * tokens)
+    qkv, out, partial = attention_buffers(bench, shape, sequences * tokens)
     rows, scale = index_rows(bench.device, tokens, context, sequences), shape.head_dim**-0.5
     return bench.seconds(
         lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial),
@@ -247,7 +247,7 @@ def _time_rope(bench: KernelBench, shape: Attend, tokens: int) -> float:
     angles = torch.rand(2, tokens, dim // 2, device=bench.device)
     rope = RopeTable(angles[0].cos(), angles[1].sin(), "halves")
     caches = bench.pool.rotate_kv(tokens, shape.n_kv_heads, dim, "bf16")
-    qkv, _, _ = _attention_buffers(bench, shape, tokens)
+    qkv, _, _ = attention_buffers(bench, shape, tokens)
 
     def run(i: int) -> None:
         kv: LayerKV = caches[i % len(caches)]
@@ -265,7 +265,7 @@ def _time_silu_mul(bench: KernelBench, d_ffn: int, tokens: int) -> float:
     return max(0.0, fused - 2 * one)
 
 
-def _attention_buffers(
+def attention_buffers(
     bench: KernelBench, shape: Attend, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(qkv, out, partial) for so many tokens."""

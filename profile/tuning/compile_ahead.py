@@ -28,11 +28,13 @@ class Request(NamedTuple):
 
 
 def requests_of(call: Callable[[], object]) -> tuple[Request, ...]:
-    """What Triton would have to compile in a call; nothing is compiled.
+    """What Triton would have to compile in a call; nothing is compiled, and no kernel is started.
 
-    Kernels that this process has not compiled yet are not started, others are.
+    Nor those that were compiled before: they would read what others leave that are not started here. Tiles of pairs
+    that nobody wrote name experts that do not exist, at whose addresses a GPU ends the process.
     """
     from triton import knobs
+    from triton.runtime.jit import JITFunction
 
     found: list[Request] = []
 
@@ -40,12 +42,16 @@ def requests_of(call: Callable[[], object]) -> tuple[Request, ...]:
         found.append(Request(fn.module, fn.jit_function.__name__, compile["specialization_data"]))
         return True  # Triton then leaves it
 
-    before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = note
+    before, start = knobs.runtime.jit_cache_hook, JITFunction.run
+
+    def warm_up(kernel: Any, *arguments: Any, **named: Any) -> Any:
+        return start(kernel, *arguments, **{**named, "warmup": True})
+
+    knobs.runtime.jit_cache_hook, JITFunction.run = note, warm_up
     try:
         call()
     finally:
-        knobs.runtime.jit_cache_hook = before
+        knobs.runtime.jit_cache_hook, JITFunction.run = before, start
     return tuple(found)
 
 

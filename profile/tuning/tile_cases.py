@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,13 +16,18 @@ from pshard.times.gpu_tiles import Tile, TileChoice
 
 @dataclass(frozen=True)
 class TileCase:
-    """What one tile is chosen for: a kernel, a quant type, a batch of `tokens` (a power of two), and on which matrices
-    (rows, cols), the largest first."""
+    """What one tile is chosen for: a kernel, a quant type, a batch of `tokens` (a power of two), and on what it is
+    tried, what weighs most first: matrices (rows, cols), or what `attention_cases` says."""
 
     kernel: str
     qtype: str
     tokens: int
-    matrices: tuple[tuple[int, int], ...]
+    matrices: tuple[tuple[Any, ...], ...]
+
+    @property
+    def is_listed_by_call(self) -> bool:
+        """Whether candidates depend on more than this: the kernels know them once they were called."""
+        return not self.kernel.startswith(("matvec", "gated"))
 
     def choose(self, tile: Tile, device: str = "acc", seconds: float = 1.0, default_seconds: float = 1.0) -> TileChoice:
         """A tile as the choice for this case."""

@@ -4,18 +4,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
+from pshard.errors import KernelRefused
 from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.timing_loop import race_seconds
+from pshard.profile.tuning.attention_cases import calls_of_attention, calls_of_experts, calls_of_latents
 from pshard.profile.tuning.compile_ahead import Request, compile_ahead, count_processes, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.runtime.kernels.api import TiledKernels
-from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
 from pshard.times.gpu_tiles import Tile, TileChoice
 
 NOISE = 0.03  # a tile must be faster than the default by more than this
+NO_ROOM = KernelRefused, torch.OutOfMemoryError  # of a card that has no tile, or no memory, for a case
 TOLERANCE = 0.02  # relative error of a tile's numbers against the default's: both round alike, so it is far less
 
 
@@ -70,22 +73,30 @@ class _Trial:
     def needs(self) -> dict[Tile, tuple[Request, ...]]:
         """The candidates for the largest matrix, the default first, and what must be compiled for each; without those
         that cannot be."""
-        call, _ = self._calls(*self.case.matrices[0])
-        tiles = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens, self.kernels.limits)
         found: dict[Tile, tuple[Request, ...]] = {}
+        try:
+            call, _ = self._calls(self.case.matrices[0])
+            self.kernels.use_tiles(())
+            if self.case.is_listed_by_call:
+                requests_of(partial(call, 0))
+            tiles = self.kernels.tiles_of(self.case.kernel, self.case.qtype, self.case.tokens)
+        except NO_ROOM as error:
+            self.failures.append(_describe(error))
+            return found
         for tile in tiles:
             try:
                 found[tile] = requests_of(partial(self._run_with, tile, call, 0))
             except Exception as error:  # of Triton, which cannot even begin to compile it for this GPU
                 self.failures.append(_describe(error))
+        self.kernels.forget()  # activations that were not quantised, as nothing was started
         return found
 
     def choose(self, tiles: list[Tile]) -> Iterator[TileChoice]:
         """One choice among them, of which the first that works is what is used where nothing is chosen; none where not
         one works."""
         totals = dict.fromkeys(tiles, 0.0)
-        for rows, cols in self.case.matrices:
-            seconds = self._race(rows, cols, tiles)
+        for on in self.case.matrices:
+            seconds = self._race(on, tiles)
             if not seconds:
                 return
             default = best = next(iter(seconds))
@@ -97,9 +108,13 @@ class _Trial:
             tiles = [default, best]  # on the other matrices it must not lose what it gains on the largest
         yield self.case.choose(best, self.bench.side, totals[best], totals[default])
 
-    def _race(self, rows: int, cols: int, tiles: list[Tile]) -> dict[Tile, float]:
+    def _race(self, on: tuple[Any, ...], tiles: list[Tile]) -> dict[Tile, float]:
         """Seconds of a call with each tile that works on this matrix and gives the numbers of the first."""
-        call, out = self._calls(rows, cols)
+        try:
+            call, out = self._calls(on)
+        except NO_ROOM as error:
+            self.failures.append(_describe(error))
+            return {}
         runs: dict[Tile, Callable[[int], None]] = {}
         expected = None
         for tile in tiles:
@@ -120,7 +135,14 @@ class _Trial:
         times = race_seconds(list(runs.values()), self.bench.pace, self.bench.device.type == "cuda")
         return dict(zip(runs, times))
 
-    def _calls(self, rows: int, cols: int) -> tuple[Callable[[int], None], torch.Tensor]:
+    def _calls(self, on: tuple[Any, ...]) -> tuple[Callable[[int], None], torch.Tensor]:
+        if self.case.kernel.startswith("grouped"):
+            return calls_of_experts(self.bench, *on)
+        if self.case.kernel.startswith("latent"):
+            return calls_of_latents(self.bench, *on)
+        if self.case.kernel.startswith(("prompt", "decode")):
+            return calls_of_attention(self.bench, *on)
+        rows, cols = on
         weights = self.bench.pool.rotate_weights(self.case.qtype, rows, cols)
         return calls_of(self.bench.kernels, self.case, weights, self.bench.activations(self.case.tokens, cols))
 

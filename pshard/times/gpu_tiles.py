@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ANY_BATCH = 1  # as tokens of a choice: kernels whose tile is the same for batches of every size
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -28,8 +30,11 @@ class TileChoice:
     """The fastest tile of a kernel for matrices of a quant type and batches of up to `tokens`, a power of two.
 
     `device`: "acc", or "acc1"... for an accelerator unlike the first. `kernel`: "matvec" (a product), "gated" (gate and
-    up of an FFN) or "gated few" (the same with few rows). `seconds`: of one product with each of some matrices, with
-    this tile and with the one that is used without a profile; when that one stayed they are the same.
+    up of an FFN), "gated few" (the same with few rows), "grouped gate" and "grouped down" (experts of many tokens:
+    `tokens` are pairs of a tile); or "prompt 128", "decode 128x16", "latent prompt 512", "latent decode 512": attention
+    by numbers of a head and heads that share one, where `qtype` is that of cells and `tokens` ANY_BATCH. `seconds`: of
+    one product with each of some matrices, or of attention or experts, with this tile and with the one that is used
+    without a profile; when that one stayed they are the same.
     """
 
     device: str
@@ -39,6 +44,11 @@ class TileChoice:
     tile: Tile
     seconds: float
     default_seconds: float
+
+    @property
+    def is_of_a_batch(self) -> bool:
+        """Whether batches of other sizes have tiles of their own."""
+        return not self.kernel.startswith(("prompt", "decode", "latent"))
 
     @property
     def gain(self) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from pshard.model_config import Experts
-from pshard.times.gpu_tiles import TileChoice
+from pshard.times.gpu_tiles import Tile, TileChoice
 
 if TYPE_CHECKING:
     from pshard.runtime.kernels.gpu.card_limits import CardLimits
@@ -452,6 +452,11 @@ class TiledKernels(Kernels, Protocol):
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
         """From now on, these tiles for their kernels, types and tokens, and the defaults for all others; where one does
         not work on this card, the next that does."""
+        ...
+
+    def tiles_of(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+        """What a kernel may be cut into on this card, the default first; of kernels that are no products of few rows
+        since they were called, none before."""
         ...
 
     def try_tile(self, choice: TileChoice) -> None:

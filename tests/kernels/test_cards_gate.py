@@ -63,7 +63,7 @@ def test_shared_memory_of_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPat
     from pshard.profile.timed.time_kernels import time_attention
     from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
     from pshard.runtime.kernels.gpu.triton_attention import prefill_kernel
-    from pshard.times.gpu_tiles import Tile, TileChoice
+    from pshard.times.gpu_tiles import ANY_BATCH, Tile, TileChoice
     from pshard.units.operations import Attend
 
     monkeypatch.setattr(driver, "_active", None)
@@ -71,7 +71,7 @@ def test_shared_memory_of_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPat
     call = partial(time_attention, collector.bench, Attend(2, 1, 128), "bf16", 128, [128])
     try:
         collector.call("fits", call)
-        collector.kernels.try_tile(TileChoice("acc", "prompt 128", "bf16", 0, Tile(128, 128, 8, 3), 1.0, 1.0))
+        collector.kernels.try_tile(TileChoice("acc", "prompt 128", "bf16", ANY_BATCH, Tile(128, 128, 8, 3), 1.0, 1.0))
         collector._note("does not", call, "large")
     finally:
         prefill_kernel.device_caches.clear()

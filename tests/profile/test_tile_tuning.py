@@ -14,6 +14,7 @@ import torch
 from registry_samples import make_profile
 from rich.console import Console
 
+from pshard.errors import KernelRefused
 from pshard.jsonio import from_json, to_json
 from pshard.machine import AcceleratorInfo, MachineProfile, MatmulTiming
 from pshard.model_config import Experts
@@ -26,20 +27,22 @@ from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.timing_loop import Pace, race_seconds
 from pshard.profile.tuning import compile_ahead, tile_tuning
 from pshard.profile.tuning import compile_jobs as compile_jobs_module
+from pshard.profile.tuning.attention_cases import attention_cases
 from pshard.profile.tuning.compile_ahead import Request
 from pshard.profile.tuning.compile_jobs import compile_jobs, list_requests
 from pshard.profile.tuning.tile_cases import TileCase, calls_of, tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.quant import QUANT_TYPES
 from pshard.registries.fingerprint import digest, fingerprint_inputs
+from pshard.registries.profile_store import load_profile, save_profile
 from pshard.runtime.kernels.api import Packed, TiledKernels
 from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
-from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile
+from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile, grouped_tiles
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.session.open_plan import Opened
 from pshard.session.start_engine import start_engine
-from pshard.times.gpu_tiles import Tile, TileChoice
-from pshard.units.operations import Attend
+from pshard.times.gpu_tiles import ANY_BATCH, Tile, TileChoice
+from pshard.units.operations import Attend, AttendLatent
 from pshard.workload import Workload
 
 PLANED = [name for name, q in QUANT_TYPES.items() if q.planes]
@@ -106,6 +109,9 @@ class FakeKernels(PlainKernels):
         self.broken, self.wrong = broken, wrong
         self.used: tuple[TileChoice, ...] = ()
         self.limits, self.passed_over = H100, ()
+
+    def tiles_of(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+        return candidate_tiles(kernel, qtype, tokens, H100)
 
     def try_tile(self, choice: TileChoice) -> None:
         self.used = (choice,)
@@ -296,7 +302,9 @@ def test_the_profiles_table_says_what_tuning_gained() -> None:
     console = Console(record=True, width=160, file=io.StringIO())
     print_profile(profile_with(CASE.choose(SECOND, "acc", 1.0, 1.2), CASE.choose(DEFAULT)), console)
     text = console.export_text()
-    assert "1 of 2 differ from the defaults (matvec Q4_0, 8 tokens: 1.20 times as fast)" in text
+    assert (
+        "Tiles on the accelerator: 1 of 2 differ from the defaults (matvec Q4_0, 8 tokens: 1.20 times as fast)" in text
+    )
 
 
 def test_the_table_of_defaults_has_every_bucket() -> None:
@@ -401,3 +409,115 @@ def test_what_is_timed_is_compiled_before_without_being_started(
     assert "quantise_kernel" not in kernels  # norms hand over what products take
     found = compile_ahead.compile_ahead(requests, 2, 300.0)
     assert [error for error in found.values() if error is not None] == [] and len(found) == len(requests)
+
+
+def test_cases_of_attention_latents_and_experts_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Experts(64, 4, 64)
+    shapes = Shapes(
+        (), (), (Attend(32, 8, 128), Attend(64, 8, 128), Attend(32, 1, 80)), (), (), 64,
+        (("MXFP4", "Q8_0", 128, rule),), latent=(AttendLatent(16, 512, 64),),
+    )  # fmt: skip
+    cases = attention_cases(shapes)
+    assert [(c.kernel, c.qtype, c.tokens) for c in cases] == [
+        ("prompt 128", "bf16", ANY_BATCH), ("decode 128x16", "bf16", ANY_BATCH), ("decode 128x32", "bf16", ANY_BATCH),
+        ("latent prompt 512", "bf16", ANY_BATCH), ("latent decode 512", "bf16", ANY_BATCH),
+        *((f"grouped {part}", kind, n) for n in (16, 64, 128) for part, kind in (("gate", "MXFP4"), ("down", "Q8_0"))),
+    ]  # fmt: skip
+    assert cases[0].matrices == ((Attend(32, 8, 128), 2048, 4096), (Attend(32, 8, 128), 512, 512))
+
+
+def test_a_profile_with_a_tile_of_every_case_is_read_back(tmp_path: Path) -> None:
+    shapes = Shapes(
+        (("Q4_0", 64, 64),), (), (Attend(32, 8, 128),), (), (), 64, (("MXFP4", "Q8_0", 128, Experts(64, 4, 64)),),
+        latent=(AttendLatent(16, 512, 64),),
+    )  # fmt: skip
+    cases = [*tile_cases(shapes, BUCKETS, 1), *attention_cases(shapes)]
+    choices = [case.choose(Tile(16, 64, 4, 2), "acc", 1.0, 1.5) for case in cases]
+    profile = profile_with(*choices)
+    assert {c.kernel.split()[0] for c in choices} == {"matvec", "prompt", "decode", "latent", "grouped"}
+    assert load_profile(save_profile(profile, tmp_path / "profile.json")) == profile
+    console = Console(record=True, width=160, file=io.StringIO())
+    print_profile(profile_with(choices[len(cases) - 1], cases[-7].choose(DEFAULT, "acc", 1.0, 1.2)), console)
+    text = " ".join(console.export_text().split())
+    assert "(grouped down Q8_0, 128 pairs: 1.50 times as fast; latent decode 512 bf16: 1.20 times as fast)" in text
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), KernelRefused("no tile of prompt 512 fits")]
+)
+def test_a_case_that_the_card_has_no_room_for_is_passed_over(
+    tune, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tile_tuning, "calls_of", refuse)
+    tuned, _ = tune(FakeKernels(), lambda tile, rows: 1.0)
+    assert tuned.choices == () and tuned.failures == (f"{type(error).__name__}: {error}",)
+
+
+def test_what_was_compiled_before_is_not_started_by_asking_what_must_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else products of pairs, compiled when tiles were raced, would read tiles that no sorting has written."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    from pshard.runtime.kernels.gpu.triton_rows import gate_mul_kernel as kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(GPUTarget("cuda", 86, 32)))
+    kernel.device_caches.clear()
+    kernels, cpu = CudaKernels("cpu", 128, limits=KNOWN_CARDS[86]), torch.device("cpu")
+    x, weight = torch.zeros(2, 64, dtype=torch.bfloat16), Packed(torch.zeros(64 * 64 * 4).byte(), "F32", 64, 64)
+    out, both = x.clone(), torch.zeros(2, 128, dtype=torch.bfloat16)
+
+    def call() -> None:
+        kernels.gate_up(x, weight, weight, out, both, torch.empty(0, dtype=torch.uint8, device=cpu))
+
+    try:
+        found = compile_ahead.requests_of(call)
+        assert [request.kernel for request in found] == ["rows_kernel", "rows_kernel", "gate_mul_kernel"]
+        kernel.preload(found[-1].words)
+        again = compile_ahead.requests_of(call)  # that there is no GPU to start it on would end this
+        assert [request.kernel for request in again] == ["rows_kernel", "rows_kernel"]
+    finally:
+        kernel.device_caches.clear()
+
+
+@pytest.mark.slow
+def test_tiles_that_fit_a_geforce_are_raced_for_attention_latents_and_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are tried on a card that is not there: those that it has room for, each compiled under its own name."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from pshard.profile.tuning.tile_tuning import _Trial
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    from pshard.runtime.kernels.gpu.tiles.attention_tiles import decode_tiles, latent_prompt_tiles, prompt_tiles
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(GPUTarget("cuda", 86, 32)))
+    card, cpu = KNOWN_CARDS[86], torch.device("cpu")
+    kernels = CudaKernels(cpu, 4096, limits=card)
+    bench = KernelBench("acc", kernels, cpu, OperandPool(1 << 22, cpu), Pace(0.01), 0.1)
+    shapes = Shapes(
+        (), (), (Attend(8, 4, 128),), (), (), 64, (("Q4_0", "Q4_0", 128, Experts(16, 4, 64)),),
+        latent=(AttendLatent(4, 512, 64),),
+    )  # fmt: skip
+    cases = attention_cases(shapes)
+    tried = {(case.kernel, case.tokens): tuple(_Trial(bench, kernels, case).needs()) for case in cases}
+    needs = {case.kernel: _Trial(bench, kernels, case).needs() for case in cases if case.tokens <= 16}
+    assert tuple(needs["prompt 128"]) == prompt_tiles(card, 128, 4.0) and len(needs["prompt 128"]) == 4
+    assert tuple(needs["decode 128x16"]) == decode_tiles(card, 128, 4.0, 16)
+    assert tuple(needs["latent prompt 512"]) == latent_prompt_tiles(card, 512, 64, 2.0)
+    assert len(needs["latent decode 512"]) > 1
+    for together in (16, 64, 128):
+        for kernel in ("grouped gate", "grouped down"):
+            assert tried[kernel, together] == grouped_tiles(kernel, together, card)
+    for found in needs.values():
+        assert all(requests for requests in found.values()) and len(set(found.values())) == len(found)

@@ -11,7 +11,7 @@ from pshard.runtime.kernels.gpu.tiles.attention_tiles import decode_tiles, numbe
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.row_index import part_rows
 from pshard.runtime.memory.kv_cache import KV_DTYPES
-from pshard.times.gpu_tiles import Tile
+from pshard.times.gpu_tiles import ANY_BATCH, Tile
 from pshard.units.attention import DECODE_PROGRAMS, decode_pieces
 
 NAMES = {kind: name for name, kind in KV_DTYPES.items()}  # of cells
@@ -51,7 +51,7 @@ def attend_rows(
         )  # fmt: skip
 
     kind, each = _cells_of(kv)
-    key = f"decode {padded}x{share}", kind, 0
+    key = f"decode {padded}x{share}", kind, ANY_BATCH
     picker.launch(key, picker.ways(key, lambda: decode_tiles(picker.limits, padded, each, share)), start)
     ready = activations.hand_over(out) if activations and d == padded and d % 32 == 0 else None
     triton_attention.decode_combine_kernel[(n_heads, tokens)](
@@ -79,7 +79,7 @@ def attend_prompts(
     n_heads, groups, d = heads
     padded = max(16, triton.next_power_of_2(d))
     kind, each = _cells_of(kv)
-    key = f"prompt {padded}", kind, 0
+    key = f"prompt {padded}", kind, ANY_BATCH
     ways = picker.ways(key, lambda: prompt_tiles(picker.limits, padded, each))
     cells = (kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2])
     sees = {"WINDOW": rows.window, "SINKS": sinks is not None}

@@ -25,7 +25,7 @@ from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.unpack import PLAIN
-from pshard.times.gpu_tiles import TileChoice
+from pshard.times.gpu_tiles import Tile, TileChoice
 
 if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
@@ -63,6 +63,10 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
         """See `TiledKernels.use_tiles`."""
         self._picker.use(choices)
+
+    def tiles_of(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+        """See `TiledKernels.tiles_of`."""
+        return self._picker.known(kernel, qtype, tokens)
 
     def try_tile(self, choice: TileChoice) -> None:
         """See `TiledKernels.try_tile`."""

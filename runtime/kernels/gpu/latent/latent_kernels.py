@@ -15,7 +15,7 @@ from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.gpu.tiles.attention_tiles import latent_decode_tiles, latent_prompt_tiles, number_bytes
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.row_index import part_rows
-from pshard.times.gpu_tiles import Tile
+from pshard.times.gpu_tiles import ANY_BATCH, Tile
 from pshard.units.attention import DECODE_PROGRAMS
 from pshard.units.latent.latent_attention import HEADS_TOGETHER, latent_pieces
 
@@ -102,7 +102,7 @@ class LatentOnGpu:
                         BM=tile.rows, BLOCK=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
                     )  # fmt: skip
 
-            key = f"latent prompt {padded}", kind, 0
+            key = f"latent prompt {padded}", kind, ANY_BATCH
             if prompts:
                 ways = picker.ways(key, lambda: latent_prompt_tiles(picker.limits, padded, tail, each))
                 picker.launch(key, ways, read)
@@ -120,7 +120,7 @@ class LatentOnGpu:
                 STAGES=tile.stages, num_warps=tile.warps,
             )  # fmt: skip
 
-        key = f"latent decode {padded}", kind, 0
+        key = f"latent decode {padded}", kind, ANY_BATCH
         ways = picker.ways(key, lambda: latent_decode_tiles(picker.limits, padded, tail, each, HEADS_TOGETHER))
         picker.launch(key, ways, decode)
         triton_latent.combine_latent_kernel[(heads, tokens)](

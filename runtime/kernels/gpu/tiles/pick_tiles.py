@@ -61,6 +61,12 @@ class TilePicker:
         """The tile of a kernel that has one."""
         return default_tile(kernel, qtype, tokens, self.limits)
 
+    def known(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+        """See `TiledKernels.tiles_of`."""
+        if kernel.startswith(("matvec", "gated")):
+            return self.few_rows(kernel, qtype, tokens)
+        return self._ways.get((kernel, qtype, tokens), ())
+
     def ways(self, key: Key, tiles: Callable[[], Sequence[Tile]]) -> tuple[Tile, ...]:
         """The tiles that are left for a kernel: the chosen one and, behind it, `tiles`."""
         found = self._ways.get(key)
