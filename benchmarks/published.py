@@ -16,7 +16,8 @@ from planner import make_spec
 from pshard.model import ModelSpec
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.example_sheets import MACHINES, RTX_5080
+from pshard.planner.price.example_sheets import MACHINES
+from pshard.planner.price.kernel_rates import RTX_5080
 from pshard.planner.price.predict_published import Predictor
 from pshard.workload import Workload
 
@@ -47,9 +48,9 @@ PUBLISHED = {
 }
 # what else the prompt's products could be, and what a kernel would reach: docs/published.md says by which source
 KERNELS = {
-    "fp16 sums": replace(SHEET, acc_flops=0.88 * 2 * RTX_5080),
-    "int8 as published": replace(SHEET, acc_flops=0.33 * 4 * RTX_5080, acc_unpack=0.0),
-    "int8 at half its peak": replace(SHEET, acc_flops=0.5 * 4 * RTX_5080, acc_unpack=0.0),
+    "fp16 sums": replace(SHEET, acc_flops=0.88 * 2 * RTX_5080.tensor),
+    "int8 as published": replace(SHEET, acc_flops=0.33 * 4 * RTX_5080.tensor, acc_unpack=0.0),
+    "int8 at half its peak": replace(SHEET, acc_flops=0.5 * 4 * RTX_5080.tensor, acc_unpack=0.0),
 }
 
 
@@ -139,6 +140,18 @@ def kernel_table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def job_table(rows: Iterable[dict[str, Any]]) -> str:
+    """The table of rows whose whole job, the prompt and ANSWER tokens of every user, is faster as published."""
+    lines = ["| model | row | whole job s, published | predicted | ratio |", "|---|---|---|---|---|"]
+    for r in rows:
+        published, own = (s + ANSWER * r["users"] / rate for s, rate in zip(r["first_token"], r["rate"], strict=True))
+        if published < own:
+            lines.append(
+                f"| {r['model']} | {r['row']} | {_short(published)} | {_short(own)} | {_ratio(own / published)} |"
+            )
+    return "\n".join(lines)
+
+
 def find_reasons(row: dict[str, Any]) -> list[str]:
     """Letters of docs/published.md: "a" for the prompt; for the answer "b" where the published run moved no more than
     the link carries, and "c" where it moved less than SLOW_LINK of that."""
@@ -178,7 +191,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tables:
         rows = json.loads(args.tables.read_text(encoding="utf-8"))
-        print(f"{compare_table(rows)}\n\n{kernel_table(rows)}")
+        print(f"{compare_table(rows)}\n\n{job_table(rows)}\n\n{kernel_table(rows)}")
         return
     print("[\n" + ",\n".join(" " + json.dumps(row) for row in predict_rows()) + "\n]")
 

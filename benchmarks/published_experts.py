@@ -21,12 +21,11 @@ from pshard.models.build_units import build_units
 from pshard.models.stored import StoredTensor
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.example_sheets import RTX_5080
+from pshard.planner.price.kernel_rates import RTX_5080, rate_of
 from pshard.planner.price.predict_published import Predictor
 from pshard.workload import Workload
 
-EXPERTS_REACH = 1 / 3  # of the rate of a library's products, on an H200 at 4096 tokens: docs/experts.md
-EXPERT_SHEET = replace(SHEET, acc_experts=EXPERTS_REACH * RTX_5080)
+EXPERT_SHEET = replace(SHEET, acc_experts=rate_of(RTX_5080, "experts of many tokens"))
 MODEL, RULE = "GPT-OSS-120B", Experts(128, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 COLUMNS = ("published", "predicted", "ratio")
 LETTERS = "de"  # of docs/published.md

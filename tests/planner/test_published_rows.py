@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
+from pshard.runtime.kernels.gpu.tiles.attention_tiles import attention_bytes, decode_tiles, prompt_tiles
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "published.md").read_text(encoding="utf-8")
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text(encoding="utf-8"))
@@ -44,7 +47,27 @@ def test_every_published_row_of_dense_models_is_listed(published: ModuleType) ->
 
 def test_the_page_has_the_tables_of_the_results(published: ModuleType) -> None:
     assert published.compare_table(ROWS) in PAGE
+    assert published.job_table(ROWS) in PAGE and len(published.job_table(ROWS).splitlines()) == 2 + 4
     assert published.kernel_table(ROWS) in PAGE
+
+
+def test_no_whole_job_of_experts_and_hybrids_is_faster_as_published(published: ModuleType) -> None:
+    for name in ("published-experts", "published-hybrids"):
+        rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        for r in rows:
+            jobs = [s + published.ANSWER / rate for s, rate in zip(r["first_token"], r["rate"], strict=True)]
+            faster = jobs[0] < jobs[1]
+            assert not faster, (name, r)
+
+
+@pytest.mark.parametrize("padded", [64, 128, 256])
+def test_the_page_names_the_tiles_that_its_rows_assume_and_they_fit_that_card(padded: int) -> None:
+    card = KNOWN_CARDS[120]
+    prompt, decoding = prompt_tiles(card, padded, 4.0)[0], decode_tiles(card, padded, 4.0, 16)[0]
+    sizes = [attention_bytes(t, rows, padded, 4.0, card) for t, rows in ((prompt, prompt.rows), (decoding, 16))]
+    shown = [f"{t.rows} x {t.depth}, {t.warps} warps, {t.stages} stages" for t in (prompt, decoding)]
+    assert max(sizes) <= card.shared_block
+    assert f"| {padded} | {shown[0]} | {sizes[0]} | {shown[1]} | {sizes[1]} |" in PAGE
 
 
 @pytest.mark.parametrize(
