@@ -10,8 +10,8 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
 from pshard.planner.make_plan import RoughPlan, plan_roughly
-from pshard.planner.prepare_ranks import fitting_tiers, price_roughly
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.prepare_ranks import Part, bound_roughly, fitting_tiers, take_parts
+from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.planner.remedies.advise import plan_or_advise
 from pshard.times.predicted_times import first_token_seconds, round_seconds, sum_round
@@ -80,8 +80,8 @@ def choose_ratios(
             refused = refused or error
     if refused and not made:
         raise refused
-    best, *others = sorted(made, key=lambda plan: round_seconds(plan.variant))
-    return best, tuple(describe_way(plan.variant) for plan in others)
+    best, *others = sorted(made, key=lambda plan: plan.round_seconds)
+    return best, tuple(plan.describe() for plan in others)
 
 
 def describe_way(variant: Variant) -> Considered:
@@ -102,8 +102,10 @@ class _Climb:
     """Estimates of cuts, and the way up from one."""
 
     def __init__(self, spec: ModelSpec, profile: MachineProfile, workload: Workload):
-        self._spec, self._tables, self._workload = spec, Tables(profile), workload
+        self._spec, self._tables, self._workload = spec, find_tables(profile), workload
         self._seen: dict[Split, Estimate | None] = {}
+        self._at_least: dict[Split, float] = {}  # seconds of cuts that were put aside before all ranks were bounded
+        self._bounds: dict[tuple, tuple[float, ...]] = {}  # of ranks, most of which are the same in like cuts
 
     def _fitting(self, split: Split) -> tuple[int, ...]:
         try:
@@ -123,21 +125,38 @@ class _Climb:
         for i, largest in reversed([*enumerate(tiers)]):
             if largest < self._workload.sequences:
                 break
-            found = self._estimate_under(split, tiers[: i + 1])
-            if best and found.total >= best.total:
+            found = self._estimate_under(split, tiers[: i + 1], best)
+            if not found:
                 break
             best = found
         return best
 
-    def _estimate_under(self, split: Split, tiers: tuple[int, ...]) -> Estimate:
-        """With micro-batches of the last of these tiers."""
+    def _estimate_under(self, split: Split, tiers: tuple[int, ...], than: Estimate | None = None) -> Estimate | None:
+        """With micro-batches of the last of these tiers; None where that takes no less time than another estimate.
+
+        One rank may tell: those come first that have more than there, then those that have most.
+        """
         workload = replace(self._workload.under(split), max_ubatch=tiers[-1])
-        entered = tuple(load.tokens for load in tier_loads(workload, tiers) if load.weight)
-        tasks = price_roughly(self._spec, self._tables, workload, entered)
-        weights = [load.weight for load in tier_loads(workload, entered)]
-        by_rank = tuple(sum(w * s for w, s in zip(weights, task.bounds)) for task in tasks)
-        seconds = dict(zip(entered, zip(*(task.bounds for task in tasks))))
-        return Estimate(split, sum_round(workload, seconds), by_rank, tiers[-1])
+        loads = [load for load in tier_loads(workload, tiers) if load.weight]
+        entered = tuple(load.tokens for load in loads)
+        parts = [*take_parts(self._spec, self._tables, workload, entered)]
+        by_rank = [(0.0,) * len(entered)] * len(parts)
+        before = than.split.shares if than else (0.0,) * len(parts)
+        for part in sorted(parts, key=lambda part: (before[part.rank] - part.share, -part.share)):
+            by_rank[part.rank] = self._bound(part, entered, workload)
+            total = sum_round(workload, dict(zip(entered, zip(*by_rank))))
+            if than and total >= than.total * (1 - 1e-6):
+                self._at_least[split] = total
+                return None
+        alone = tuple(sum(load.weight * s for load, s in zip(loads, seconds)) for seconds in by_rank)
+        return Estimate(split, total, alone, tiers[-1])
+
+    def _bound(self, part: Part, tiers: tuple[int, ...], workload: Workload) -> tuple[float, ...]:
+        """Seconds of each of these tiers that no plan of a rank can beat."""
+        key = tiers, part.priced_by
+        if key not in self._bounds:
+            self._bounds[key] = bound_roughly(part.price(tier_loads(workload, tiers)))
+        return self._bounds[key]
 
     def improve(self, best: Estimate) -> Estimate:
         """Move share from the slowest rank to a faster one as long as that helps, ever smaller parts of it."""
@@ -171,9 +190,13 @@ class _Climb:
 
     def _better(self, split: Split, than: Estimate) -> Estimate | None:
         """A cut like that one is judged by the same micro-batches, where these fit."""
+        if self._at_least.get(split, 0.0) >= than.total * (1 - 1e-6):
+            return None
         if split not in self._seen:
             tiers = tuple(t for t in self._fitting(split) if t <= than.largest)
-            fits = bool(tiers) and tiers[-1] == than.largest
-            self._seen[split] = self._estimate_under(split, tiers) if fits else self._estimate(split)
-        found = self._seen[split]
+            if not tiers or tiers[-1] < than.largest:
+                self._seen[split] = self._estimate(split)
+            elif found := self._estimate_under(split, tiers, than):
+                self._seen[split] = found
+        found = self._seen.get(split)
         return found if found and found.total < than.total * (1 - 1e-6) else None

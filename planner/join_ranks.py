@@ -36,6 +36,17 @@ def joint_seconds(tasks: Sequence[RankTask], chosen: Sequence[Candidate], most: 
 
     Infinite where some of its tiers alone take `most` or more, the smallest ones first.
     """
+    seconds = simulate_together(tasks, chosen, most)
+    return inf if seconds is None else sum_round(tasks[0].room.workload, seconds)
+
+
+def simulate_together(
+    tasks: Sequence[RankTask], chosen: Sequence[Candidate], most: float = inf
+) -> dict[int, tuple[float, ...]] | None:
+    """By tier, seconds of a micro-batch on every rank under that variant: 0 in tiers that the round does not enter.
+
+    None where some of its tiers alone take `most` or more of the round, the smallest ones first.
+    """
     rooms, workload = [t.room for t in tasks], tasks[0].room.workload
     ranks = [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)]
     priced = [stage_by(r, t.costs) for t, r in zip(tasks, ranks)]
@@ -45,8 +56,8 @@ def joint_seconds(tasks: Sequence[RankTask], chosen: Sequence[Candidate], most: 
         if tokens in entered:
             seconds[tokens] = tier_seconds(rooms, [r.tiers[i] for r in ranks], [costs[i] for costs in priced])
             if sum_round(workload, seconds) >= most:
-                return inf
-    return sum_round(workload, seconds)
+                return None
+    return seconds
 
 
 def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from math import inf
 from typing import TypeVar
@@ -10,8 +10,8 @@ from typing import TypeVar
 from pshard.errors import NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import NOTHING_LEARNT, Correction, Prediction, TierPlan, Variant
-from pshard.planner.join_ranks import join_ranks, joint_seconds, predict_together
+from pshard.plan import NOTHING_LEARNT, Considered, Correction, Prediction, TierPlan, Variant, name_way
+from pshard.planner.join_ranks import join_ranks, joint_seconds, predict_together, simulate_together
 from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.draft import Room
 from pshard.planner.price.page_locks import locked
@@ -52,7 +52,7 @@ from pshard.planner.search.rounds.exact_tiers import perfect_round
 from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
-from pshard.times.predicted_times import round_seconds, sum_round
+from pshard.times.predicted_times import round_seconds, sum_first_token, sum_round
 from pshard.units.moe.followed import hold_slots
 from pshard.workload import Workload
 
@@ -76,7 +76,7 @@ def plan_variant(
         return tasks, place_ranks(tasks, time_limit)
 
     tasks, placed = plan_or_advise(begin, begin, spec, profile, workload)
-    variant = join_fastest(tasks, refine_ranks(tasks, placed))
+    variant = join_ranks(tasks, choose_fastest(tasks, refine_ranks(tasks, placed)))
     if spec.popularity and not spec.caches and tasks[0].plan_needed and len(tasks) == 1:
         return _or_unrecorded(spec, profile, variant, time_limit)
     return variant
@@ -94,12 +94,32 @@ def _or_unrecorded(spec: ModelSpec, profile: MachineProfile, variant: Variant, t
 
 @dataclass(frozen=True)
 class RoughPlan:
-    """What `plan_variant` has before any rank's plan is refined. variant: the ranks' `placed` plans, or what takes them
-    less time together."""
+    """What `plan_variant` has before any rank's plan is refined. placed: the plan of each rank by itself; chosen:
+    these, or what takes the ranks less time together."""
 
     tasks: tuple[RankTask, ...]
     placed: tuple[Candidate, ...]
-    variant: Variant
+    chosen: tuple[Candidate, ...]
+
+    @cached_property
+    def seconds(self) -> dict[int, tuple[float, ...]]:
+        """Predicted seconds of a micro-batch by tier, on every rank; 0 in tiers that the round does not enter."""
+        return simulate_together(self.tasks, self.chosen) or {}
+
+    @property
+    def round_seconds(self) -> float:
+        return sum_round(self.tasks[0].room.workload, self.seconds)
+
+    @cached_property
+    def variant(self) -> Variant:
+        """What is chosen, with predictions and bounds, checked: much work for who only compares plans."""
+        return join_ranks(self.tasks, self.chosen)
+
+    def describe(self) -> Considered:
+        """The plan as one of those that were considered."""
+        workload = self.tasks[0].room.workload
+        way = name_way(workload, [task.share for task in self.tasks])
+        return Considered(way, self.round_seconds, sum_first_token(workload, self.seconds))
 
     @property
     def bound(self) -> float:
@@ -123,7 +143,7 @@ def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, t
     """The first part of `plan_variant`. Raises Shortage where that raises BudgetTooSmall, and UserError as it does."""
     tasks = prepare_ranks(spec, profile, workload)
     placed = place_ranks(tasks, time_limit)
-    return RoughPlan(tasks, placed, join_fastest(tasks, placed))
+    return RoughPlan(tasks, placed, choose_fastest(tasks, placed))
 
 
 @dataclass(frozen=True)
@@ -159,12 +179,13 @@ def plan_baseline(
     correction: Correction = NOTHING_LEARNT,
     record: RoutingRecord | None = None,
     tasks: tuple[RankTask, ...] = (),
+    most: float = inf,
 ) -> Variant:
     """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
     record: by which slots for experts are priced; None: all experts are used alike. tasks: what `prepare_ranks` gives,
     of who asks for several strategies. Raises UserError when the name is unknown, the strategy does not fit the
-    budget, is for one device, or for models with experts.
+    budget, is for one device, or for models with experts; NoPlan when its round takes `most` seconds or more.
     """
     check_strategy(name, spec)
     if name == PER_TIER and len(workload.vram_mib) > 1:
@@ -178,13 +199,14 @@ def plan_baseline(
         if name == EXPERT_LRU:
             slots = _like_ranks_once(tasks, partial(_fill_room, record=record))
             tasks = prepare(hold_slots(spec, slots), workload)
-        return _place_published(name, tasks)
+        return _place_published(name, tasks, most)
 
     return plan_or_advise(partial(place, tasks=tasks), place, spec, profile, workload)
 
 
-def _place_published(name: str, tasks: tuple[RankTask, ...]) -> Variant:
-    """The variant that a published strategy gives for these tasks. Raises NoPlan where it does not fit."""
+def _place_published(name: str, tasks: tuple[RankTask, ...], most: float) -> Variant:
+    """The variant that a published strategy gives for these tasks. Raises NoPlan where it does not fit, or its round
+    takes `most` seconds or more."""
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
@@ -206,7 +228,10 @@ def _place_published(name: str, tasks: tuple[RankTask, ...]) -> Variant:
         for task, candidate in zip(tasks, placed)
         for tier in candidate.tiers
     )  # strategies may stream what would fit
-    return join_ranks([replace(task, plan_needed=needed) for task in tasks], placed)
+    if most < inf and joint_seconds(tasks, placed, most) >= most:  # before it is bounded, which takes longer
+        raise NoPlan(f"strategy {name!r} takes no less than {most:g} s for a round; choose another")
+    anew = [t if t.plan_needed == needed else replace(t, plan_needed=needed, twin=None) for t in tasks]
+    return join_ranks(anew, placed)
 
 
 def _fill_room(task: RankTask, record: RoutingRecord | None) -> tuple[ExpertCache, ...]:
@@ -422,12 +447,11 @@ def _share(task: RankTask, candidate: Candidate) -> Candidate:
     return _improve(task, partial(share_placements, bounds=task.divided_bounds), candidate)
 
 
-def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:
-    """The variant of the ranks' plans, or of plans with which several ranks together take less time: the same
-    placements on all of them, or a published strategy. Each rank's plan was chosen as if it were alone. Raises as
-    `join_ranks` does."""
+def choose_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The ranks' plans, or plans with which several ranks together take less time: the same placements on all of them,
+    or a published strategy. Each rank's plan was chosen as if it were alone."""
     plans = [tuple(chosen), *_list_common(tasks, chosen)]
-    return join_ranks(tasks, _pick_fastest(tasks, chain(plans, _place_strategies(tasks))))
+    return _pick_fastest(tasks, chain(plans, _place_strategies(tasks)))
 
 
 def _wait_for_each_other(tasks: Sequence[RankTask]) -> bool:

@@ -1,8 +1,8 @@
 """From a model, a machine and a workload to one task a rank: cut, tiers that fit, costs, bounds, weights."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 from pshard.cuts.layer_cuts import join_seconds
@@ -16,8 +16,8 @@ from pshard.planner.price.host_limits import explain_shortage, holds, host_fits,
 from pshard.planner.price.page_locks import guess_staged, locked
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import TierCosts, tier_costs
-from pshard.planner.price.tier_loads import raise_weights, tier_loads
-from pshard.planner.program.bounds import bound_seconds, rough_bound
+from pshard.planner.price.tier_loads import TierLoad, raise_weights, tier_loads
+from pshard.planner.program.bounds import rough_bound
 from pshard.planner.program.unit_classes import group_units
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import (
@@ -77,26 +77,58 @@ def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tupl
 
 def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
     """Costs and rough bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
-    loads, shares = tier_loads(workload, tiers), rank_shares(workload)
     tasks: list[RankTask] = []
-    parts = cut_ranks(spec, split_of(workload))
-    rooms = share_host(_rooms(parts, workload, workload.vram_mib, tables), tables.profile, tiers[-1])
-    for rank, (part, room, share) in enumerate(zip(parts, rooms, shares)):
-        own = tables.of_accelerator(workload.device + rank)
-        staged = guess_staged(part, own.profile.lockable_bytes, own.profile.ranks_here(len(shares)))
-        classes = group_units(part, staged)
-        costs = tuple(tier_costs(part, own, load, workload, len(shares), staged) for load in loads)
-        task = RankTask(rank, share, room, classes, costs, (), True)
-        alike = next((other.bounds for other in tasks if other.is_like(task)), None)
-        tasks.append(replace(task, bounds=alike or tuple(rough_bound(room, classes, c) for c in locked(costs))))
+    for part in take_parts(spec, tables, workload, tiers):
+        task = part.price(tier_loads(workload, tiers))
+        alike = next((other.rough_bounds for other in tasks if other.is_like(task)), None)
+        tasks.append(replace(task, rough_bounds=alike or bound_roughly(task)))
     return tuple(tasks)
 
 
+def bound_roughly(task: RankTask) -> tuple[float, ...]:
+    """Seconds by tier that no plan of whole units can beat, by linear relaxation."""
+    return tuple(rough_bound(task.room, task.classes, cost) for cost in locked(task.costs))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of the model, before it is priced. staged: units that are guessed to lie beyond what can be
+    page-locked; ranks: how many there are."""
+
+    rank: int
+    share: float
+    room: Room
+    tables: Tables
+    staged: frozenset[str]
+    ranks: int
+
+    @property
+    def priced_by(self) -> tuple:
+        """What it costs depends on, of parts under the same budgets and flags."""
+        return self.room.spec, self.room.arena, self.room.host, self.tables, self.staged, self.ranks
+
+    def price(self, loads: Sequence[TierLoad]) -> RankTask:
+        """Its task, without bounds."""
+        spec, workload = self.room.spec, self.room.workload
+        costs = tuple(tier_costs(spec, self.tables, n, workload, self.ranks, self.staged) for n in loads)
+        return RankTask(self.rank, self.share, self.room, group_units(spec, self.staged), costs, (), True)
+
+
+def take_parts(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> Iterator[Part]:
+    """The ranks' parts of the model in turn."""
+    specs = cut_ranks(spec, split_of(workload))
+    rooms = share_host(_rooms(specs, workload, workload.vram_mib, tables), tables.profile, tiers[-1])
+    for rank, (share, room) in enumerate(zip(rank_shares(workload), rooms)):
+        own = tables.of_accelerator(workload.device + rank)
+        staged = guess_staged(room.spec, own.profile.lockable_bytes, own.profile.ranks_here(len(rooms)))
+        yield Part(rank, share, room, own, staged, len(rooms))
+
+
 def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tuple[RankTask, ...]:
-    """The tasks without tiers above `largest`, each tier with its weight in the round and its bound."""
+    """The tasks without tiers above `largest`, each tier with its weight in the round."""
     workload = replace(workload, max_ubatch=largest)
     tiers = tuple(c.load.tokens for c in tasks[0].costs if c.load.tokens <= largest)
-    seconds = [join_seconds(workload.split_mode, [bounds]) for bounds in zip(*(t.bounds for t in tasks))]
+    seconds = [join_seconds(workload.split_mode, [bounds]) for bounds in zip(*(t.rough_bounds for t in tasks))]
     for n, s in zip(tiers, seconds):  # what a profile that looks like one may still add up to
         if not 0 < s < inf:
             raise UserError(f"the profile's figures give {s} s for {n} tokens; run pshard-profile again")
@@ -107,11 +139,8 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
     weighed: list[RankTask] = []
     for t in tasks:
         room, costs = replace(t.room, workload=workload), tuple(replace(c, load=n) for c, n in zip(t.costs, loads))
-        alike = next((other.bounds for other in weighed if other.is_like(t)), None)
-        bounds = alike or tuple(
-            (rough_bound if c.load.rare else bound_seconds)(room, t.classes, c) for c in locked(costs)
-        )
-        weighed.append(replace(t, room=room, costs=costs, bounds=bounds, plan_needed=needed))
+        twin = next((other for other in weighed if other.is_like(t)), None)
+        weighed.append(replace(t, room=room, costs=costs, plan_needed=needed, twin=twin))
     return tuple(weighed)
 
 

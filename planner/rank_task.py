@@ -15,7 +15,8 @@ from pshard.planner.published.per_tier import Choice
 class RankTask:
     """What is planned for one rank: its slice of the model, its room, and the costs and bounds of its tiers.
 
-    bounds: seconds that no plan of whole units can beat.
+    rough_bounds: by tier, seconds that no plan of whole units can beat, rather low. twin: a rank before it for which
+    the same plan serves, so that what is worked out of it holds here.
     """
 
     rank: int
@@ -23,8 +24,9 @@ class RankTask:
     room: Room
     classes: tuple[UnitClass, ...]
     costs: tuple[TierCosts, ...]
-    bounds: tuple[float, ...]
+    rough_bounds: tuple[float, ...]
     plan_needed: bool  # False: everything fits the memory of every rank, and no device is slower than its host
+    twin: "RankTask | None" = None
 
     @property
     def budget_mib(self) -> int:
@@ -36,8 +38,20 @@ class RankTask:
         return {}
 
     @cached_property
+    def bounds(self) -> tuple[float, ...]:
+        """Seconds by tier that no plan of whole units can beat: by the integer program where the round enters it."""
+        if self.twin:
+            return self.twin.bounds
+        return tuple(
+            rough if cost.load.rare else bound_seconds(self.room, self.classes, cost)
+            for cost, rough in zip(locked(self.costs), self.rough_bounds)
+        )
+
+    @cached_property
     def divided_bounds(self) -> tuple[float, ...]:
         """Seconds by tier that no plan can beat, whether or not it divides FFNs."""
+        if self.twin:
+            return self.twin.divided_bounds
         found = []
         for cost, bound in zip(locked(self.costs), self.bounds):
             if cost.tables.kind == "cpu":

@@ -1,5 +1,6 @@
 """Plans: where every unit lives and computes, per token tier, with what was predicted and how sure the solver is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -221,6 +222,13 @@ class Considered:
     why: str = ""
 
 
+def name_way(workload: Workload, shares: Sequence[float]) -> str:
+    """How a model is spread over ranks of these shares, as the flags that ask for it; of one device, which."""
+    where = " -ts " + ",".join(f"{share:.4g}" for share in shares) if len(shares) > 1 else f", device {workload.device}"
+    limits = f" --max-tp {format_limits(workload.max_tp)}" if workload.max_tp else ""
+    return f"-sm {workload.split_mode}{where}{limits}"
+
+
 @dataclass(frozen=True)
 class Variant:
     """All tiers for one workload and set of budgets.
@@ -261,12 +269,7 @@ class Variant:
     @property
     def way(self) -> str:
         """How the model is spread, as the flags that ask for it; of one device, which."""
-        w = self.workload
-        if len(self.ranks) == 1:
-            where = f", device {w.device}"
-        else:
-            where = " -ts " + ",".join(f"{rank.share:.4g}" for rank in self.ranks)
-        return f"-sm {w.split_mode}{where}" + (f" --max-tp {format_limits(w.max_tp)}" if w.max_tp else "")
+        return name_way(self.workload, [rank.share for rank in self.ranks])
 
     @property
     def split(self) -> Split:

@@ -6,6 +6,7 @@ Each rank of a split model has pools of its own, of what it holds: slices of exp
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from operator import attrgetter
 from typing import TypeVar
 
@@ -70,7 +71,8 @@ def plan_slots(
         return plan_variant(hold_slots(spec, caches), profile, workload, time_limit, correction)
 
     with suppress(NoPlan):
-        published.append(plan_baseline(EXPERT_LRU, spec, profile, workload, correction, record))
+        most = inf if record else round_seconds(variant)  # by a record its slots are a size to try, fast or not
+        published.append(plan_baseline(EXPERT_LRU, spec, profile, workload, correction, record, most=most))
     if record:
         tried = [*_list_caches(spec, profile, variant, published, record)]
         if caches := _choose_pools(spec, profile, workload, correction, tried, time_limit):

@@ -34,7 +34,7 @@ def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: i
 
 def first_token_seconds(variant: Variant) -> float:
     """Seconds to prefill the expected prompts, or that of one request to a server."""
-    return _first_token(variant.workload, rank_seconds(variant))
+    return sum_first_token(variant.workload, rank_seconds(variant))
 
 
 def decode_seconds(variant: Variant) -> float:
@@ -56,10 +56,11 @@ def round_seconds(variant: Variant) -> float:
 def sum_round(workload: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
     """The same of a micro-batch's seconds by tier, on every rank; those of tiers that the round does not enter do not
     count."""
-    return workload.rounds_of_prompts * _first_token(workload, seconds) + _decode(workload, seconds)
+    return workload.rounds_of_prompts * sum_first_token(workload, seconds) + _decode(workload, seconds)
 
 
-def _first_token(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
+def sum_first_token(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
+    """Seconds to prefill the expected prompts, of a micro-batch's by tier, on every rank."""
     return prefill_seconds(w.split_mode, seconds, w.prompt_tokens, max(seconds))
 
 

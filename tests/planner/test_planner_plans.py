@@ -30,7 +30,7 @@ from pshard.errors import BudgetTooSmall, UserError
 from pshard.plan import Variant
 from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.join_ranks import join_ranks
-from pshard.planner.make_plan import join_fastest, place_ranks, plan_baseline, plan_variant, refine_ranks
+from pshard.planner.make_plan import choose_fastest, place_ranks, plan_baseline, plan_variant, refine_ranks
 from pshard.planner.prepare_ranks import prepare_ranks, rank_shares
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier
@@ -165,7 +165,7 @@ def test_unlike_ranks_do_not_wait_for_units_that_are_slow_on_one_of_them(kv_head
     chosen = refine_ranks(tasks, place_ranks(tasks, 10.0))
     assert not all(task.is_like(tasks[0]) for task in tasks)
     alone = max(candidate.total for candidate in chosen)
-    apart, together = (pace.round_seconds(join(tasks, chosen)) for join in (join_ranks, join_fastest))
+    apart, together = (pace.round_seconds(join_ranks(tasks, c)) for c in (chosen, choose_fastest(tasks, chosen)))
     assert together * least_gain < apart and together < 1.15 * alone
 
 

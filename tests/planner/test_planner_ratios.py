@@ -15,7 +15,7 @@ from pshard.errors import BudgetTooSmall
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.planner import make_plan
+from pshard.planner import choose_ratios, make_plan
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_ratios import plan_ratios
 from pshard.planner.make_plan import plan_variant
@@ -28,7 +28,7 @@ from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.steps.step import AllReduce
 from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
 from pshard.units.attention import ATTENTION
-from pshard.workload import Limits, Workload
+from pshard.workload import Limits, Split, Workload
 
 PAIR = replace(DESKTOP, ranks=2, collective_rate=20e9)
 SPEC = make_model(layers=24, d_model=1024, heads=16, kv_heads=8, d_ffn=4096, vocab=4096)
@@ -221,9 +221,31 @@ def test_a_cut_is_made_once_for_all_that_ask_about_it(unequal):
     assert len(unequal.cuts) < 1.3 * len(set(unequal.cuts))  # one that is planned in full may have been forgotten since
 
 
-def test_only_plans_that_are_listed_are_written_out_and_checked(unequal):
-    """Of unlike ranks many are compared: one placement for all of them, published strategies."""
-    assert unequal.joined <= len(unequal.best.considered) + 1 < unequal.compared
+def test_only_the_chosen_cut_is_written_out_and_bounded(unequal):
+    """Of unlike ranks many plans are compared: one placement for all of them, published strategies. Bounds of divided
+    units, which are printed beside a plan, take longer than to compare it."""
+    assert unequal.joined <= 2 < len(unequal.best.considered) < unequal.compared  # placed, and refined
+    seconds = [way.seconds for way in unequal.best.considered]
+    assert all(s is not None and s > 0 for s in seconds) and seconds[0] == min(s for s in seconds if s)
+    assert all(0 < (way.first_token or 0) < (way.seconds or 0) for way in unequal.best.considered)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_ranks_of_cuts_that_are_compared_are_bounded_once_and_only_as_far_as_needed(monkeypatch, mode):
+    asked, bounded = [], []
+    take, bound = choose_ratios.take_parts, choose_ratios.bound_roughly
+    monkeypatch.setattr(choose_ratios, "take_parts", lambda *how: asked.extend(found := [*take(*how)]) or found)
+    monkeypatch.setattr(choose_ratios, "bound_roughly", lambda task: bounded.append(task) or bound(task))
+    wanted = replace(workload(120, 100, 80, 60), split_mode=mode)
+    profile = profile_from_datasheet(replace(PAIR, ranks=4))
+    climb = choose_ratios._Climb(SPEC, profile, wanted)
+    start = climb.estimate(Split(mode, (0.25,) * 4))
+    assert start
+    best = climb.improve(start)
+    assert 1.5 * len(bounded) < len(asked)  # every rank of every cut, before
+    alone = choose_ratios._Climb(SPEC, profile, wanted).estimate(best.split)
+    assert alone and best.total <= start.total
+    assert best.largest != alone.largest or (best.total, best.by_rank) == (alone.total, alone.by_rank)
 
 
 def test_the_seconds_by_which_plans_are_compared_are_those_of_the_variant():

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from pshard.planner.price.draft import Room
-from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.joint_program import Question
 from pshard.planner.program.solve_tiers import solve_tiers
-from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.climb import TierSearch
 from pshard.planner.search.polish_tiers import rank_starts
@@ -31,25 +28,43 @@ EVALUATIONS = 24  # simulations of one tier's improvement
 
 def choose_ubatch(tasks: Sequence[RankTask], workload: Workload) -> int:
     """Tokens of the largest micro-batch that is (nearly) the fastest for the prompt."""
-    seconds = {cost.load.tokens: [task.bounds[i] for task in tasks] for i, cost in enumerate(tasks[0].costs)}
-
-    def prefill(largest: int) -> float:
-        return prefill_seconds(workload.split_mode, seconds, workload.prompt_tokens, largest)
-
-    choices = [tokens for tokens in seconds if tokens >= workload.sequences]
-    by_bounds = {tokens: prefill(tokens) for tokens in choices}
+    bounds = {cost.load.tokens: [task.rough_bounds[i] for task in tasks] for i, cost in enumerate(tasks[0].costs)}
+    choices = [tokens for tokens in bounds if tokens >= workload.sequences]
+    by_bounds = {tokens: _prefill(bounds, workload, tokens) for tokens in choices}
     first, *others = sorted(choices, key=by_bounds.__getitem__)
     if not others or (_has_room(tasks, first) and by_bounds[others[0]] > SURE * by_bounds[first]):
         return _largest_of(by_bounds)
     planned: dict[int, float] = {}
     for largest in (first, *others):
-        if by_bounds[largest] * SMALLER_BATCH_SHARE > min(planned.values(), default=inf):
+        most = min(planned.values(), default=inf) / SMALLER_BATCH_SHARE
+        if by_bounds[largest] > most:
             break
-        tail = workload.prompt_tokens % largest
-        for tokens in {largest, min(t for t in seconds if t >= tail)} if tail else {largest}:
-            seconds[tokens] = _plan_alone(tasks, tokens, replace(workload, max_ubatch=largest))
-        planned[largest] = prefill(largest)
+        planned[largest] = _plan_prompt(tasks, replace(workload, max_ubatch=largest), bounds, most)
     return _largest_of(planned)
+
+
+def _prefill(seconds: Mapping[int, Sequence[float]], workload: Workload, largest: int) -> float:
+    """Seconds of the prompt in micro-batches of so many tokens."""
+    return prefill_seconds(workload.split_mode, seconds, workload.prompt_tokens, largest)
+
+
+def _plan_prompt(
+    tasks: Sequence[RankTask], workload: Workload, bounds: Mapping[int, Sequence[float]], most: float
+) -> float:
+    """Seconds of the prompt in micro-batches as large as may be, with its tiers planned alone; at least so many where
+    the slower ranks alone tell that it takes more than `most`."""
+    largest, seconds = workload.max_ubatch, {tokens: [*by_rank] for tokens, by_rank in bounds.items()}
+    tail = workload.prompt_tokens % largest
+    for tokens in {largest, min(t for t in seconds if t >= tail)} if tail else {largest}:
+        at = next(i for i, cost in enumerate(tasks[0].costs) if cost.load.tokens == tokens)
+        planned: list[int] = []
+        for rank in sorted(range(len(tasks)), key=lambda rank: -bounds[tokens][rank]):
+            if planned and _prefill(seconds, workload, largest) > most:
+                break
+            like = next((other for other in planned if tasks[other].is_like(tasks[rank])), None)
+            seconds[tokens][rank] = _plan_alone(tasks[rank], at, workload) if like is None else seconds[tokens][like]
+            planned.append(rank)
+    return _prefill(seconds, workload, largest)
 
 
 def _largest_of(seconds: Mapping[int, float]) -> int:
@@ -66,20 +81,10 @@ def _has_room(tasks: Sequence[RankTask], tokens: int) -> bool:
     return True
 
 
-def _plan_alone(tasks: Sequence[RankTask], tokens: int, workload: Workload) -> list[float]:
-    """By rank, seconds of the tier as it is where there is no other; infinite where no plan of it was found."""
-    found: list[float] = []
-    for task in tasks:
-        alike = next((s for other, s in zip(tasks, found) if other.is_like(task)), None)
-        i = next(i for i, cost in enumerate(task.costs) if cost.load.tokens == tokens)
-        room = replace(task.room, workload=workload)
-        found.append(_seconds_alone(room, task.classes, task.costs[i], task.bounds[i]) if alike is None else alike)
-    return found
-
-
-def _seconds_alone(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, bound: float) -> float:
-    """Seconds of the best of some starts, improved."""
-    best = inf
+def _plan_alone(task: RankTask, at: int, workload: Workload) -> float:
+    """Seconds of a rank's tier number `at` as it is where there is no other: the best of some starts, improved;
+    infinite where no plan of it was found."""
+    room, classes, costs, best = replace(task.room, workload=workload), task.classes, task.costs[at], inf
     for slots in {affordable_slots(room, costs, n) for n in SLOTS}:
         problem = replace(tier_problem(room, classes, costs, slots), weight=1.0)
         solution = solve_tiers(Question((problem,)), SECONDS, START_GAP)
@@ -92,5 +97,5 @@ def _seconds_alone(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts,
             starts = [*([begun] if begun else []), *rank_starts(search, sum(n.kv for n in solution.counts[0]))[:1]]
             if starts:
                 start = min(starts, key=lambda s: s.seconds)
-                best = min(best, search.improve(start, EVALUATIONS, bound).seconds)
+                best = min(best, search.improve(start, EVALUATIONS, task.rough_bounds[at]).seconds)
     return best
