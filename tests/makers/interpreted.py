@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from quick_interpreter import quicken_interpreter
 
 
 def expect_interpreted_to_pass(file: str) -> None:
@@ -43,13 +44,16 @@ def mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
     interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
 
-    language = triton.language
+    language, used = triton.language, dict[Any, list[Any]]()
 
     def call_patching_once(self: Any, *arguments: Any, **named: Any) -> Any:
         """Triton 3.6 goes through its whole language in every call of a function, to patch what has been patched."""
-        uses = [m for m in (language, language.core) if any(value is m for value in self.fn.__globals__.values())]
-        if any(language.core.is_builtin(module.load) for module in uses):
+        if self.fn not in used:
+            values = self.fn.__globals__.values()
+            used[self.fn] = [m for m in (language, language.core) if any(value is m for value in values)]
+        if any(language.core.is_builtin(module.load) for module in used[self.fn]):
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*arguments, **named)
 
     interpreter.InterpretedFunction.__call__ = call_patching_once
+    quicken_interpreter()
