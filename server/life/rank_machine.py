@@ -14,10 +14,11 @@ from math import inf
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pshard.errors import StepFailed, UserError
+from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.runtime.ranks.start_ranks import StderrReader, end_ranks, start_rank
 from pshard.runtime.texts.text import BlockCounts, Piece, Row
 from pshard.server.life.rank_program import (
+    CannotRun,
     Close,
     Count,
     KeepSome,
@@ -67,7 +68,7 @@ class Ranks:
         return cls([Connection(here.detach()) for here, _ in pairs], processes, readers)
 
     def tell(self, message: Any) -> None:
-        """To all. Raises StepFailed when one is gone."""
+        """To all. Raises StepFailed when one is gone, KernelRefused where its GPU cannot run a kernel."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for pipe in self._pipes:
             self._send(pipe, data)
@@ -83,24 +84,33 @@ class Ranks:
             raise self._describe_loss() from None
 
     def hear(self) -> Any:
-        """Rank 0's answer. Raises StepFailed when a rank is gone: the others only ever speak by ending."""
-        while True:
-            heard = wait(self._pipes)
-            if heard != [self._pipes[0]]:
-                raise self._describe_loss()
-            try:
-                return pickle.loads(self._pipes[0].recv_bytes())
-            except (EOFError, OSError):
-                raise self._describe_loss() from None
+        """Rank 0's answer. Raises as `tell` does: the other ranks only ever speak by ending."""
+        heard = wait(self._pipes)
+        if heard != [self._pipes[0]]:
+            raise self._describe_loss()
+        try:
+            answer = pickle.loads(self._pipes[0].recv_bytes())
+        except (EOFError, OSError):
+            raise self._describe_loss() from None
+        if isinstance(answer, CannotRun):
+            self._lost = True
+            raise KernelRefused(self._name(0, answer.why))
+        return answer
 
     def _describe_loss(self) -> StepFailed:
-        """Which rank ended, and how."""
+        """Which rank ended, and how; what one said before counts, whichever ended first."""
         self._lost = True
+        for rank, pipe in enumerate(self._pipes):
+            if why := _last_words(pipe):
+                return KernelRefused(self._name(rank, why))
         end_of = (rank for rank, process in enumerate(self._processes) if _ended(process))
         rank = next(end_of, None)
         if rank is None:
             return StepFailed("a rank ended")
         return StepFailed(f"rank {rank} of {len(self._processes)} ended with code {self._processes[rank].returncode}")
+
+    def _name(self, rank: int, why: str) -> str:
+        return f"rank {rank} of {len(self._pipes)}: {why}"
 
     def close(self) -> None:
         """End all processes. They do so by themselves when their pipe ends, and have time to write files, unless one
@@ -112,6 +122,18 @@ class Ranks:
         end_ranks(self._processes)
         for reader in self._readers:
             reader.finish(quiet=True)
+
+
+def _last_words(pipe: Connection) -> str:
+    """Why a rank says that loading again does not help, in what it has sent; "" where it does not."""
+    try:
+        while pipe.poll():
+            message = pickle.loads(pipe.recv_bytes())
+            if isinstance(message, CannotRun):
+                return message.why
+    except (EOFError, OSError):
+        pass
+    return ""
 
 
 def _ended(process: subprocess.Popen, seconds: float = 0.2) -> bool:

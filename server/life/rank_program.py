@@ -4,12 +4,14 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.errors import StepFailed, UserError, as_line
+from pshard.errors import KernelRefused, StepFailed, UserError, as_line
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
@@ -99,15 +101,29 @@ class Stepped:
     refused: str = ""
 
 
+@dataclass(frozen=True)
+class CannotRun:
+    """Any rank's last words, where loading again does not help: its GPU cannot run a kernel."""
+
+    why: str
+
+
 def main() -> int:
     """Entry point of a rank; the parent's end of the pipe is said on the command line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and lets requests end
-    pipe = Connection(int(sys.argv[1]))
+    return serve_to_the_end(Connection(int(sys.argv[1])), _serve)
+
+
+def serve_to_the_end(pipe: Connection, serve: Callable[[Connection], None]) -> int:
+    """Serve until the parent hangs up or this rank fails; the exit code."""
     try:
-        _serve(pipe)
+        serve(pipe)
     except EOFError:  # the parent is done with this group, or gone
         return 0
     except (UserError, StepFailed) as error:
+        if isinstance(error, KernelRefused):
+            with suppress(OSError):  # a parent that is gone
+                pipe.send_bytes(pickle.dumps(CannotRun(str(error)), pickle.HIGHEST_PROTOCOL))
         print(f"error: {as_line(error)}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
     return 0

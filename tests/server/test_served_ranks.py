@@ -17,14 +17,14 @@ from test_engine_thread import PATIENCE, ask, ready, wait_for
 from thread_ranks import Meeting, ThreadGroup
 
 from pshard.cuts.rank_parts import cut_ranks
-from pshard.errors import StepFailed
+from pshard.errors import KernelRefused, StepFailed
 from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.sampling import Sampling
 from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.rank_machine import RankMachine, Ranks
-from pshard.server.life.rank_program import RankTask, answer_calls
+from pshard.server.life.rank_program import RankTask, answer_calls, serve_to_the_end
 from pshard.server.life.read_facts import read_facts
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
@@ -129,6 +129,48 @@ def test_ranks_tell_what_one_device_tells(serve, model, mode):
     assert tell_all(thread) == tell_all(alone)
     wait_for(lambda: not thread.snapshot().running)
     assert thread.snapshot().blocks.used == 0
+
+
+class RefusingLoader(ThreadLoader):
+    """One of the ranks cannot run a kernel of the first step."""
+
+    def __init__(self, path, mode, refuses):
+        super().__init__(path, mode)
+        self.refuses, self.loads, self.codes = refuses, 0, []
+
+    def load(self, budget):
+        self.loads += 1
+        pairs, meeting = [Pipe() for _ in range(2)], Meeting(2)
+
+        def refuse(*_):
+            raise KernelRefused("decode_kernel needs 141312 of shared memory: A card (sm_86) cannot run this")
+
+        def run(rank):
+            def serve(pipe):
+                group, device = ThreadGroup(rank, meeting), open_device("cpu")
+                with build_engine(open_model(self.path), self.variant, device, kernels="plain", group=group) as e:
+                    if rank == self.refuses:
+                        e.texts.step = refuse
+                    answer_calls(pipe, e, rank == 0)
+
+            self.codes.append(serve_to_the_end(pairs[rank][1], serve))
+
+        for rank in range(2):
+            threading.Thread(target=run, args=(rank,), daemon=True).start()
+        group = Ranks([here for here, _ in pairs], [], [])
+        return RankMachine(group, facts_of(self.path, self.variant)(group.hear().notes))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kernel_that_a_rank_cannot_run_ends_the_server_at_once(serve, model, rank, capsys):
+    """Loading again would not help, whatever the other ranks do meanwhile: they wait for the one that is gone."""
+    loader = RefusingLoader(model, "tensor", rank)
+    thread = serve(loader)
+    assert ask(thread, "first", (1, 2, 3), 4).wait().reason == "error"
+    assert thread.join(PATIENCE)
+    assert isinstance(thread.error, KernelRefused) and loader.loads == 1 and thread.snapshot().state == "failed"
+    assert str(thread.error).startswith(f"rank {rank} of 2: decode_kernel needs 141312") and loader.codes[:1] == [1]
+    assert "cannot run this" in capsys.readouterr().err
 
 
 @pytest.mark.slow
