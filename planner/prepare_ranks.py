@@ -24,6 +24,7 @@ from pshard.planner.search.candidates import (
     whole_tier,
 )
 from pshard.planner.search.rounds.choose_ubatch import choose_ubatch
+from pshard.units.kernel_names import kernel_names
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Split, Workload
@@ -36,7 +37,8 @@ def prepare_ranks(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
 ) -> tuple[RankTask, ...]:
     """Cut the model, choose the largest micro-batch, and price every tier of every rank. Raises Shortage where the
-    memory at hand cannot hold it, UserError when the profile lacks a table."""
+    memory at hand cannot hold it, UserError when the profile lacks a table, or the GPU a kernel."""
+    check_kernels(spec, profile, len(workload.vram_mib))
     check_kv_types(spec.config, workload.type_k, workload.type_v)
     if workload.split_mode == "tensor":
         _check_cut(spec, profile, workload)
@@ -44,6 +46,21 @@ def prepare_ranks(
     tiers = fitting_tiers(cut_ranks(spec, split_of(workload)), workload, tables)
     tasks = price_roughly(spec, tables, workload, tiers)
     return _weigh(tasks, workload, choose_ubatch(tasks, workload))
+
+
+def check_kernels(spec: ModelSpec, profile: MachineProfile, devices: int) -> None:
+    """Raise UserError where one of so many accelerators cannot run a kernel that the model needs: no plan with it would
+    run."""
+    if not profile.refused:
+        return
+    used = {source for index in range(devices) for source in profile.sources(index)}
+    needed = {name for unit in spec.units for o in unit.operations(spec.config) for name in kernel_names(o)}
+    for refused in profile.refused:
+        if refused.device in used and refused.kernel in needed:
+            raise UserError(
+                f"{spec.name} needs {refused.kernel}, which this GPU cannot run ({refused.why}); plan for the CPU, "
+                "with a profile by: pshard-profile --device cpu"
+            )
 
 
 def _check_cut(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> None:

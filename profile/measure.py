@@ -11,7 +11,7 @@ from itertools import zip_longest
 import torch
 
 from pshard import __version__
-from pshard.errors import KernelRefused, UserError
+from pshard.errors import KernelRefused, NoRoom, UserError
 from pshard.machine import (
     BUSY,
     AcceleratorInfo,
@@ -28,6 +28,7 @@ from pshard.machine import (
     MatmulTiming,
     Provenance,
     ReadTiming,
+    RefusedKernel,
     RouteTiming,
     ShareTiming,
 )
@@ -44,7 +45,7 @@ from pshard.profile.timed.host_threads import (
     unit_reader,
     use_threads,
 )
-from pshard.profile.timed.kernel_jobs import Job, Row, list_jobs, side_name
+from pshard.profile.timed.kernel_jobs import Found, Job, Row, list_jobs, side_name
 from pshard.profile.timed.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.timed.rank_shares import measure_shares
 from pshard.profile.timed.step_cost import time_launch, time_steps
@@ -119,7 +120,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
         steps = time_steps("acc", device, fast, MemoryReader(host))
-        rows: list[Row] = [*steps.rows]
+        rows: list[Found] = [*steps.rows]
         if acc is not None:
             rows.append(time_launch("acc", device, fast))
         cores = read_core_time()
@@ -216,7 +217,7 @@ def choose_tiles(request: ProfileRequest, bench: KernelBench | None, notes: list
 
 def measure_accelerator(
     request: ProfileRequest, accelerator: AcceleratorInfo, host: KernelBench, notes: list[str], progress: Progress
-) -> tuple[list[Row], tuple[CopyTiming, ...], tuple[TileChoice, ...], int]:
+) -> tuple[list[Found], tuple[CopyTiming, ...], tuple[TileChoice, ...], int]:
     """Rows of an accelerator that is unlike the first ("acc1"...): its kernels, the executor's step and its link alone.
 
     Also its tiles, and how many series of the general grid were skipped; it has as much time for these as the first and
@@ -381,15 +382,16 @@ def expected_seconds(request: ProfileRequest) -> float:
 
 def run_jobs(
     jobs: list[Job], benches: dict[str, KernelBench], deadline: float, progress: Progress, notes: list[str]
-) -> tuple[list[Row], int]:
+) -> tuple[list[Found], int]:
     """Rows of all jobs, and how many optional ones were skipped because `deadline` (time.monotonic()) had passed. What
-    the card cannot run is left out, with a note.
+    the card cannot run is left out, with a note, and stands behind the rows.
 
     The host's that others disturbed are run once more at the end, the most disturbed first, in up to AGAIN of the time
     that all took.
     """
     found: dict[Job, dict[Row, Row]] = {}
     lost: dict[Job, float] = {}
+    refused: dict[tuple[str, str], RefusedKernel] = {}
     skipped, total, done, started = 0, sum(job.expected for job in jobs) or 1.0, 0.0, time.monotonic()
     for job in jobs:
         if job.optional and time.monotonic() > deadline:
@@ -397,7 +399,11 @@ def run_jobs(
         else:
             progress(job.label, done / total)
             began = read_core_time()
-            found[job] = {replace(row, seconds=0.0): row for row in _run_job(job, benches[job.side], notes)}
+            made = _run_job(job, benches[job.side], notes)
+            if isinstance(made, RefusedKernel):
+                refused.setdefault((job.side, job.kernel), made)
+                made = ()
+            found[job] = {replace(row, seconds=0.0): row for row in made}
             if job.side == "host":
                 lost[job] = disturbed_share(began, read_core_time())
         done += job.expected
@@ -410,7 +416,7 @@ def run_jobs(
         for row in job.run(benches[job.side]):
             key = replace(row, seconds=0.0)
             found[job][key] = min(row, found[job].get(key, row), key=lambda r: r.seconds)
-    return [row for rows in found.values() for row in rows.values()], skipped
+    return [*(row for rows in found.values() for row in rows.values()), *refused.values()], skipped
 
 
 def _passed_over(bench: KernelBench | None) -> tuple[str, ...]:
@@ -418,8 +424,8 @@ def _passed_over(bench: KernelBench | None) -> tuple[str, ...]:
     return bench.kernels.passed_over if bench and isinstance(bench.kernels, TiledKernels) else ()
 
 
-def _run_job(job: Job, bench: KernelBench, notes: list[str]) -> Sequence[Row]:
-    """A job's rows; none, and a note, where the card cannot run its kernels."""
+def _run_job(job: Job, bench: KernelBench, notes: list[str]) -> Sequence[Row] | RefusedKernel:
+    """A job's rows; a note, and which kernel it is, where the card cannot run it."""
     try:
         return job.run(bench)
     except Exception as error:
@@ -427,7 +433,9 @@ def _run_job(job: Job, bench: KernelBench, notes: list[str]) -> Sequence[Row]:
             raise
         why = str(error) if isinstance(error, KernelRefused) else describe_failure(error)
         notes.append(f"{job.label} was left out: {why}")
-        return ()
+        if not job.kernel or isinstance(error, NoRoom):
+            return ()
+        return RefusedKernel(job.side, job.kernel, why.split("; use --kernels")[0])
 
 
 def _compose(
@@ -436,7 +444,7 @@ def _compose(
     host: HostFigures,
     link: LinkFigures,
     handoff_seconds: float,
-    rows: list[Row],
+    rows: list[Found],
     notes: list[str],
 ) -> MachineProfile:
     return MachineProfile(
@@ -449,6 +457,7 @@ def _compose(
         in_place=tuple(r for r in rows if isinstance(r, InPlaceTiming)),
         routes=tuple(r for r in rows if isinstance(r, RouteTiming)),
         deltas=tuple(r for r in rows if isinstance(r, DeltaTiming)),
+        refused=tuple(r for r in rows if isinstance(r, RefusedKernel)),
         copies=link.copies,
         reads=host.reads,
         contention=link.contention,

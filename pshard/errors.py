@@ -14,6 +14,10 @@ class KernelRefused(StepFailed):
     """A kernel cannot run on the GPU at hand, however often the model is loaded; the message names both."""
 
 
+class NoRoom(KernelRefused):
+    """What is to be timed does not fit the GPU's free memory: the kernels may well run there."""
+
+
 class CannotWrite(UserError):
     """A place that cannot be written to: a read-only folder, a full disk."""
 

@@ -71,6 +71,15 @@ class AcceleratorInfo:
 
 
 @dataclass(frozen=True)
+class RefusedKernel:
+    """A kernel that an accelerator cannot run with any tile, by the name that `kernel_names` gives it, and why."""
+
+    device: str
+    kernel: str
+    why: str
+
+
+@dataclass(frozen=True)
 class MatmulTiming:
     """Seconds of x[tokens, cols] @ W[rows, cols].T with packed W, operands out of cache.
 
@@ -289,6 +298,7 @@ class MachineProfile:
     routes: tuple[RouteTiming, ...] = ()
     deltas: tuple[DeltaTiming, ...] = ()
     in_place: tuple[InPlaceTiming, ...] = ()  # none: priced as copies
+    refused: tuple[RefusedKernel, ...] = ()  # each once for a device
     ranks_per_host: int = 0
     version: int = PROFILE_VERSION
 

@@ -12,6 +12,7 @@ from pshard.machine import (
     ExpertTiming,
     InPlaceTiming,
     MatmulTiming,
+    RefusedKernel,
     RouteTiming,
 )
 from pshard.profile.effort import Effort, Shapes
@@ -19,8 +20,10 @@ from pshard.profile.timed.time_delta import time_delta
 from pshard.profile.timed.time_experts import time_experts, time_router
 from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
 from pshard.profile.timed.time_latent import time_latent
+from pshard.units.kernel_names import kernel_names, name_experts, name_products, name_router
 
 Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | InPlaceTiming | RouteTiming | DeltaTiming
+Found = Row | RefusedKernel
 KV_TYPE = "bf16"
 TOGETHER, TOGETHER_CONTEXTS = (16, 64), (128, 1024)  # sequences that decode at once, and cells of each
 DELTA_TOKENS = (4, 16, 64, 256, 1024, 4096)
@@ -31,13 +34,15 @@ FILL_SECONDS = 0.1  # in which operand copies are laid out on an accelerator, ro
 @dataclass(frozen=True)
 class Job:
     """One series of timings on one side ("host", "acc", "acc1"...). `expected` seconds are a guess; an `optional` job
-    may be skipped for time."""
+    may be skipped for time. `kernel`: as `kernel_names` calls what only this job's shapes stand for; "" where a plan
+    does without."""
 
     side: str
     label: str
     expected: float
     optional: bool
     run: Callable[[KernelBench], Sequence[Row]]
+    kernel: str = ""
 
 
 def list_jobs(side: str, effort: Effort, model: Shapes | None) -> list[Job]:
@@ -63,12 +68,18 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
         for count, contexts in attention_points(tokens, shapes.context):
             run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=count, contexts=contexts)
             expected = (fill + each) * len(contexts) + effort.slow
-            yield (heads, count), Job(side, f"{name} attention, {count} tokens", expected, False, run)
+            yield (
+                (heads, count),
+                Job(side, f"{name} attention, {count} tokens", expected, False, run, *kernel_names(heads)),
+            )
         together = tuple(sorted({min(c, shapes.context) for c in TOGETHER_CONTEXTS}))
         for n in TOGETHER:
             run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=1, contexts=together, sequences=n)
             expected = (fill + each) * len(together)
-            yield (heads, "together", n), Job(side, f"{name} attention, {n} sequences", expected, False, run)
+            yield (
+                (heads, "together", n),
+                Job(side, f"{name} attention, {n} sequences", expected, False, run, *kernel_names(heads)),
+            )
     yield from _latent_jobs(side, effort, shapes)
     yield from _delta_jobs(side, effort, shapes)
     for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
@@ -82,7 +93,8 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
         counts = tokens if (qtype, rows, cols) in shapes.matmuls else tuple(t for t in tokens if t <= LOGIT_ROWS)
         run = partial(time_matmul, qtype=qtype, rows=rows, cols=cols, tokens=counts)
         expected = fill + each * len(counts) + effort.slow
-        yield (qtype, rows, cols), Job(side, f"{name} matmul {qtype} {rows}x{cols}", expected, of_grid, run)
+        label = f"{name} matmul {qtype} {rows}x{cols}"
+        yield (qtype, rows, cols), Job(side, label, expected, of_grid, run, name_products(qtype))
     yield from _expert_jobs(side, effort, shapes, of_grid)
 
 
@@ -100,7 +112,7 @@ def _latent_jobs(side: str, effort: Effort, shapes: Shapes) -> Iterator[tuple[ob
             what = f"{count} tokens" if sequences == 1 else f"{sequences} sequences"
             label = f"{side_name(side)} attention over latents, {what}"
             expected = (fill + each) * len(contexts) + effort.slow
-            yield (heads, count, sequences), Job(side, label, expected, False, run)
+            yield (heads, count, sequences), Job(side, label, expected, False, run, *kernel_names(heads))
 
 
 def _delta_jobs(side: str, effort: Effort, shapes: Shapes) -> Iterator[tuple[object, Job]]:
@@ -114,7 +126,7 @@ def _delta_jobs(side: str, effort: Effort, shapes: Shapes) -> Iterator[tuple[obj
             what = f"up to {tokens[-1]} tokens" if sequences == 1 else f"{sequences} sequences"
             expected = (fill + each) * len(tokens) + effort.slow
             label = f"{side_name(side)} delta net, {what}"
-            yield ("delta", net.shape, sequences), Job(side, label, expected, False, run)
+            yield ("delta", net.shape, sequences), Job(side, label, expected, False, run, *kernel_names(net))
 
 
 def _expert_jobs(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:
@@ -126,12 +138,13 @@ def _expert_jobs(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> It
     for qtype, d_model, rule in shapes.routers:
         run = partial(time_router, qtype=qtype, d_model=d_model, rule=rule, tokens=tokens)
         label = f"{name} router {qtype}, {rule.used} of {rule.count}"
-        yield ("router", qtype, d_model, rule.count, rule.used), Job(side, label, expected, of_grid, run)
+        key = "router", qtype, d_model, rule.count, rule.used
+        yield key, Job(side, label, expected, of_grid, run, name_router(qtype))
     for gate, down, d_model, rule in shapes.experts:
         run = partial(time_experts, types=(gate, down), d_model=d_model, rule=rule, tokens=tokens)
         label = f"{name} experts {gate}, {rule.used} of {rule.count}, {rule.d_expert}x{d_model}"
-        key = ("experts", gate, down, d_model, rule.count, rule.used, rule.d_expert)
-        yield key, Job(side, label, expected, of_grid, run)
+        of = ("experts", gate, down, d_model, rule.count, rule.used, rule.d_expert)
+        yield of, Job(side, label, expected, of_grid, run, name_experts(gate, down))
 
 
 def side_name(side: str) -> str:

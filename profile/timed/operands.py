@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pshard.errors import KernelRefused
+from pshard.errors import NoRoom
 from pshard.profile.identify import count_cores
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import LayerKV, Packed
@@ -55,7 +55,7 @@ class OperandPool:
         try:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
-            raise KernelRefused(
+            raise NoRoom(
                 f"operands of {nbytes >> 20} MiB do not fit the GPU's free memory; end other programs on it"
             ) from None
 

@@ -100,9 +100,9 @@ class Ranks:
     def _describe_loss(self) -> StepFailed:
         """Which rank ended, and how; what one said before counts, whichever ended first."""
         self._lost = True
-        for rank, pipe in enumerate(self._pipes):
+        for i, pipe in enumerate(self._pipes):
             if why := _last_words(pipe):
-                return KernelRefused(self._name(rank, why))
+                return KernelRefused(self._name(i, why))
         end_of = (rank for rank, process in enumerate(self._processes) if _ended(process))
         rank = next(end_of, None)
         if rank is None:

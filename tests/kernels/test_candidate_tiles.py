@@ -5,6 +5,7 @@ Scratch has the size that units declare. As the other tests of Triton's kernels:
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs in the interpreter, i
 
 from pshard.batch_sizes import SMALL_BATCH  # noqa: E402
 from pshard.model_config import Experts  # noqa: E402
-from pshard.profile.checked.kernel_cases import _random, _weight  # noqa: E402
+from pshard.profile.checked.check_kernels import check_case  # noqa: E402
+from pshard.profile.checked.kernel_cases import _random, _weight, list_cases  # noqa: E402
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Routes, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS  # noqa: E402
 from pshard.runtime.kernels.gpu.cuda import CudaKernels  # noqa: E402
@@ -165,6 +167,24 @@ def multiply_experts(qtype: str, tokens: int, kernel: str, tile: Tile) -> None:
     wanted = torch.zeros(tokens, width, device=device)
     PlainKernels().experts(x, routes, weights, rule, wanted, {}, False)
     assert off(out, wanted) < CLOSE and kept() and out_kept(), (qtype, tokens, kernel, tile)
+
+
+@needs_kernels
+@pytest.mark.parametrize("processors", [20, 46, 188])
+def test_cards_of_any_number_of_processors(processors: int) -> None:
+    """Their programs and partial sums are counted by processors, within scratch that is not."""
+    kernels = CudaKernels(DEVICE, 128, limits=replace(KNOWN_CARDS[86], processors=processors))
+    wanted = {
+        "product": ("Q4_0, 1 token", "Q6_K, 16 tokens", "BF16, 16 tokens"),
+        "attention over cells": ("heads of 64, bf16, 1 token", "window and sinks, 1 token"),
+        "router": ("1 token",), "experts": ("Q8_0, 1 token",), "latent attention": ("bf16, 1 token",),
+        "gated delta net": ("1 token",),
+    }  # fmt: skip
+    cases = [case for case in list_cases() if case.what in wanted.get(case.kernel, ())]
+    assert len(cases) == sum(map(len, wanted.values()))
+    for case in cases:
+        row = check_case(case, kernels, torch.device(DEVICE))
+        assert row.passed, row
 
 
 @needs_kernels

@@ -12,9 +12,9 @@ from experts_file import RULES, ExpertsFile
 from manual_clock import ManualClock
 
 from pshard.commands import cli_profile
-from pshard.errors import KernelRefused, UserError
+from pshard.errors import KernelRefused, NoRoom, UserError
 from pshard.jsonio import from_json, to_json
-from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming
+from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming, RefusedKernel
 from pshard.model import ModelSpec
 from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.profile.compare_profiles import compare_profiles
@@ -238,7 +238,11 @@ def test_what_the_card_cannot_run_is_left_out_with_a_note():
     row = MatmulTiming("acc", "Q4_0", 64, 64, 1, 1.0)
 
     def refuse(bench: object) -> list[MatmulTiming]:
-        raise KernelRefused("prefill_kernel needs 163840 of shared memory: A card (sm_86) cannot run this")
+        why = "prefill_kernel needs 163840 of shared memory: A card (sm_86) cannot run this"
+        raise KernelRefused(f"{why}; use --kernels plain (slow)")
+
+    def lack_room(bench: object) -> list[MatmulTiming]:
+        raise NoRoom("operands of 2000 MiB do not fit the GPU's free memory; end other programs on it")
 
     def lack(bench: object) -> list[MatmulTiming]:
         from triton.runtime.errors import OutOfResources
@@ -254,6 +258,12 @@ def test_what_the_card_cannot_run_is_left_out_with_a_note():
     assert run_jobs(jobs, {"acc": None}, 0.0, lambda label, share: None, notes) == ([row], 0)
     assert notes[0].startswith("attention was left out: prefill_kernel needs") and len(notes) == len(jobs) - 1
     assert all("163840 of shared memory" in note for note in notes)
+    jobs = [replace(job, kernel=f"{job.label} of a kind") for job in jobs] * 2
+    rows, _ = run_jobs(jobs, {"acc": None}, 0.0, lambda label, share: None, [])
+    why = "prefill_kernel needs 163840 of shared memory: A card (sm_86) cannot run this"
+    assert rows[:2] == [row, RefusedKernel("acc", "attention of a kind", why)] and len(rows) == len(runs)
+    full = Job("acc", "attention", 1.0, False, lack_room, "attention of a kind")  # it may well run
+    assert run_jobs([full], {"acc": None}, 0.0, lambda label, share: None, []) == ([], 0)
     with pytest.raises(ValueError, match="a shape"):
         run_jobs([Job("acc", "rows", 1.0, False, break_down)], {"acc": None}, 0.0, lambda label, share: None, notes)
 

@@ -1,0 +1,106 @@
+"""Cards of 4 to 8 GB, and kernels that a card cannot run: what is planned, and what is refused in a line."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from golden.shapes import make_shape
+
+from pshard.errors import UserError
+from pshard.machine import MachineProfile, RefusedKernel
+from pshard.planner.check_plan import check_variant
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import check_kernels
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.example_sheets import MACHINES
+from pshard.planner.price.kernel_rates import RTX_4060, rate_of
+from pshard.registries.fingerprint import digest_profile
+from pshard.registries.profile_store import load_profile, save_profile
+from pshard.times.predicted_times import round_seconds
+from pshard.workload import Workload
+
+SHEET = MACHINES["rtx4060-ryzen-7700"]
+WHY = "prefill_kernel needs 163840 of shared memory, of which the card has 101376"
+NEEDS = {  # what a model of each kind needs a kernel of
+    "qwen3-2b": ("attention with heads of 128", "products of Q4_0", "products of Q6_K"),
+    "deepseek-v2-lite": ("attention over latents of 512", "experts of Q4_0", "routers of F32"),
+    "qwen3-next-80b-a3b": ("attention with heads of 256", "delta nets with heads of 128"),
+}
+
+
+def small_card(gib: int) -> MachineProfile:
+    return profile_from_datasheet(replace(SHEET, acc_memory_bytes=gib << 30))
+
+
+def refused(*kernels: str) -> MachineProfile:
+    return replace(small_card(8), refused=tuple(RefusedKernel("acc", kernel, WHY) for kernel in kernels))
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "budgets"),
+    [
+        ("qwen3-2b", 4, (2500, 3500)),
+        pytest.param("llama3-8b", 4, (2500, 3500), marks=pytest.mark.slow),
+        pytest.param("llama3-8b", 8, (5000, 7000), marks=pytest.mark.slow),
+        pytest.param("qwen3-30b-a3b", 6, (2500, 5000), marks=pytest.mark.slow),
+        pytest.param("qwen3.5-35b-a3b", 8, (2500, 7000), marks=pytest.mark.slow),
+    ],
+)
+def test_small_cards_have_plans_that_keep_their_budget(name: str, gib: int, budgets: tuple[int, int]) -> None:
+    """More VRAM is never slower, and what a plan takes of it, with the reserve, is checked independently."""
+    spec, profile = make_shape(name), small_card(gib)
+    seconds = []
+    for mib in budgets:
+        assert mib << 20 < profile.accelerators[0].memory_bytes
+        plan = plan_variant(spec, profile, Workload((mib,), 4096, prompt=2048, generated=256))
+        check_variant([spec], plan, "cuda")
+        seconds.append(round_seconds(plan))
+    assert seconds[1] <= seconds[0]
+
+
+@pytest.mark.parametrize("processors", [20, 24, 46, 84, 188])
+def test_more_processors_are_priced_as_faster_until_tensor_cores_bind(processors: int) -> None:
+    card = replace(RTX_4060, processors=processors, tensor=512 * processors * RTX_4060.clock)
+    for kernel in ("products of many tokens", "prompts, heads of 128", "prompts, heads of 256"):
+        assert rate_of(card, kernel) / processors == pytest.approx(rate_of(RTX_4060, kernel) / 24, rel=0.005)
+
+
+@pytest.mark.parametrize(("name", "kernel"), [(name, kernel) for name, those in NEEDS.items() for kernel in those])
+def test_a_model_that_needs_a_refused_kernel_gets_no_plan_but_a_line(name: str, kernel: str) -> None:
+    spec, profile = make_shape(name), refused("products of Q2_K", kernel)
+    with pytest.raises(UserError) as told:
+        plan_variant(spec, profile, Workload((4000,), 2048))
+    line = str(told.value)
+    assert f"needs {kernel}, which this GPU cannot run ({WHY}); plan for the CPU" in line and "\n" not in line
+
+
+def test_refused_kernels_that_a_model_does_without_change_nothing() -> None:
+    profile = refused(
+        "attention with heads of 256", "delta nets with heads of 128", "experts of MXFP4", "products of Q2_K"
+    )
+    for name in ("qwen3-2b", "llama3-8b"):
+        check_kernels(make_shape(name), profile, 1)
+
+
+def test_what_another_accelerator_refuses_matters_to_plans_with_it_alone() -> None:
+    two = profile_from_datasheet(replace(SHEET, ranks=2, collective_rate=1e10))
+    second = tuple(replace(row, device="acc1") for row in two.matmuls if row.device == "acc")
+    kernel = RefusedKernel("acc1", "attention with heads of 128", WHY)
+    profile, spec = replace(two, matmuls=(*two.matmuls, *second), refused=(kernel,)), make_shape("qwen3-2b")
+    check_kernels(spec, profile, 1)
+    with pytest.raises(UserError, match="needs attention with heads of 128"):
+        check_kernels(spec, profile, 2)
+
+
+def test_ranks_with_fewer_heads_need_the_same_kernels() -> None:
+    two = Workload((4000, 4000), 2048, split_mode="tensor", tensor_split=(1.0, 1.0))
+    profile = profile_from_datasheet(replace(SHEET, ranks=2, collective_rate=1e10))
+    profile = replace(profile, refused=(RefusedKernel("acc", "attention with heads of 128", WHY),))
+    with pytest.raises(UserError, match="needs attention with heads of 128"):
+        plan_variant(make_shape("qwen3-2b"), profile, two)
+
+
+def test_a_profile_keeps_what_was_refused_and_others_stay_what_they_were(tmp_path: Path) -> None:
+    profile = refused("attention with heads of 256")
+    assert load_profile(save_profile(profile, tmp_path / "profile.json")) == profile
+    assert digest_profile(replace(profile, refused=())) == digest_profile(small_card(8)) != digest_profile(profile)
