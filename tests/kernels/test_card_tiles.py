@@ -61,6 +61,17 @@ def test_a_geforce_takes_tiles_that_fit_it() -> None:
     assert latent_prompt_tiles(RTX_3060, 512, 64, 2.0)[0] == Tile(32, 32, 8, 2)
 
 
+def test_an_rtx_50_decodes_q8_0_cells_with_tiles_that_its_registers_hold() -> None:
+    rtx_5060, rtx_4060 = KNOWN_CARDS[120], KNOWN_CARDS[89]
+    q8_0 = CELLS["q8_0"]
+    depths = [decode_tiles(rtx_5060, *of)[0].depth for of in ((128, q8_0, 16), (256, q8_0, 16), (128, q8_0, 64))]
+    assert depths == [64, 32, 16] and latent_decode_tiles(rtx_5060, 512, 64, q8_0 / 2, 16)[0].depth == 16
+    for padded, share in ((64, 16), (128, 16), (128, 64), (256, 16)):
+        assert set(decode_tiles(rtx_5060, padded, q8_0, share)) == set(decode_tiles(rtx_4060, padded, q8_0, share))
+        assert decode_tiles(rtx_5060, padded, 4.0, share) == decode_tiles(rtx_4060, padded, 4.0, share)
+        assert decode_tiles(rtx_4060, padded, q8_0, share)[0].depth == 64
+
+
 def test_cards_run_as_many_programs_for_each_of_their_processors() -> None:
     small, large = replace(RTX_3060, processors=28), replace(RTX_3060, processors=188)
     assert [share_programs(800, card) for card in (small, H100, large)] == [170, 800, 1139]

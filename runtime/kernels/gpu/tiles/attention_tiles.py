@@ -10,6 +10,7 @@ from pshard.times.gpu_tiles import Tile
 
 LARGEST_HEAD = 512  # numbers, of attention's kernels
 Q8_BYTES = 34 / 32  # of a number in a q8_0 cell
+_HELD = 1 << 17  # cells of a tile times heads times numbers of one, of q8_0, that 128 threads hold without spilling
 _MARGIN = 2048  # barriers and the like of cards that multiply asynchronously
 
 _PROMPT = {  # by numbers of a head, a power of two
@@ -45,7 +46,8 @@ def prompt_tiles(limits: CardLimits, padded: int, cells: float) -> tuple[Tile, .
 def decode_tiles(limits: CardLimits, padded: int, cells: float, share: int) -> tuple[Tile, ...]:
     """The same of decoding; share: heads that share a KV head, a power of two."""
     check_head(padded)
-    return tuple(t for t in _DECODE if attention_bytes(t, share, padded, cells, limits) <= limits.shared_block)
+    fitting = tuple(t for t in _DECODE if attention_bytes(t, share, padded, cells, limits) <= limits.shared_block)
+    return _put_held_first(fitting, padded * share, cells < 4, limits)
 
 
 def latent_prompt_tiles(limits: CardLimits, padded: int, tail: int, cells: float) -> tuple[Tile, ...]:
@@ -57,9 +59,19 @@ def latent_prompt_tiles(limits: CardLimits, padded: int, tail: int, cells: float
 
 def latent_decode_tiles(limits: CardLimits, padded: int, tail: int, cells: float, share: int) -> tuple[Tile, ...]:
     """The same of decoding; share: heads that one program computes."""
-    return tuple(
+    fitting = tuple(
         t for t in _LATENT_DECODE if latent_bytes(t, share, padded, tail, cells, limits) <= limits.shared_block
     )
+    return _put_held_first(fitting, padded * share, cells < 2, limits)
+
+
+def _put_held_first(ways: tuple[Tile, ...], each: int, decodes: bool, limits: CardLimits) -> tuple[Tile, ...]:
+    """The same tiles; where cells are decoded on an RTX 50, whose assembler takes more registers, first those of which
+    a thread's numbers stay in registers. each: a head's numbers times heads, for each cell. Of heads of 256 with 64
+    cells 176 bytes a thread would be spilled, of 64 heads of 128 with as many 1432 (Triton 3.7)."""
+    if not decodes or limits.capability < 120:
+        return ways
+    return tuple(sorted(ways, key=lambda tile: tile.depth * each > _HELD))
 
 
 def check_head(numbers: int) -> None:
