@@ -1,10 +1,12 @@
 """What the house's code must keep to, read off its sources: sizes, arrows, names."""
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from pshard.units import kinds
+from pshard.units.unit import UnitKind
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
@@ -28,7 +30,26 @@ ARROWS = {
         *("pshard", "models", "registries", "planner", "runtime", "profile", "reports", "session", "hub", "server")
     },
 }
-KINDS = {"attention", "ffn", "embedding", "output"}
+# files and folders of pshard/, from the bottom up: each may import those before it
+NOUNS = (
+    *(
+        "errors",
+        "paths",
+        "print_table",
+        "file_lock",
+        "jsonio",
+        "batch_sizes",
+        "quant",
+        "tensor",
+        "model_config",
+        "times",
+        "machine",
+    ),
+    *("units", "model", "workload", "cuts", "plan", "routing", "buffers", "steps"),
+)
+KINDS = {kind.name for kind in kinds.KINDS}
+DECLARED = {name for name, value in vars(kinds).items() if isinstance(value, UnitKind)}
+VARIATIONS = {"window", "delta", "latent", "experts", "gated"}  # of models, as ModelConfig says them
 
 
 @cache  # read once for all rules
@@ -65,12 +86,14 @@ def folder_of(module: str) -> str:
 
 
 def find_wrong_links() -> list[str]:
-    """Links in .links/pshard/ that lack, or lead elsewhere than type checkers and editors must find the package."""
+    """What to run for links in .links/pshard/ that lack or lead elsewhere: editors find the package by them."""
     package = ROOT / ".links" / "pshard"
     nouns = [path for path in (ROOT / "pshard").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     wanted = {path.name: path for path in (*nouns, *(ROOT / folder for folder in FOLDERS if folder != "pshard"))}
     links = {path.name: path.resolve() for path in package.iterdir() if path.is_symlink()}
-    return sorted(name for name in wanted.keys() | links.keys() if wanted.get(name) != links.get(name))
+    lacking = [path.relative_to(ROOT) for name, path in wanted.items() if links.get(name) != path]
+    makes = [f"ln -sfn ../../{path} .links/pshard/{path.name}" for path in lacking]
+    return makes + [f"git rm .links/pshard/{name}" for name in links if name not in wanted]
 
 
 def imports_of(path: Path, late: bool) -> set[str]:
@@ -104,20 +127,9 @@ def find_missing_modules() -> list[str]:
 
 
 def find_circles() -> list[str]:
-    """Import circles between files, imports for types included and those inside functions not."""
-    graph = {}
-    for path in list_sources():
-        tree = parse(path)
-        found = set(imports_of(path, False))
-        for node in tree.body:
-            if isinstance(node, ast.If):  # TYPE_CHECKING
-                block = ast.Module(node.body, [])
-                known = list_modules()
-                for inner in ast.walk(block):
-                    if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("pshard"):
-                        names = {f"{inner.module}.{a.name}" for a in inner.names}
-                        found |= (names & known) or {str(inner.module)}
-        graph[module_name(path)] = found
+    """Import circles between files, imports for types and those inside functions included."""
+    graph = {module_name(path): imports_of(path, True) - {"pshard"} for path in list_sources()}
+    del graph["pshard"]  # hands out `load` when it is asked for
     circles, state = [], dict[str, int]()
 
     def visit(module: str, way: tuple[str, ...]) -> None:
@@ -150,6 +162,19 @@ def find_upward_arrows() -> list[str]:
     return found
 
 
+def find_arrows_among_nouns() -> list[str]:
+    """Imports inside pshard/ that NOUNS does not allow."""
+    found = []
+    for path in list_sources():
+        module = module_name(path)
+        if folder_of(module) != "pshard" or module == "pshard":
+            continue
+        for other in sorted(imports_of(path, True) - {"pshard"}):
+            if folder_of(other) == "pshard" and NOUNS.index(other.split(".")[1]) > NOUNS.index(module.split(".")[1]):
+                found.append(f"{module} -> {other}")
+    return found
+
+
 def find_long_code(most_function: int = 70, most_class: int = 250) -> list[str]:
     """Functions and classes that are longer than one sitting; Triton kernels aside."""
     found = []
@@ -177,13 +202,22 @@ def find_long_calls(most: int = 8) -> list[str]:
     return found
 
 
-def find_kind_names() -> list[str]:
-    """Lines outside units/, models/ and server/ that name a kind of unit."""
-    found = []
+def list_users() -> Iterator[Path]:
+    """Sources that should ask a unit's kind, and neither which it is nor which variations the model has."""
     for path in list_sources():
+        inside = path.relative_to(ROOT).parts
+        if inside[0] != "models" and inside[:2] != ("pshard", "units"):
+            yield path
+
+
+def find_kind_names() -> list[str]:
+    """Lines outside units/, models/ and server/ with a text that is the name of a kind of unit: also those where it
+    means something else, a table of a profile or a function of the C++ library."""
+    found = []
+    for path in list_users():
         inside = path.relative_to(ROOT)
-        if inside.parts[0] in ("models", "server") or inside.parts[:2] == ("pshard", "units"):
-            continue  # a server's clients have fields of these names
+        if inside.parts[0] == "server":
+            continue  # its clients have fields of these names
         lines = {
             node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Constant) and node.value in KINDS
         }
@@ -191,18 +225,31 @@ def find_kind_names() -> list[str]:
     return found
 
 
-def find_twins() -> list[str]:
-    """File names that stand in several folders."""
-    places = defaultdict(list)
-    for path in list_sources():
-        if path.name != "__init__.py":
-            places[path.name].append(str(path.relative_to(ROOT)))
-    return [", ".join(paths) for paths in places.values() if len(paths) > 1]
+def find_kind_imports() -> list[str]:
+    """Imports of one kind of unit outside units/ and models/."""
+    found = []
+    for path in list_users():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pshard.units."):
+                names = [alias.name for alias in node.names if alias.name in DECLARED]
+                found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
+    return found
+
+
+def find_variations() -> list[str]:
+    """Lines outside units/ and models/ that ask a model's configuration for a variation which its units declare."""
+    found = []
+    for path in list_users():
+        asked = (n for n in ast.walk(parse(path)) if isinstance(n, ast.Attribute) and n.attr in VARIATIONS)
+        lines = {n.lineno for n in asked if "config" in (getattr(n.value, "id", ""), getattr(n.value, "attr", ""))}
+        found += [f"{path.relative_to(ROOT)}:{line}" for line in sorted(lines)]
+    return found
 
 
 if __name__ == "__main__":
-    size_and_names = (find_long_code, find_long_calls, find_kind_names, find_twins)
-    for rule in (find_missing_modules, find_circles, find_upward_arrows, *size_and_names):
+    arrows = (find_missing_modules, find_wrong_links, find_circles, find_upward_arrows, find_arrows_among_nouns)
+    sizes = (find_long_code, find_long_calls)
+    for rule in (*arrows, *sizes, find_kind_names, find_kind_imports, find_variations):
         lines = rule()
         print(f"{rule.__name__}: {len(lines)}")
         for line in lines:

@@ -1,0 +1,1 @@
+../../pshard/file_lock.py
