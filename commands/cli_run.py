@@ -69,12 +69,12 @@ def _main(argv: list[str]) -> int:
     _check_length(len(ids), args, most)
     request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
 
+    from pshard.routing.followed import keep_slots
     from pshard.runtime.ranks.started import started_ranks
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.fill_ahead import fill_ahead
     from pshard.session.readiness.first_profile import ensure_profile
     from pshard.session.start_engine import open_group, start_engine
-    from pshard.units.moe.followed import keep_slots
 
     if not started_ranks():
         request = ensure_profile(request, tell_once)

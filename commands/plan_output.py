@@ -149,7 +149,7 @@ def foresee_all(planned: Planned) -> "tuple[Outlook, ...]":
 def promise_all(planned: Planned) -> "tuple[Promise, ...]":
     """What every variant for a server's load can promise, in the order of variants; () for other workloads."""
     from pshard.planner.serving.promise import promise
-    from pshard.units.moe.followed import under_plan
+    from pshard.routing.followed import under_plan
 
     loads = [v for v in planned.variants if v.workload.concurrency]
     return tuple(promise(under_plan(planned.spec, v), planned.profile, v) for v in loads)

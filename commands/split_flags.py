@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
+from pshard.collectives import REDUCE_DTYPES
 from pshard.commands.command_line import parse_max_tp, parse_split
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.times.collectives import REDUCE_DTYPES
 from pshard.workload import SPLIT_MODES
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from pshard.errors import NoPlan, UserError
 from pshard.models import open_model
 from pshard.planner.make_plan import plan_variant
+from pshard.predicted_times import decode_seconds, first_token_seconds
 from pshard.registries.profile_store import load_profile
-from pshard.times.predicted_times import decode_seconds, first_token_seconds
 from pshard.workload import Workload
 
 

@@ -10,9 +10,9 @@ from pshard.hub.fetch_headers import Headers
 from pshard.hub.repository import HubModel
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
+from pshard.on_host import list_on_host
 from pshard.plan import Variant
-from pshard.times.predicted_times import decode_rate, first_token_seconds
-from pshard.units.moe.on_host import list_on_host
+from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.workload import MIB, Workload
 
 READING_PACE = 10.0  # tokens per second: faster than people read

@@ -15,8 +15,8 @@ from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.remedies.advise import plan_or_advise
 from pshard.planner.shown.machine_words import words_for
+from pshard.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.steps.step import AllReduce, Gather
-from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.workload import Split, Workload, binding_limits
 
 MORE_DEVICES_SHARE = 0.99  # of the simpler way's round: what more devices, or a finer split, must stay below

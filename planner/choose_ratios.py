@@ -14,7 +14,7 @@ from pshard.planner.prepare_ranks import Part, bound_roughly, fitting_tiers, tak
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.planner.remedies.advise import plan_or_advise
-from pshard.times.predicted_times import first_token_seconds, round_seconds, sum_round
+from pshard.predicted_times import first_token_seconds, round_seconds, sum_round
 from pshard.units.kinds import kinds_by_flag
 from pshard.workload import Split, Workload
 

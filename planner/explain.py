@@ -9,6 +9,8 @@ from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.host_limits import binds_host
 from pshard.planner.price_plan import price_plan
 from pshard.planner.remedies.better_machine import double_cores, double_host_memory, double_host_rate, double_link
+from pshard.predicted_times import round_seconds, tier_seconds
+from pshard.routing.followed import under_plan
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -20,8 +22,6 @@ from pshard.steps.step import (
     Step,
 )
 from pshard.times.measurement import Timeline, TimelineEvent
-from pshard.times.predicted_times import round_seconds, tier_seconds
-from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
 MORE_MIB = 1024

@@ -7,9 +7,9 @@ from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.published.strategies import PER_TIER, list_published
+from pshard.predicted_times import decode_rate, first_token_seconds, round_seconds
 from pshard.routing.record import RoutingRecord
 from pshard.times.outlook import Forecast, LeftOut, Outlook
-from pshard.times.predicted_times import decode_rate, first_token_seconds, round_seconds
 from pshard.workload import Workload
 
 

@@ -14,7 +14,7 @@ from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import (
     Candidate,
 )
-from pshard.times.predicted_times import sum_round
+from pshard.predicted_times import sum_round
 
 
 def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:

@@ -49,11 +49,11 @@ from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.planner.search.round_times import steps_seconds
 from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
 from pshard.planner.search.rounds.exact_tiers import perfect_round
-from pshard.routing.expert_cache import ExpertCache
+from pshard.predicted_times import round_seconds, sum_first_token, sum_round
+from pshard.routing.followed import hold_slots
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
-from pshard.times.predicted_times import round_seconds, sum_first_token, sum_round
-from pshard.units.moe.followed import hold_slots
+from pshard.units.moe.expert_cache import ExpertCache
 from pshard.workload import Workload
 
 

@@ -12,8 +12,8 @@ from pshard.planner.price.page_locks import stage_by
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.simulate import Simulation, simulate_ranks
 from pshard.planner.price.tier_costs import TierCosts
+from pshard.routing.followed import under_plan
 from pshard.steps.step import StepList
-from pshard.units.moe.followed import under_plan
 
 
 @dataclass(frozen=True)

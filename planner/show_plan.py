@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pshard.collectives import describe_sums
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import WhatIf
 from pshard.planner.serving.show_promise import show_rate
@@ -10,7 +11,6 @@ from pshard.planner.shown.machine_words import WITH_GPU, Words
 from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import new_table, print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
-from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
 from pshard.workload import MIB
 

@@ -11,8 +11,8 @@ from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.page_locks import locked
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_costs import TierCosts
+from pshard.routing.followed import under_plan
 from pshard.units.divide_unit import arena_portion
-from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
 NOTABLE = 0.03  # a tier that is slower than alone by more than this share is worth a word

@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from pshard.model_config import ModelConfig
-from pshard.routing.expert_cache import ExpertCache, miss_uses
-from pshard.routing.popularity import Popularity
+from pshard.units.moe.expert_cache import ExpertCache, miss_uses
 from pshard.units.moe.in_place import ways_to_read
+from pshard.units.moe.popularity import Popularity
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
 

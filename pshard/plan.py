@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.routing.expert_cache import ExpertCache
-from pshard.routing.popularity import Popularity
 from pshard.times.stolen_time import DISTURBED
+from pshard.units.moe.expert_cache import ExpertCache
+from pshard.units.moe.popularity import Popularity
 from pshard.units.share import Divisible
 from pshard.workload import Split, Workload, format_limits
 

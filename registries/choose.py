@@ -7,7 +7,7 @@ from math import inf, isclose, log
 
 from pshard.errors import NotPlanned
 from pshard.plan import PlanSet, Variant
-from pshard.times.predicted_times import as_measured, as_profiled, round_seconds
+from pshard.predicted_times import as_measured, as_profiled, round_seconds
 from pshard.workload import UNLIMITED_MIB, Workload, binding_limits, format_limits
 
 NEAR_BUDGET = 0.9  # of the largest budget that fits: the load that a plan is for tells more from here on

@@ -4,15 +4,15 @@ import json
 from math import isinf
 from typing import Any
 
+from pshard.collectives import REDUCE_DTYPES
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
-from pshard.routing.expert_cache import check_cache
-from pshard.routing.popularity import check_popularity
-from pshard.times.collectives import REDUCE_DTYPES
 from pshard.times.running_requests import MOST_CONCURRENCY
 from pshard.units.kinds import kinds_by_flag
+from pshard.units.moe.expert_cache import check_cache
 from pshard.units.moe.in_place import ALWAYS_TOKENS
+from pshard.units.moe.popularity import check_popularity
 from pshard.workload import SPLIT_MODES, Workload
 
 WHERE = ("pinned", "streamed", "cpu")

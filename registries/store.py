@@ -15,7 +15,7 @@ from pshard.paths import bundled_model, cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, differ_in_locks, digest, explain_difference
-from pshard.routing.popularity import Popularity
+from pshard.units.moe.popularity import Popularity
 
 SUFFIX = ".pshard.json"
 MOST_SETS = 8  # of plans in one registry, each for other inputs: every run reads them all

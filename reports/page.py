@@ -7,6 +7,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING
 
+from pshard.collectives import describe_sums
 from pshard.plan import Variant
 from pshard.reports.inputs import ReportInputs
 from pshard.reports.interactive.explore_plans import explore_plans
@@ -14,7 +15,6 @@ from pshard.reports.sections import Section
 from pshard.reports.summary import summarise
 from pshard.reports.tables.load_table import list_loads
 from pshard.reports.tables.report_tables import tabulate_environments, tabulate_measurements, tabulate_plan
-from pshard.times.collectives import describe_sums
 
 SUMMARY = "in-short"  # the section that the page begins with
 

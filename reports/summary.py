@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from pshard.machine import MachineProfile
 from pshard.plan import TierPlan, Variant
+from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.reports.figures.style import OWN_STRATEGY, format_number, name_strategy
 from pshard.reports.inputs import ReportInputs
 from pshard.times.measurement import Measurement
-from pshard.times.predicted_times import decode_rate, first_token_seconds
 
 WHERE = {"pinned": "in VRAM", "streamed": "streamed", "cpu": "on the CPU", "divided": "divided between both"}
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from pshard.cuts.rank_parts import split_model, split_ranges
 from pshard.errors import UserError
 from pshard.model import ModelSpec
+from pshard.on_host import list_on_host
 from pshard.plan import Variant
 from pshard.routing.order_experts import order_experts
 from pshard.routing.play_record import RoutingPlay
@@ -20,7 +21,6 @@ from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
-from pshard.units.moe.on_host import list_on_host
 
 
 class _File(WeightSource, Protocol):

@@ -11,6 +11,7 @@ from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
 from pshard.machine import AS_CARD, emulated_capability
 from pshard.model import ModelSpec
+from pshard.on_host import list_only_in_vram
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.routing.play_record import RoutingPlay
@@ -32,7 +33,6 @@ from pshard.runtime.memory.weights import (
 )
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
-from pshard.units.moe.on_host import list_only_in_vram
 from pshard.units.state import StateShape
 
 

@@ -14,6 +14,7 @@ import torch
 from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.plan import RankPlan, Variant
 from pshard.routing.follow_use import HitCounts, RankHits
+from pshard.routing.followed import expect_hits
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
@@ -27,7 +28,6 @@ from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.sequences import Sequences
 from pshard.runtime.texts.text_pool import TextPool
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
-from pshard.units.moe.followed import expect_hits
 
 
 @dataclass(frozen=True)

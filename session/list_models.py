@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pshard.errors import UserError
+from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.registries.known_models import list_known
 from pshard.registries.store import load_registry, registry_path
-from pshard.times.predicted_times import decode_rate, first_token_seconds
 
 LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 

@@ -184,7 +184,7 @@ def _tell_made(spec: "ModelSpec", profile: MachineProfile, variant: Variant, reg
 def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Path, command: str) -> str:
     """What was planned, how much memory it takes, where it is kept, and the command that plans it again."""
     from pshard.planner.serving.show_promise import show_rate
-    from pshard.times.predicted_times import decode_rate, first_token_seconds
+    from pshard.predicted_times import decode_rate, first_token_seconds
 
     w = variant.workload
     budget, rate = ",".join(map(str, w.vram_mib)), decode_rate(variant)

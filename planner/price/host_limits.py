@@ -1,6 +1,6 @@
 """What plans keep in host memory, and what there is for it: a limit of every plan.
 
-What is not in VRAM in every tier has a copy there (units/moe/on_host.py), and layers whose KV cache is not in VRAM in
+What is not in VRAM in every tier has a copy there (pshard/on_host.py), and layers whose KV cache is not in VRAM in
 every tier their cells; where the CPU is the accelerator its arena lies there too. All ranks of a host share it.
 """
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
+from pshard.on_host import keep_on_host
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.search.climb import SLOT_CHOICES
-from pshard.units.moe.on_host import keep_on_host
 from pshard.workload import MIB, Workload
 
 RESERVE = 2 << 30  # bytes left to the system, the process itself and what reading the model file caches...

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from pshard.model import ModelSpec
+from pshard.on_host import list_on_host
 from pshard.plan import RankPlan
 from pshard.planner.price.tier_costs import TierCosts, restage
 from pshard.planner.search.residency_order import spread
-from pshard.units.moe.on_host import list_on_host
 from pshard.workload import Workload
 
 

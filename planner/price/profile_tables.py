@@ -12,13 +12,13 @@ from functools import cached_property, lru_cache
 from math import log
 
 from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
+from pshard.collectives import fastest_collective
 from pshard.errors import UserError
 from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.delta.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
 from pshard.quant import packed_nbytes
-from pshard.times.collectives import fastest_collective
 from pshard.times.curves import Curve, interpolate
 from pshard.times.curves import curve_through as _curve
 from pshard.units.operations import Attend

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.collectives import wire_type
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
@@ -12,7 +13,6 @@ from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divi
 from pshard.steps.emit import StepEmitter
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather, StepShape
-from pshard.times.collectives import wire_type
 from pshard.units.operations import Norm
 from pshard.units.share import Share
 from pshard.units.unit import UnitKind

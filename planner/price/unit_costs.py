@@ -7,9 +7,9 @@ from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.routing.expert_cache import part_sizes
 from pshard.routing.expert_uses import Uses, read_nbytes, used_experts, used_nbytes, used_spread
 from pshard.units.divide_unit import DividedUnit, count_shares, divide_unit, joined_width
+from pshard.units.moe.expert_cache import part_sizes
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload

@@ -3,7 +3,7 @@
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN
-from pshard.routing.expert_cache import ExpertCache
+from pshard.units.moe.expert_cache import ExpertCache
 
 
 def check_caches(spec: ModelSpec, rank: RankPlan) -> None:

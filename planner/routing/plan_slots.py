@@ -21,11 +21,11 @@ from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.published.strategies import EXPERT_LRU
 from pshard.planner.routing.slot_promises import Pool, fill_pools, list_pools
-from pshard.routing.expert_cache import MOST_FOLLOW_TOKENS, POLICIES, ExpertCache, part_sizes
+from pshard.predicted_times import round_seconds
+from pshard.routing.followed import find_eligible, hold_slots
 from pshard.routing.record import RoutingRecord
-from pshard.times.predicted_times import round_seconds
 from pshard.units.divide_unit import count_shares
-from pshard.units.moe.followed import find_eligible, hold_slots
+from pshard.units.moe.expert_cache import MOST_FOLLOW_TOKENS, POLICIES, ExpertCache, part_sizes
 from pshard.workload import Workload
 
 SHARES = (0.3, 0.6, 0.95)  # of what experts take of VRAM: pools that are tried

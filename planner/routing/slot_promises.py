@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pshard.model import ModelSpec
-from pshard.routing.expert_cache import FOLLOW_TOKENS, MOST_FOLLOW_TOKENS, ExpertCache, pack_hits, slot_nbytes
 from pshard.routing.follow_use import UseFollower
+from pshard.routing.followed import numbers_of
 from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_tokens
 from pshard.units.divide_unit import count_shares
-from pshard.units.moe.followed import numbers_of
+from pshard.units.moe.expert_cache import FOLLOW_TOKENS, MOST_FOLLOW_TOKENS, ExpertCache, pack_hits, slot_nbytes
 from pshard.units.unit import Unit
 
 

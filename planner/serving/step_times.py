@@ -11,7 +11,7 @@ from pshard.plan import Placement, Variant
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad, tier_loads
-from pshard.times.predicted_times import tier_seconds
+from pshard.predicted_times import tier_seconds
 from pshard.units.divide_unit import arena_portion
 from pshard.units.unit import Unit
 

@@ -9,7 +9,7 @@ from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.check_plan import count_host_bytes
 from pshard.planner.price.host_limits import count_hosts
-from pshard.units.moe.followed import under_plan
+from pshard.routing.followed import under_plan
 from pshard.workload import MIB
 
 LEFT = 8  # a plan that leaves less than this part of host memory is worth a word

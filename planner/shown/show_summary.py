@@ -7,8 +7,8 @@ from pshard.plan import Variant
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import Words
 from pshard.planner.shown.memory_use import MemoryUse
+from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.print_table import print_whole
-from pshard.times.predicted_times import decode_rate, first_token_seconds
 from pshard.workload import Workload
 
 if TYPE_CHECKING:

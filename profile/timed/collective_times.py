@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.collectives import PUSHED
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import CollectiveTiming
-from pshard.times.collectives import PUSHED
 
 if TYPE_CHECKING:
     import torch

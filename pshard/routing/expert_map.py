@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
-from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.expert_uses import Uses, chosen_share
 from pshard.routing.order_experts import order_experts
 from pshard.units.divide_unit import count_shares
+from pshard.units.moe.expert_cache import ExpertCache
 from pshard.units.unit import Unit
 
 PLACES = ("pinned", "streamed", "in_place", "cpu")

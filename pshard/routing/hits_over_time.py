@@ -9,8 +9,8 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.routing.expert_map import TierExperts, map_experts
+from pshard.routing.followed import follow_plan, numbers_of, under_plan
 from pshard.routing.record import RoutingRecord
-from pshard.units.moe.followed import follow_plan, numbers_of, under_plan
 
 MOST_STRETCHES = 60  # of a course
 MOST_STEPS = 4000  # that are looked at: the first ones, some seconds of replay

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from pshard.routing.popularity import LayerPopularity, Popularity, pack_numbers, pack_uses
 from pshard.routing.record import RoutingRecord
+from pshard.units.moe.popularity import LayerPopularity, Popularity, pack_numbers, pack_uses
 
 
 def measure_popularity(record: RoutingRecord) -> Popularity:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pshard.model import ModelSpec
-from pshard.routing.popularity import Popularity
+from pshard.units.moe.popularity import Popularity
 from pshard.units.unit import Unit
 
 

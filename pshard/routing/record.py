@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pshard.routing.popularity import number_format
+from pshard.units.moe.popularity import number_format
 
 
 @dataclass(frozen=True, eq=False)

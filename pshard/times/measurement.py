@@ -67,7 +67,7 @@ class Measurement:
     command: str
     timeline: tuple[TimelineEvent, ...] = ()
     split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
-    reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.times.collectives; "" where nothing was
+    reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.collectives; "" where nothing was
     rank_peaks_mib: tuple[float, ...] = ()
     same_as: str = ""  # a strategy of the same bench whose plan does the same work on this machine: one plan, two names
     slot_hits: float | None = None  # share of decoding's choices of experts that were found in slots that follow use

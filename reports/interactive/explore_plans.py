@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from html import escape
 
 from pshard.plan import Placement, TierPlan, Variant
+from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.reports.figures.style import RESOURCE_NAMES, format_number, format_time
 from pshard.reports.interactive.svg import draw_box, draw_svg, write_text
 from pshard.reports.summary import WHERE
-from pshard.times.predicted_times import decode_rate, first_token_seconds
 
 MOST_BUDGETS = 24  # of one slider; a page of more is slow to open
 BOX, LEFT = 11.0, 120.0

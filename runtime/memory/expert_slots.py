@@ -16,8 +16,8 @@ import torch
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.routing.expert_cache import ExpertCache, part_sizes
 from pshard.routing.follow_use import HitCounts, Move, Turn
+from pshard.routing.followed import follow_plan, numbers_of
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import ExpertWeights, Packed
 from pshard.runtime.memory.host_side import HostSide
@@ -25,8 +25,8 @@ from pshard.runtime.memory.picks import Picks
 from pshard.runtime.memory.transfers import Transfers
 from pshard.steps.step import Compute
 from pshard.units.divide_unit import Piece
+from pshard.units.moe.expert_cache import ExpertCache, part_sizes
 from pshard.units.moe.experts import DOWN, GATE, UP
-from pshard.units.moe.followed import follow_plan, numbers_of
 
 ROLES = (GATE, UP, DOWN)
 

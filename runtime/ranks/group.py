@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.collectives import PUSHED, fastest_collective, wire_type
 from pshard.errors import UserError
 from pshard.machine import CollectiveTiming
 from pshard.runtime.devices.numa import bind_memory, place_rank, read_nodes, read_pci_node, read_siblings
@@ -27,7 +28,6 @@ from pshard.runtime.ranks.network import use_route_to
 from pshard.runtime.ranks.shared_memory import MESSAGE_BYTES, LateRank, open_exchange
 from pshard.runtime.ranks.started import read_number, started_ranks
 from pshard.runtime.ranks.watch import LOST_SECONDS, RankWatch
-from pshard.times.collectives import PUSHED, fastest_collective, wire_type
 
 if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
@@ -55,7 +55,7 @@ class Group:
         backend: what sums: "none" (one rank), "shm" (shared memory), "gloo", "nccl" or "peers" (GPUs that write into
             each other's memory; NCCL where that was measured to be faster).
         threads: CPU threads that this rank should use; cores: processors that it keeps to, its memory near them.
-        reduce_dtype: what parts are rounded to before they are summed: one of pshard.times.collectives.REDUCE_DTYPES.
+        reduce_dtype: what parts are rounded to before they are summed: one of pshard.collectives.REDUCE_DTYPES.
     """
 
     rank = 0

@@ -11,6 +11,7 @@ from pshard.errors import KernelRefused, NotPlanned, StepFailed, UserError, as_l
 from pshard.plan import Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.store import load_registry, own_plans
+from pshard.routing.followed import keep_slots
 from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.plan_beside import plan_beside
@@ -22,7 +23,6 @@ from pshard.server.scheduling.served_machine import Machine
 from pshard.session.open_plan import Opened, check_plan, replan_command
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
-from pshard.units.moe.followed import keep_slots
 
 if TYPE_CHECKING:
     from pshard.runtime.engine import Engine

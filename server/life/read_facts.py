@@ -9,11 +9,11 @@ from pshard.model import ModelSpec
 from pshard.plan import TierPlan, Variant
 from pshard.planner.serving.promise import promise_times
 from pshard.planner.serving.step_times import StepTimes, time_steps
+from pshard.predicted_times import tier_seconds
+from pshard.routing.followed import under_plan
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import PlanInForce, TierNow
-from pshard.times.predicted_times import tier_seconds
 from pshard.units.kv_cells import longest_sequence
-from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
 

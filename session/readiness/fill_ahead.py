@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.on_host import list_on_host
 from pshard.runtime.ranks.started import started_ranks
 from pshard.session.open_plan import check_plan
 from pshard.session.run_request import RunRequest, wanted_workload
 from pshard.session.this_machine import free_by_driver
-from pshard.units.moe.on_host import list_on_host
 from pshard.workload import MIB
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from pshard.commands import cli_plan
 from pshard.models import open_model
 from pshard.registries.profile_store import save_profile
 from pshard.registries.store import load_registry, save_variants
-from pshard.routing.expert_cache import POLICIES, ExpertCache, pack_hits, slot_nbytes
 from pshard.session.run_request import RunRequest
+from pshard.units.moe.expert_cache import POLICIES, ExpertCache, pack_hits, slot_nbytes
 
 TINY = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ffn": 64, "vocab": 258}
 ROUTED = {"n_experts": 4, "n_used": 2, "d_expert": 32, "d_shared": 32}

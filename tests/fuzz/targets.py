@@ -40,10 +40,10 @@ from pshard.planner.make_plan import plan_variant
 from pshard.registries.profile_store import load_profile, note_page_locks, recall_lockable
 from pshard.registries.routing_file import read_routing, write_routing
 from pshard.routing.measure_popularity import measure_popularity
-from pshard.routing.popularity import check_popularity
 from pshard.session.open_plan import Opened, check_plan, open_plan
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
+from pshard.units.moe.popularity import check_popularity
 from pshard.workload import Workload
 
 IDS = [5, 77, 200, 3]

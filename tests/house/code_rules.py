@@ -32,20 +32,9 @@ ARROWS = {
 }
 # files and folders of pshard/, from the bottom up: each may import those before it
 NOUNS = (
-    *(
-        "errors",
-        "paths",
-        "print_table",
-        "file_lock",
-        "jsonio",
-        "batch_sizes",
-        "quant",
-        "tensor",
-        "model_config",
-        "times",
-        "machine",
-    ),
-    *("units", "model", "workload", "cuts", "plan", "routing", "buffers", "steps"),
+    *("errors", "paths", "print_table", "file_lock", "jsonio", "batch_sizes", "quant", "tensor", "model_config"),
+    *("times", "machine", "collectives", "units", "model", "workload", "cuts", "plan", "predicted_times"),
+    *("on_host", "routing", "buffers", "steps"),
 )
 KINDS = {kind.name for kind in kinds.KINDS}
 DECLARED = {name for name, value in vars(kinds).items() if isinstance(value, UnitKind)}

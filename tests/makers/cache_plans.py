@@ -7,8 +7,8 @@ from plan_samples import make_variant
 from toy_kinds import CONTEXT
 
 from pshard.plan import TierPlan, Variant
-from pshard.routing.expert_cache import ExpertCache, slot_nbytes
-from pshard.routing.popularity import Popularity
+from pshard.units.moe.expert_cache import ExpertCache, slot_nbytes
+from pshard.units.moe.popularity import Popularity
 
 
 def cache_of(file: ExpertsFile, slots: int, policy: str = "frequency", admits: int = 3) -> ExpertCache:

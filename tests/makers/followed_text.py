@@ -11,9 +11,9 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.model_config import Experts
 from pshard.plan import Variant
 from pshard.routing.follow_use import HitCounts
+from pshard.routing.followed import under_plan
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.engine import Engine
-from pshard.units.moe.followed import under_plan
 
 FILE = skew_routers(ExpertsFile(Experts(16, 2, 96), layers=4, d_model=128), 0.5)
 CONTEXT = 256

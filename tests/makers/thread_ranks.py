@@ -27,12 +27,12 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.plan import TierPlan, Variant
-from pshard.routing.expert_cache import ExpertCache
-from pshard.routing.popularity import Popularity
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.ranks.group import Group
+from pshard.units.moe.expert_cache import ExpertCache
+from pshard.units.moe.popularity import Popularity
 from pshard.workload import Limits, Split
 
 

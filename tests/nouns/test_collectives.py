@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.collectives import PUSHED, fastest_collective, wire_type
 from pshard.machine import CollectiveTiming
 from pshard.runtime.ranks.group import TorchGroup
-from pshard.times.collectives import PUSHED, fastest_collective, wire_type
 
 TIMED = (
     CollectiveTiming("rows", 2, 1 << 14, 5e-6),

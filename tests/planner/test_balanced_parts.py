@@ -4,7 +4,7 @@ import pytest
 from golden.cases import CASES
 
 from pshard.planner.search import divide_ffns
-from pshard.times.predicted_times import round_seconds
+from pshard.predicted_times import round_seconds
 
 
 @pytest.mark.slow

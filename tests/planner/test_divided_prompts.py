@@ -29,9 +29,9 @@ from pshard.planner.search import climb
 from pshard.planner.search.divide_ffns import _keep_none
 from pshard.planner.search.residency_order import spread_parts
 from pshard.planner.show_plan import print_explanation
+from pshard.predicted_times import round_seconds
 from pshard.routing.expert_map import map_experts
 from pshard.steps.step import CopyIn, Join
-from pshard.times.predicted_times import round_seconds
 from pshard.units.moe import in_place
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.in_place import ways_to_read

@@ -18,8 +18,8 @@ from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import tier_steps
+from pshard.predicted_times import round_seconds
 from pshard.steps.step import AllReduce
-from pshard.times.predicted_times import round_seconds
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.workload import Workload

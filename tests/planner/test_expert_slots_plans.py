@@ -25,15 +25,15 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.routing.check_caches import check_caches
 from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
 from pshard.planner.routing.slot_promises import list_pools
-from pshard.routing.expert_cache import ExpertCache, pack_hits, slot_nbytes
+from pshard.predicted_times import round_seconds
 from pshard.routing.expert_map import map_experts
+from pshard.routing.followed import expect_hits, find_eligible
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import Refill, StepShape
-from pshard.times.predicted_times import round_seconds
-from pshard.units.moe.followed import expect_hits, find_eligible
+from pshard.units.moe.expert_cache import ExpertCache, pack_hits, slot_nbytes
 from pshard.units.share import Share
 from pshard.workload import Workload
 

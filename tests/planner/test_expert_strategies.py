@@ -30,7 +30,7 @@ from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.published.strategies import COPIED_FROM, NAMES, OF_EXPERTS, PER_TIER
 from pshard.planner.show_plan import print_outlook
-from pshard.times.predicted_times import round_seconds
+from pshard.predicted_times import round_seconds
 from pshard.workload import Workload
 
 LAYERS, COUNT = 48, 128  # of qwen3-30b-a3b

@@ -21,12 +21,12 @@ from pshard.planner.price.simulate import expect_later
 from pshard.planner.price.tier_costs import TierCosts, tier_costs
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.rank_task import RankTask
+from pshard.predicted_times import round_seconds
 from pshard.routing.expert_map import map_experts
 from pshard.routing.expert_uses import chosen_share, count_last, used_experts, used_nbytes, used_spread
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
-from pshard.routing.popularity import Popularity, pack_uses
-from pshard.times.predicted_times import round_seconds
+from pshard.units.moe.popularity import Popularity, pack_uses
 from pshard.units.operations import used_share
 from pshard.units.share import Share
 from pshard.workload import Workload

@@ -7,7 +7,7 @@ from golden.machines import find_machine
 from golden.shapes import make_shape
 
 from pshard.planner.make_plan import plan_variant
-from pshard.times.predicted_times import first_token_seconds
+from pshard.predicted_times import first_token_seconds
 from pshard.workload import Workload
 
 NEAR = 1.01  # of the fastest: a larger one may take so much longer

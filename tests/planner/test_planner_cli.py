@@ -28,9 +28,9 @@ from pshard.planner.price.example_sheets import main as write_examples
 from pshard.planner.published.strategies import NAMES
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.show_plan import print_explanation
+from pshard.predicted_times import round_seconds
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.registries.store import load_registry
-from pshard.times.predicted_times import round_seconds
 from pshard.units.state import StateShape
 from pshard.workload import Workload
 

@@ -25,7 +25,7 @@ from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.make_plan import plan_several, plan_variant, same_placements
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.times.predicted_times import round_seconds
+from pshard.predicted_times import round_seconds
 from pshard.workload import Workload
 
 PROFILE = profile_from_datasheet(DESKTOP)

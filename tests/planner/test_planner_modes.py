@@ -17,7 +17,7 @@ from pshard.planner.choose_mode import MORE_DEVICES_SHARE, plan_mode
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.search import exact
-from pshard.times.predicted_times import first_token_seconds, round_seconds
+from pshard.predicted_times import first_token_seconds, round_seconds
 from pshard.workload import Split, Workload
 
 FAST = profile_from_datasheet(replace(PAIR, collective_rate=100e9, copy_seconds=2e-6))

@@ -19,7 +19,7 @@ from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import tier_costs
-from pshard.times.predicted_times import round_seconds
+from pshard.predicted_times import round_seconds
 from pshard.workload import Workload
 
 GIB = 1 << 30

@@ -25,6 +25,7 @@ from planner_cases import (
     workloads,
 )
 
+from pshard import predicted_times as pace
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.plan import Variant
@@ -38,8 +39,7 @@ from pshard.planner.program.unit_classes import SIXTEENTHS
 from pshard.planner.published.strategies import list_strategies
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.round_times import plan_seconds
-from pshard.times import predicted_times as pace
-from pshard.times.predicted_times import first_token_seconds, tier_seconds
+from pshard.predicted_times import first_token_seconds, tier_seconds
 from pshard.units.divide_unit import list_shares, without_cpu
 from pshard.workload import Split, Workload
 

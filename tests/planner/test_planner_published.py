@@ -24,7 +24,7 @@ from pshard.planner.rank_task import RankTask
 from pshard.planner.search.round_times import plan_seconds, steps_seconds
 from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
 from pshard.planner.search.rounds.exact_tiers import perfect_round
-from pshard.times.predicted_times import round_seconds
+from pshard.predicted_times import round_seconds
 from pshard.workload import Workload
 
 

@@ -24,9 +24,9 @@ from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate, simulate_together
+from pshard.predicted_times import decode_seconds, first_token_seconds, round_seconds
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.steps.step import AllReduce
-from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
 from pshard.units.attention import ATTENTION
 from pshard.workload import Limits, Split, Workload
 

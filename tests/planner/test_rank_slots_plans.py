@@ -28,13 +28,13 @@ from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.routing.plan_slots import plan_slots
 from pshard.planner.routing.slot_promises import list_pools
 from pshard.planner.show_plan import print_explanation, print_variant
-from pshard.routing.expert_cache import pack_hits, slot_nbytes
+from pshard.predicted_times import round_seconds
 from pshard.routing.expert_map import map_experts
+from pshard.routing.followed import find_eligible, under_plan
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
-from pshard.times.predicted_times import round_seconds
-from pshard.units.moe.followed import find_eligible, under_plan
+from pshard.units.moe.expert_cache import pack_hits, slot_nbytes
 from pshard.workload import Workload
 
 SPEC = order_experts(FILE.spec, measure_popularity(DRIFTING))

@@ -19,9 +19,9 @@ from pshard.planner.serving.promise import USUAL_GAP, promise, promise_times
 from pshard.planner.serving.show_promise import describe_promise, show_rate
 from pshard.planner.serving.size_load import size_load
 from pshard.planner.serving.step_times import StepTimes, time_steps
+from pshard.predicted_times import decode_rate, first_token_seconds, round_seconds, tier_seconds
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import variant_key
-from pshard.times.predicted_times import decode_rate, first_token_seconds, round_seconds, tier_seconds
 from pshard.times.running_requests import covered_requests, running_shares, suggest_slots
 from pshard.workload import Workload
 

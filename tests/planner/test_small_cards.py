@@ -14,9 +14,9 @@ from pshard.planner.prepare_ranks import check_kernels
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.kernel_rates import RTX_4060, rate_of
+from pshard.predicted_times import round_seconds
 from pshard.registries.fingerprint import digest_profile
 from pshard.registries.profile_store import load_profile, save_profile
-from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 
 SHEET = MACHINES["rtx4060-ryzen-7700"]

@@ -17,10 +17,10 @@ from thread_ranks import random_tiers, run_ranks
 
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
-from pshard.routing.expert_cache import ExpertCache, slot_nbytes
 from pshard.routing.follow_use import HitCounts
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.runtime.engine import Engine
+from pshard.units.moe.expert_cache import ExpertCache, slot_nbytes
 
 CONTEXT = 96
 MODELS = {

@@ -21,15 +21,15 @@ from pshard.planner.check_plan import check_runnable
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.routing.plan_slots import plan_slots
+from pshard.predicted_times import round_seconds
 from pshard.routing.expert_map import map_experts
 from pshard.routing.follow_use import HitCounts
+from pshard.routing.followed import follow_plan, under_plan
 from pshard.routing.hits_over_time import follow_hits
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_run
-from pshard.times.predicted_times import round_seconds
-from pshard.units.moe.followed import follow_plan, under_plan
 from pshard.workload import Workload
 
 RATES = replace(DESKTOP, link=2e9, host_memory=2e9, host_flops=1e9, handoff_seconds=5e-6)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from registry_samples import make_registry, make_tier, make_variant
 from routing_samples import make_record
 
+from pshard.collectives import REDUCE_DTYPES
 from pshard.jsonio import to_json
 from pshard.plan import (
     REGISTRY_VERSION,
@@ -28,9 +29,8 @@ from pshard.plan import (
 )
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
-from pshard.routing.expert_cache import ExpertCache, pack_hits
 from pshard.routing.measure_popularity import measure_popularity
-from pshard.times.collectives import REDUCE_DTYPES
+from pshard.units.moe.expert_cache import ExpertCache, pack_hits
 from pshard.workload import Workload
 
 POPULARITY = measure_popularity(make_record(50, layers=2))

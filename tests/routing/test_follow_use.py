@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_samples import make_drifting_record, make_record
 
-from pshard.routing.expert_cache import ExpertCache, check_cache, miss_uses, pack_hits
 from pshard.routing.follow_use import DECAY, HitCounts, UseFollower
 from pshard.routing.replay_slots import replay_run, replay_tokens
+from pshard.units.moe.expert_cache import ExpertCache, check_cache, miss_uses, pack_hits
 
 LAYERS, EXPERTS, USED = 3, 6, 2
 

@@ -13,8 +13,8 @@ from pshard.models import open_model
 from pshard.registries.routing_file import fingerprint_routers
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
-from pshard.routing.popularity import check_popularity, pack_numbers, pack_uses, unpack_numbers, unpack_uses
 from pshard.runtime.memory.kv_file import fingerprint_model
+from pshard.units.moe.popularity import check_popularity, pack_numbers, pack_uses, unpack_numbers, unpack_uses
 
 
 def test_the_most_used_come_first_and_ties_go_to_the_lower_number() -> None:

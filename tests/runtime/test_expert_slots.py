@@ -17,7 +17,7 @@ from test_routing import draw_text, record_text
 from pshard.model_config import Experts
 from pshard.plan import Variant
 from pshard.planner.check_plan import check_runnable
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
+from pshard.routing.followed import follow_plan, keep_slots
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
@@ -27,7 +27,7 @@ from pshard.runtime.devices import device
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampling
-from pshard.units.moe.followed import follow_plan, keep_slots
+from pshard.units.moe.expert_cache import FOLLOW_TOKENS, ExpertCache
 
 IN_PLACE, KEPT = ("streamed", None), ("streamed", None, 0, 2)
 SHARED, PINNED = ("streamed", None, 3, 2), ("pinned", None, 5)  # with the CPU

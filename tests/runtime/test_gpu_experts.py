@@ -15,16 +15,16 @@ from plan_samples import make_tier, make_variant
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.models import open_model
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache, slot_nbytes
 from pshard.routing.follow_use import HitCounts
+from pshard.routing.followed import follow_plan
 from pshard.routing.measure_popularity import measure_popularity
-from pshard.routing.popularity import Popularity
 from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_run
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
+from pshard.units.moe.expert_cache import FOLLOW_TOKENS, ExpertCache, slot_nbytes
 from pshard.units.moe.experts import EXPERTS
-from pshard.units.moe.followed import follow_plan
+from pshard.units.moe.popularity import Popularity
 from pshard.units.moe.router import ROUTER
 
 pytestmark = pytest.mark.gpu

@@ -17,11 +17,11 @@ from pshard.planner.routing.measure_hits import measure_hits
 from pshard.routing.expert_map import map_experts
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
-from pshard.routing.popularity import Popularity
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
+from pshard.units.moe.popularity import Popularity
 
 
 def open_recorder(

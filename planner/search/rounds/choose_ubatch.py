@@ -15,7 +15,7 @@ from pshard.planner.search.climb import TierSearch
 from pshard.planner.search.polish_tiers import rank_starts
 from pshard.planner.search.program_starts import START_GAP, affordable_slots
 from pshard.planner.search.residency_order import arrange_residency
-from pshard.times.predicted_times import prefill_seconds
+from pshard.predicted_times import prefill_seconds
 from pshard.workload import Workload
 
 SMALLER_BATCH_SHARE = 0.99  # of a prompt's time: what smaller micro-batches must stay below

@@ -7,10 +7,10 @@ import numpy as np
 
 from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
-from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.follow_use import UseFollower
 from pshard.routing.order_experts import order_experts
 from pshard.units.divide_unit import count_shares
+from pshard.units.moe.expert_cache import ExpertCache
 from pshard.units.unit import Unit
 
 

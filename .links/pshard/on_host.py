@@ -1,0 +1,1 @@
+../../pshard/on_host.py

@@ -1,0 +1,1 @@
+../../pshard/predicted_times.py
