@@ -16,7 +16,7 @@ from pshard.collectives import fastest_collective
 from pshard.errors import UserError
 from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
-from pshard.planner.price.delta.delta_tables import DeltaTables
+from pshard.planner.price.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
 from pshard.quant import packed_nbytes
 from pshard.times.curves import Curve, interpolate

@@ -18,7 +18,7 @@ from pshard.runtime.memory.kv_cache import KV_DTYPES
 from pshard.runtime.memory.workspace import view_buffers
 from pshard.units.attention import ATTENTION_PIECES
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
-from pshard.units.latent.latent_attention import latent_pieces
+from pshard.units.latent_attention import latent_pieces
 from pshard.units.moe.routed import scratch_of
 from pshard.units.operations import DeltaNet
 

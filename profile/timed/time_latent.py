@@ -8,7 +8,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import AttentionTiming
 from pshard.profile.timed.time_kernels import KernelBench, index_rows, time_series
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
-from pshard.units.latent.latent_attention import latent_pieces
+from pshard.units.latent_attention import latent_pieces
 from pshard.units.operations import AttendLatent
 from pshard.units.state import LatentState, StateShape
 

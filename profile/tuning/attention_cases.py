@@ -14,7 +14,7 @@ from pshard.runtime.kernels.gpu.default_tiles import pairs_together
 from pshard.runtime.memory.workspace import view_buffers
 from pshard.times.gpu_tiles import ANY_BATCH
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
-from pshard.units.latent.latent_attention import latent_pieces
+from pshard.units.latent_attention import latent_pieces
 from pshard.units.moe.routed import scratch_of
 from pshard.units.operations import Attend, AttendLatent
 

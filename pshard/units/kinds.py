@@ -1,10 +1,10 @@
 """The kinds of units that models are made of. A new one is one more file beside this, and one more name here."""
 
 from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
-from pshard.units.delta.delta_net import DELTA_NET
+from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
-from pshard.units.latent.latent_attention import LATENT_ATTENTION
+from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS

@@ -9,7 +9,7 @@ from pshard.model_config import ModelConfig
 from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
 from pshard.runtime.kernels.api import DeltaWeights, Packed
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.delta.delta_net import (
+from pshard.units.delta_net import (
     CONV,
     DECAY,
     HEAD_NORM,

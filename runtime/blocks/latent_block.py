@@ -1,4 +1,4 @@
-"""Multi-head latent attention with absorbed matrices: see pshard/units/latent/latent_attention.py."""
+"""Multi-head latent attention with absorbed matrices: see pshard/units/latent_attention.py."""
 
 import torch
 
@@ -6,7 +6,7 @@ from pshard.model_config import ModelConfig
 from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
 from pshard.runtime.memory.kv_cache import view_cells
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.latent.latent_attention import (
+from pshard.units.latent_attention import (
     KEY_B,
     KV_A,
     KV_NORM,

@@ -16,7 +16,7 @@ from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.runtime.checkpoints.checkpoints import Checkpoint
 from pshard.runtime.residents import Snapshot
-from pshard.units.delta.delta_net import QUERY_KEY, TAIL, delta_of
+from pshard.units.delta_net import QUERY_KEY, TAIL, delta_of
 from pshard.units.unit import Unit
 
 

@@ -44,7 +44,7 @@ from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.units.attention import QKV
 from pshard.units.kv_cells import KV_BLOCK, kv_nbytes, longest_sequence, window_start
-from pshard.units.latent.latent_attention import KV_A
+from pshard.units.latent_attention import KV_A
 from pshard.units.state import CellState, FixedState, LatentState, StateShape
 
 MAGIC, VERSION = b"pshardkv", 2

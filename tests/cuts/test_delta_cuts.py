@@ -15,7 +15,7 @@ from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.runtime.memory.weights import pack_unit, view_unit
-from pshard.units.delta.delta_net import DELTA_NET, OUT, QUERY_KEY, VALUE
+from pshard.units.delta_net import DELTA_NET, OUT, QUERY_KEY, VALUE
 
 RATIOS = [(1.0, 1.0), (1.0, 0.0), (0.3, 0.7), (0.0, 1.0, 1.0), (1.0, 2.0, 1.0)]
 

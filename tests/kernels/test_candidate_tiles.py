@@ -38,7 +38,7 @@ from pshard.runtime.memory.workspace import view_buffers  # noqa: E402
 from pshard.times.gpu_tiles import ANY_BATCH, Tile, TileChoice  # noqa: E402
 from pshard.units.attention import decode_pieces  # noqa: E402
 from pshard.units.kv_cells import KV_BLOCK  # noqa: E402
-from pshard.units.latent.latent_attention import latent_pieces  # noqa: E402
+from pshard.units.latent_attention import latent_pieces  # noqa: E402
 from pshard.units.moe.routed import scratch_of  # noqa: E402
 
 if READY and DEVICE == "cpu":

@@ -23,7 +23,7 @@ from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
 from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
 from pshard.runtime.memory.kv_cache import KV_DTYPES  # noqa: E402
 from pshard.units.kv_cells import KV_BLOCK, kv_nbytes  # noqa: E402
-from pshard.units.latent.latent_attention import latent_pieces  # noqa: E402
+from pshard.units.latent_attention import latent_pieces  # noqa: E402
 
 if READY and DEVICE == "cpu":
     mend_interpreter()

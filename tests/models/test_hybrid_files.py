@@ -29,7 +29,7 @@ from pshard.models import open_model
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.units.attention import ATTENTION
-from pshard.units.delta.delta_net import DELTA_NET
+from pshard.units.delta_net import DELTA_NET
 from pshard.units.state import FixedState, StateShape
 from pshard.workload import Workload
 

@@ -19,7 +19,7 @@ from pshard.models import open_model
 from pshard.planner.choose_mode import plan_split
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.units.kv_cells import check_kv_types
-from pshard.units.latent.latent_attention import LATENT_ATTENTION
+from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.state import LatentState, StateShape
 from pshard.workload import Workload
 

@@ -11,7 +11,7 @@ from plan_samples import make_tier
 
 from pshard.models import open_model
 from pshard.runtime.kernels.plain import PlainKernels
-from pshard.units.delta.delta_net import DELTA_NET
+from pshard.units.delta_net import DELTA_NET
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 256

@@ -14,7 +14,7 @@ from pshard.runtime.kernels.api import RopeTable, Segment
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.units.kv_cells import KV_BLOCK
-from pshard.units.latent.latent_attention import LATENT_ATTENTION, latent_pieces
+from pshard.units.latent_attention import LATENT_ATTENTION, latent_pieces
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 256

@@ -22,7 +22,7 @@ from plan_samples import make_tier, random_places, shrink_places
 from thread_ranks import run_ranks
 
 from pshard.models import ModelFile, open_model
-from pshard.units.delta.delta_net import DELTA_NET
+from pshard.units.delta_net import DELTA_NET
 
 CONTEXT = 256
 CLOSE = 1e-5  # of the logits' deviation

@@ -17,7 +17,7 @@ from thread_ranks import random_tiers, run_ranks
 
 from pshard.errors import UserError
 from pshard.models import ModelFile, open_model
-from pshard.units.latent.latent_attention import LATENT_ATTENTION
+from pshard.units.latent_attention import LATENT_ATTENTION
 
 CONTEXT, VOCAB = 128, 320
 CLOSE = 1e-5  # of the logits' deviation

@@ -17,7 +17,7 @@ from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.row_index import part_rows
 from pshard.times.gpu_tiles import ANY_BATCH, Tile
 from pshard.units.attention import DECODE_PROGRAMS
-from pshard.units.latent.latent_attention import HEADS_TOGETHER, latent_pieces
+from pshard.units.latent_attention import HEADS_TOGETHER, latent_pieces
 
 COLS_TOGETHER, HEAD_ROWS = 64, 64
 
