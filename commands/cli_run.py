@@ -199,7 +199,7 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
     text = None if args.tokens else engine.tokenizer.stream()
     constraint = None
     if grammar:
-        from pshard.runtime.drawing.grammar import follow_grammar
+        from pshard.runtime.sampling.grammar import follow_grammar
 
         constraint = follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab)
     made = engine.generate(prompt, most_tokens(args.predict), sampling, text=False, constraint=constraint)

@@ -261,7 +261,7 @@ class Engine:
         Args:
             prompt: text (needs a tokenizer) or token ids.
             max_tokens: at most so many; it ends before at an end-of-text token or a full context.
-            constraint: what tokens may come, as of a grammar (pshard.runtime.drawing.grammar).
+            constraint: what tokens may come, as of a grammar (pshard.runtime.sampling.grammar).
             text: yield pieces of text (whole characters; U+FFFD at the end for one not completed), else token ids.
         """
         ids = _encode(self.tokenizer, prompt)

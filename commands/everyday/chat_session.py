@@ -88,7 +88,7 @@ def _hold(
         tell_once(f"note: {UNTAUGHT.format(most)}")
 
     def constrain() -> Any:
-        from pshard.runtime.drawing.grammar import follow_grammar
+        from pshard.runtime.sampling.grammar import follow_grammar
 
         return follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab) if grammar else None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import new_parser, parse_concurrency, parse_count, parse_mib, run_cli
-from pshard.commands.parsing.sampling_flags import add_drawing_flags, make_sampling
+from pshard.commands.parsing.sampling_flags import add_sampler_flags, make_sampling
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
 from pshard.errors import UserError
 from pshard.planner.serving.size_load import check_slots
@@ -43,7 +43,7 @@ def make_parser() -> ArgumentParser:
     add_batch_flags(parser)
     _add_serving_flags(parser.add_argument_group("serving"))
     _add_door_flags(parser.add_argument_group("who may ask"))
-    add_drawing_flags(parser)
+    add_sampler_flags(parser)
     return parser
 
 

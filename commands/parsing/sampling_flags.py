@@ -16,11 +16,11 @@ LETTERS = {"e": "penalties", "k": "top_k", "p": "top_p", "m": "min_p", "t": "tem
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to a parser."""
-    add_drawing_flags(parser)
+    add_sampler_flags(parser)
     _add_form_flags(parser)
 
 
-def add_drawing_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampler_flags(parser: argparse.ArgumentParser) -> None:
     """Those that say how tokens are drawn."""
     draw = parser.add_argument_group("sampling")
     draw.add_argument("--temp", type=float, default=0.8, help="temperature; 0 is greedy (default 0.8)")
@@ -58,8 +58,8 @@ def _add_form_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_sampling(args: argparse.Namespace) -> "Sampling":
     """What the flags say. Raises UserError for values that mean nothing."""
-    from pshard.runtime.drawing.chain import Penalties
     from pshard.runtime.sampling import Sampling
+    from pshard.runtime.sampling.chain import Penalties
 
     if args.samplers and args.sampling_seq:
         raise UserError("--samplers and --sampling-seq exclude each other; give one")

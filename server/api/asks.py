@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Generation:
     """How answers are made. most: tokens of each, None: as many as the context has room for. stops: texts that end it
     and are no part of it. choices: answers to each prompt. likely: so many likeliest tokens are told beside each token;
     None: no log-probabilities. ignore_end: go on past the end of the text."""
@@ -71,7 +71,7 @@ class ChatAsk:
     """
 
     messages: tuple[Message, ...]
-    drawing: Drawing
+    generation: Generation
     answering: Answering
     tools: tuple[Tool, ...] = ()
     choice: str | tuple[str] = "none"
@@ -94,7 +94,7 @@ class CompletionAsk:
     """Prompts to be continued: texts or token ids. echo: the prompt is part of the answer."""
 
     prompts: tuple[str | tuple[int, ...], ...]
-    drawing: Drawing
+    generation: Generation
     answering: Answering
     echo: bool = False
     schema: dict[str, Any] | None = None

@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from pshard.runtime.sampling import Sampling
-from pshard.server.api.asks import ChatAsk, Drawing
+from pshard.server.api.asks import ChatAsk, Generation
 from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_completion import check_jobs, read_answering
 from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.api.read_tools import choice_kind, read_choice, read_tools, tool_kind
-from pshard.server.api.tables.drawing_fields import Most, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.tables.fields import (
     Field,
     Fields,
@@ -25,6 +24,7 @@ from pshard.server.api.tables.fields import (
     read_fields,
 )
 from pshard.server.api.tables.other_names import refuse_others
+from pshard.server.api.tables.sampling_fields import Most, read_format, read_sampling, read_stops, sampling_table
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ARGUMENTS = (  # of a template: no others, as a template may do anything with what it is given
@@ -70,7 +70,7 @@ def chat_table(limits: Limits) -> Table:
         Field("modalities", Items(OneOf(("text",)), 1), None),
         Field("audio", Refused("is not taken: this model makes text")),
         Field("web_search_options", Refused("is not taken: this server reaches no network", ())),
-        *drawing_table(limits),
+        *sampling_table(limits),
         *refuse_others("/v1/chat/completions"),
     )
 
@@ -81,7 +81,7 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
     if v["top_logprobs"] is not None and not v["logprobs"]:
         raise bad_field("top_logprobs", "is only for logprobs: true")
     check_jobs(1, v["n"], limits)
-    drawing = Drawing(
+    generation = Generation(
         v["max_completion_tokens"] or v["max_tokens"],
         read_sampling(v, usual, vocab),
         read_stops(v["stop"]),
@@ -92,7 +92,7 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
     tools = read_tools(v["tools"], limits)
     ask = ChatAsk(
         read_messages(number_places(v["messages"], "messages")),
-        drawing,
+        generation,
         read_answering(v),
         tools,
         read_choice(v["tool_choice"], tools),

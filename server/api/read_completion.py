@@ -3,19 +3,19 @@
 from typing import Any
 
 from pshard.runtime.sampling import Sampling
-from pshard.server.api.asks import Answering, CompletionAsk, Drawing
+from pshard.server.api.asks import Answering, CompletionAsk, Generation
 from pshard.server.api.faults import Fault, bad_field
 from pshard.server.api.limits import Limits
-from pshard.server.api.tables.drawing_fields import (
+from pshard.server.api.tables.fields import ByType, Field, Flag, Items, Table, Text, Whole, read_fields
+from pshard.server.api.tables.other_names import refuse_others
+from pshard.server.api.tables.sampling_fields import (
     MOST_TOKENS,
     Most,
-    drawing_table,
     read_format,
     read_sampling,
     read_stops,
+    sampling_table,
 )
-from pshard.server.api.tables.fields import ByType, Field, Flag, Items, Table, Text, Whole, read_fields
-from pshard.server.api.tables.other_names import refuse_others
 
 USUAL_MOST = 16  # as OpenAI has it
 
@@ -62,7 +62,7 @@ def completion_table(limits: Limits, vocab: int) -> Table:
         Field("echo", Flag(), False, "the prompt is part of the answer"),
         Field("logprobs", Whole(0, limits.top), None),
         Field("best_of", refuse_more, None, "only equal to n"),
-        *drawing_table(limits),
+        *sampling_table(limits),
         *refuse_others("/v1/completions"),
     )
 
@@ -75,7 +75,7 @@ def read_completion(body: Any, table: Table, usual: Sampling, limits: Limits, vo
     if v["max_tokens"] == 0 and not v["echo"]:
         raise bad_field("max_tokens", "is 1 or more; 0 is for echo, which scores the prompt")
     check_jobs(len(v["prompt"]), v["n"], limits)
-    drawing = Drawing(
+    generation = Generation(
         v["max_tokens"],
         read_sampling(v, usual, vocab),
         read_stops(v["stop"]),
@@ -83,7 +83,9 @@ def read_completion(body: Any, table: Table, usual: Sampling, limits: Limits, vo
         v["logprobs"],
         v["ignore_eos"],
     )
-    return CompletionAsk(v["prompt"], drawing, read_answering(v), v["echo"], read_format(v["response_format"], limits))
+    return CompletionAsk(
+        v["prompt"], generation, read_answering(v), v["echo"], read_format(v["response_format"], limits)
+    )
 
 
 def read_answering(v: dict[str, Any]) -> Answering:

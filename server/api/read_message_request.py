@@ -3,13 +3,12 @@
 from typing import Any
 
 from pshard.runtime.sampling import Sampling
-from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message
+from pshard.server.api.asks import Answering, ChatAsk, Generation, Message
 from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
 from pshard.server.api.read_tools import check_schema, check_tools, read_choice, read_tool
-from pshard.server.api.tables.drawing_fields import Most, drawing_table, read_sampling
 from pshard.server.api.tables.fields import (
     ByType,
     Field,
@@ -24,6 +23,7 @@ from pshard.server.api.tables.fields import (
     read_fields,
 )
 from pshard.server.api.tables.other_names import refuse_others
+from pshard.server.api.tables.sampling_fields import Most, read_sampling, sampling_table
 
 BILLING = "x-anthropic-billing-header:"  # of Claude Code; it differs with every request, and says nothing to a model
 CLEARS = "clear_thinking"  # edits that ask for what templates do anyway
@@ -46,7 +46,7 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
     output = Fields((Field("effort", OneOf(EFFORTS), None), Field("format", format, None)))
     edits = Fields((Field("edits", Items(Object(), 64), ()),))
     elsewhere = ("n", "stop", "response_format", "stream_options", "return_token_ids", "stream")
-    drawing = tuple(field for field in drawing_table(limits) if field.name not in elsewhere)
+    generation = tuple(field for field in sampling_table(limits) if field.name not in elsewhere)
     return (
         Field("model", Text(256), ""),
         Field("messages", Items(Object(), limits.messages, 1), needed=True),
@@ -62,7 +62,7 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
         Field("stream", Flag(), False),
         Field("container", Refused("is not taken: nothing is run here")),
         Field("mcp_servers", Refused("is not taken: this server reaches no others")),
-        *drawing,
+        *generation,
         *refuse_others("/v1/messages"),
     )
 
@@ -87,7 +87,7 @@ def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limit
     return check_chat(
         ChatAsk(
             read_messages(messages),
-            Drawing(
+            Generation(
                 v["max_tokens"],
                 read_sampling(v, usual, vocab),
                 tuple(dict.fromkeys(v["stop_sequences"])),

@@ -4,13 +4,12 @@ from base64 import b64decode, b64encode
 from typing import Any
 
 from pshard.runtime.sampling import Sampling
-from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message, Tool
+from pshard.server.api.asks import Answering, ChatAsk, Generation, Message, Tool
 from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
 from pshard.server.api.read_tools import check_tools, read_choice, read_response_tools
-from pshard.server.api.tables.drawing_fields import Most, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.tables.fields import (
     ByType,
     Field,
@@ -26,6 +25,7 @@ from pshard.server.api.tables.fields import (
     read_fields,
 )
 from pshard.server.api.tables.other_names import refuse_others
+from pshard.server.api.tables.sampling_fields import Most, read_format, read_sampling, read_stops, sampling_table
 
 STATELESS = "is not taken: nothing is stored here; send the whole conversation as input"
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -35,7 +35,7 @@ SEAL = "pshard:"  # clients that keep no reasoning as text bring it back in this
 def responses_table(limits: Limits) -> Table:
     """Fields of a request to /v1/responses."""
     skipped = ("n", "response_format", "stream_options", "logprobs", "return_token_ids")
-    shared = tuple(field for field in drawing_table(limits) if field.name not in skipped)
+    shared = tuple(field for field in sampling_table(limits) if field.name not in skipped)
     words = OneOf(("none", "auto", "required"))
     named = Fields(
         (Field("type", OneOf(("function", "custom")), needed=True), Field("name", Text(128, 1), needed=True))
@@ -85,7 +85,7 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
     """What a request to /v1/responses asks for. Raises Fault by the field that is wrong."""
     v = read_fields(body, table)
     likely = v["top_logprobs"] or 0 if LOGPROBS in v["include"] or v["top_logprobs"] else None
-    drawing = Drawing(
+    generation = Generation(
         v["max_output_tokens"],
         read_sampling(v, usual, vocab),
         read_stops(v["stop"]),
@@ -99,7 +99,7 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
     messages += read_messages(items)
     ask = ChatAsk(
         join_systems(messages),
-        drawing,
+        generation,
         Answering(v["stream"]),
         tools,
         read_choice(v["tool_choice"], tools),

@@ -6,9 +6,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pshard.server.api.asks import Drawing
+from pshard.server.api.asks import Generation
 from pshard.server.api.faults import Fault
-from pshard.server.api.tables.drawing_fields import seed_choice
+from pshard.server.api.tables.sampling_fields import seed_choice
 from pshard.server.http.desk import Desk
 from pshard.server.http.running import Running
 from pshard.server.jobs import Ended, Event, Job, Likely, Made, Progress
@@ -27,7 +27,7 @@ class Asked:
     id: str
     key: str
     prompts: Sequence[Prompt]
-    drawing: Drawing
+    generation: Generation
     constrain: "Callable[[], Constraint] | None" = None
     scored: bool = False
 
@@ -48,9 +48,9 @@ class Answers:
     """All answers of a request, made at once; `all` has them in order, choices of the same prompt together."""
 
     def __init__(self, desk: Desk, asked: Asked) -> None:
-        self._choices, self._ping = asked.drawing.choices, desk.limits.ping_seconds
+        self._choices, self._ping = asked.generation.choices, desk.limits.ping_seconds
         self._prompts = asked.prompts
-        tokenizer, stops = desk.model.tokenizer, asked.drawing.stops
+        tokenizer, stops = desk.model.tokenizer, asked.generation.stops
         pairs = [(prompt, choice) for prompt in asked.prompts for choice in range(self._choices)]
         self.all = [Answer(prompt, AnswerReader(tokenizer, stops, prompt.format)) for prompt, _ in pairs]
         context = desk.model.context
@@ -58,7 +58,7 @@ class Answers:
         if desk.apart:
             jobs = [replace(job, salt=asked.key) for job in jobs]
         self._ends = [
-            frozenset[int]() if job.stops or asked.drawing.ignore_end else a.prompt.ends
+            frozenset[int]() if job.stops or asked.generation.ignore_end else a.prompt.ends
             for job, a in zip(jobs, self.all)
         ]
         self._running = Running(desk.service, jobs, desk.board)
@@ -142,7 +142,7 @@ def _end(answer: Answer, parts: list[Delta], reason: str) -> Iterator[Delta]:
 
 def make_job(asked: Asked, prompt: Prompt, choice: int, index: int, context: int) -> Job:
     """One answer as the scheduler takes it."""
-    d = asked.drawing
+    d = asked.generation
     room = context - len(prompt.ids) + 1
     most = room if d.most is None else min(d.most, room)
     single = most == 1 and d.likely is not None  # an end is a token too, where harnesses leave out the last one

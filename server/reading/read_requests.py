@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from pshard.server.api.asks import Answering, ChatAsk, CompletionAsk, Drawing
+from pshard.server.api.asks import Answering, ChatAsk, CompletionAsk, Generation
 from pshard.server.api.faults import bad_field
 from pshard.server.api.read_chat import read_chat
 from pshard.server.api.read_completion import read_completion
@@ -86,7 +86,7 @@ def tokenize(reader: Reader, body: Body) -> bytes:
     if v["messages"] is not None:
         messages = read_messages(number_places(v["messages"], "messages"))
         tools = read_tools(v["tools"], reader.limits)
-        ask = ChatAsk(messages, Drawing(None, reader.usual), Answering(), tools, read_choice(None, tools))
+        ask = ChatAsk(messages, Generation(None, reader.usual), Answering(), tools, read_choice(None, tools))
         ids = prompts.count_chat(ask)
     elif v["prompt"] is not None:  # as vLLM has it
         ids = tokenizer.encode(v["prompt"], v["add_special_tokens"])

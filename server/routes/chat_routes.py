@@ -38,7 +38,7 @@ class _Told:
     answers: Answers
 
     def logprobs(self, entries: tuple[Any, ...]) -> dict[str, Any] | None:
-        return None if self.ask.drawing.likely is None else show_chat_logprobs(entries, self.desk.words)
+        return None if self.ask.generation.likely is None else show_chat_logprobs(entries, self.desk.words)
 
 
 async def chat(desk: Desk, call: Call) -> Reply:
@@ -61,7 +61,7 @@ async def prepare_chat(desk: Desk, ask: ChatAsk, prompt: Prompt, id: str, key: s
     if ask.forced or ask.schema is not None:
         mark, seconds = prompt.format.mark if prompt.format else "", desk.limits.compile_seconds
         guide = await desk.off_loop(desk.guides.follow_ask, ask, desk.limits.calls, mark, seconds=seconds)
-    return Answers(desk, Asked(id, key, [prompt], ask.drawing, guide))
+    return Answers(desk, Asked(id, key, [prompt], ask.generation, guide))
 
 
 def reason_of(answer: Answer) -> str:

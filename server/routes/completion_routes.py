@@ -33,11 +33,11 @@ class _Told:
     echoes: tuple[Echo, ...]
 
     def echo(self, index: int) -> Echo:
-        return self.echoes[index // self.ask.drawing.choices] if self.echoes else Echo("", ())
+        return self.echoes[index // self.ask.generation.choices] if self.echoes else Echo("", ())
 
     def logprobs(self, index: int, entries: tuple[Entry, ...], begins: bool) -> dict[str, Any] | None:
         """Those of some of an answer; `begins`: of its beginning, where the prompt's own stand."""
-        if self.ask.drawing.likely is None:
+        if self.ask.generation.likely is None:
             return None
         echo = self.echo(index)
         shifted = tuple(replace(entry, offset=entry.offset + len(echo.text)) for entry in entries)
@@ -54,8 +54,8 @@ async def complete(desk: Desk, call: Call) -> Reply:
         seconds = desk.limits.compile_seconds
         guide = await desk.off_loop(desk.guides.follow_schema, ask.schema, "response_format", seconds=seconds)
     heading = desk.head("cmpl-")
-    scored = ask.echo and ask.drawing.likely is not None
-    answers = Answers(desk, Asked(heading.id, call.key, prompts, ask.drawing, guide, scored))
+    scored = ask.echo and ask.generation.likely is not None
+    answers = Answers(desk, Asked(heading.id, call.key, prompts, ask.generation, guide, scored))
     told = _Told(desk, ask, heading, answers, echoes)
     answers.start()
     if ask.answering.stream:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pshard.errors import StepFailed
-from pshard.runtime.sampling import NO_NUMBERS, Sampler
+from pshard.runtime.sampling.sampler import NO_NUMBERS, Sampler
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.server.jobs import Likely
 from pshard.server.scheduling.job_run import JobRun

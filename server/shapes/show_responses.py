@@ -53,7 +53,7 @@ class OutputItems:
 
     def __init__(self, words: TokenWords, ask: ChatAsk, seals: bool = False) -> None:
         """seals: reasoning comes as `encrypted_content` too."""
-        self._words, self._tells, self._seals = words, ask.drawing.likely is not None, seals
+        self._words, self._tells, self._seals = words, ask.generation.likely is not None, seals
         self._tools = {tool.name: tool for tool in ask.tools}
         self.done: list[Item] = []
         self._item: Item | None = None  # the one that is made

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pshard.runtime.drawing.grammar import spell_schema
+from pshard.runtime.sampling.grammar import spell_schema
 from pshard.server.api.asks import Tool
 from pshard.server.text.call_reader import CLOSES
 

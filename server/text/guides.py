@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pshard.errors import UserError
-from pshard.runtime.drawing.grammar import Grammar, GrammarWords, open_words
+from pshard.runtime.sampling.grammar import Grammar, GrammarWords, open_words
 from pshard.server.api.asks import ChatAsk, Tool
 from pshard.server.api.faults import Fault
 from pshard.server.text.call_schemas import as_object, schema_of_calls, write_either

@@ -1,4 +1,4 @@
-"""Greedy drawing over ranks: the best of the parts is the best of the whole, and only candidates travel."""
+"""Greedy sampling over ranks: the best of the parts is the best of the whole, and only candidates travel."""
 
 import random
 from pathlib import Path

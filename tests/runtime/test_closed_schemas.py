@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pshard.models import open_model
-from pshard.runtime.drawing.close_objects import close_objects
-from pshard.runtime.drawing.grammar import GrammarWords, Tokenizer, open_words
+from pshard.runtime.sampling.close_objects import close_objects
+from pshard.runtime.sampling.grammar import GrammarWords, Tokenizer, open_words
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 VOCAB = 1024

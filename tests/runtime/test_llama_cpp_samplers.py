@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pshard.models import open_model
-from pshard.runtime.drawing.chain import Penalties
 from pshard.runtime.sampling import Sampler, Sampling
+from pshard.runtime.sampling.chain import Penalties
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo.gguf"
 PROMPT = "ROMEO:\nGood lady, hear the night, the night"

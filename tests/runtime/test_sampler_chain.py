@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pshard.errors import StepFailed, UserError
-from pshard.runtime.drawing.chain import SAMPLERS, Candidates, Penalties, keep_mass, keep_near_best, keep_usual
 from pshard.runtime.sampling import Sampler, Sampling
+from pshard.runtime.sampling.chain import SAMPLERS, Candidates, Penalties, keep_mass, keep_near_best, keep_usual
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.gguf"
 
@@ -162,7 +162,7 @@ def test_a_draw_from_the_best_that_a_constraint_allows_is_that_from_all() -> Non
 
 
 def test_a_grammar_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pshard.runtime.drawing.grammar import follow_grammar
+    from pshard.runtime.sampling.grammar import follow_grammar
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match="pip install llguidance"):
@@ -172,7 +172,7 @@ def test_a_grammar_without_its_package_says_what_to_install(monkeypatch: pytest.
 def test_words_of_a_grammar_allow_what_its_mask_allows() -> None:
     pytest.importorskip("llguidance")
     from pshard.models import open_model
-    from pshard.runtime.drawing.grammar import follow_grammar
+    from pshard.runtime.sampling.grammar import follow_grammar
 
     with open_model(DEMO) as file:
         tokenizer, vocab = file.tokenizer(), file.spec.config.vocab
@@ -188,7 +188,7 @@ def test_words_of_a_grammar_allow_what_its_mask_allows() -> None:
 def test_a_schema_that_grows_too_large_is_an_error_of_who_gave_it_and_tells_nothing_of_the_answer() -> None:
     pytest.importorskip("llguidance")
     from pshard.models import open_model
-    from pshard.runtime.drawing.grammar import follow_grammar
+    from pshard.runtime.sampling.grammar import follow_grammar
 
     letters = {"type": "string", "pattern": "^(([a-z]{1,100}){1,100}){1,100}$"}
     schema = {"type": "object", "properties": {"a": letters}, "required": ["a"]}

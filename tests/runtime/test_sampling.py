@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pshard.runtime.drawing.chain import BLOCK, find_largest
 from pshard.runtime.sampling import Sampler, Sampling
+from pshard.runtime.sampling.chain import BLOCK, find_largest
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -14,7 +14,7 @@ from small_service import demo_model
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
-from pshard.runtime.drawing.grammar import open_words
+from pshard.runtime.sampling.grammar import open_words
 from pshard.server.api.limits import DEFAULT_LIMITS
 from pshard.server.http.make_app import make_app
 from pshard.server.text import guides

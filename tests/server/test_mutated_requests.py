@@ -26,11 +26,18 @@ CHAT = [
     {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
     {"role": "tool", "tool_call_id": "c", "content": "1"},
 ]
-DRAWING = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["\n\n"], "logit_bias": {"5": 1}, "presence_penalty": 1}
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 1,
+    "stop": ["\n\n"],
+    "logit_bias": {"5": 1},
+    "presence_penalty": 1,
+}
 RIGHT: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": "hi", "max_tokens": 4, "logprobs": 1, "echo": True, "n": 2, **DRAWING}),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 4, "logprobs": 1, "echo": True, "n": 2, **SAMPLING}),
     ("/v1/completions", {"prompt": [[1, 2], [3]], "stream": True, "stream_options": {"include_usage": True}}),
-    ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 5, **DRAWING}),
+    ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 5, **SAMPLING}),
     ("/v1/chat/completions", {"messages": CHAT, "stream": True, "tools": [{"type": "function", "function": FUNCTION}],
                               "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": False}}),
     ("/v1/chat/completions", {"messages": CHAT, "response_format": {

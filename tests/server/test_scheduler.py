@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pshard.errors import UserError
-from pshard.runtime.drawing.chain import Penalties
 from pshard.runtime.sampling import Sampler, Sampling
+from pshard.runtime.sampling.chain import Penalties
 from pshard.server.jobs import Ended, Job, Progress
 from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.pace import Pace, StepLoad

@@ -13,8 +13,8 @@ from test_engine_thread import PATIENCE, Waiter, ready, wait_for
 from tiles_in_use import tiles_in_use
 
 from pshard.models import open_model
-from pshard.runtime.drawing.chain import Penalties
-from pshard.runtime.sampling import NO_NUMBERS, Sampling
+from pshard.runtime.sampling.chain import Penalties
+from pshard.runtime.sampling.sampler import NO_NUMBERS, Sampling
 from pshard.server.jobs import Ended, Job, Progress
 from pshard.server.life.serve_model import name_of
 from pshard.server.scheduling.promises import Promises
@@ -118,7 +118,7 @@ def test_a_seed_draws_the_same_in_company(serve, sampling):
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=5)])
 def test_a_schema_is_kept_to_by_masks_on_the_device_as_by_whole_rows(serve, sampling):
     pytest.importorskip("llguidance")
-    from pshard.runtime.drawing.grammar import follow_grammar
+    from pshard.runtime.sampling.grammar import follow_grammar
 
     with open_model(DEMO) as file:
         tokenizer, vocab = file.tokenizer(), file.spec.config.vocab

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.runtime.drawing.close_objects import close_objects
+from pshard.runtime.sampling.close_objects import close_objects
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pshard.errors import StepFailed, UserError
-from pshard.runtime.drawing.chain import (
+from pshard.runtime.sampling.chain import (
     NO_PENALTIES,
     SAMPLERS,
     Candidates,

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from pshard.runtime.drawing.chain import Penalties
 from pshard.runtime.sampling import Sampling
+from pshard.runtime.sampling.chain import Penalties
 from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_tools import check_schema
@@ -68,7 +68,7 @@ class Most:
         return {"anyOf": [self._count.schema(), {"const": -1}]}
 
 
-def drawing_table(limits: Limits) -> Table:
+def sampling_table(limits: Limits) -> Table:
     """Fields that chat and completions share."""
     return (
         Field("temperature", Number(0, 2), about="0: the likeliest token, always"),
