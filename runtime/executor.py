@@ -28,7 +28,7 @@ from pshard.runtime.memory.weights import HostWeights, LentWeights
 from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
 from pshard.runtime.texts.choose_rows import RowChooser
-from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
+from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
 from pshard.runtime.walks.ahead_program import AheadProgram, make_ahead
 from pshard.runtime.walks.ready_walk import Foresee, WalkMaker
 from pshard.runtime.walks.walk import PromptGraphs, copy_in
@@ -82,14 +82,14 @@ class Executor:
             places = zip(plan.caches, self.arena.pools)
             pools = (SlotPool(*place, spec, plan, device, self.transfers, self.host) for place in places)
             slots = ExpertSlots(tuple(pools), self.host.picks)
-            means = Means(spec, device, group, self.host, self.transfers, widths or (), join_cells, slots)
-            self._means, self.meanwhile = means, means.meanwhile
+            context = RunContext(spec, device, group, self.host, self.transfers, widths or (), join_cells, slots)
+            self._context, self.meanwhile = context, context.meanwhile
             if self.host.is_locked:
                 self.transfers.make_ring()
                 self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
             graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
-            self.walks = WalkMaker(means, self.residents, states, graphs)
+            self.walks = WalkMaker(context, self.residents, states, graphs)
         except BaseException:
             self._unlock_host_memory()
             raise
@@ -97,7 +97,7 @@ class Executor:
     @property
     def slots(self) -> ExpertSlots:
         """Experts that follow use."""
-        return self._means.slots
+        return self._context.slots
 
     @property
     def link_bytes(self) -> int:
@@ -148,7 +148,7 @@ class Executor:
             return self._in_force[1]
         self.device.synchronize()
         self.switches += self._in_force is not None
-        reach = reach_old(used(), self._means.join_cells)
+        reach = reach_old(used(), self._context.join_cells)
         self.residents.leave(tier, reach)
         self.device.synchronize()  # what arrives, and scratch, may lie where states were
         carved = self.arena.carve(tier)
@@ -165,7 +165,7 @@ class Executor:
         pins, states = self.residents.settle(tier)
         for step in self._program(tier, False)[0].entering:
             if isinstance(step, CopyIn):
-                copy_in(self._means, in_force, step, ())
+                copy_in(self._context, in_force, step, ())
             elif step.unit in (pins if step.what == "weights" else states):
                 arrived = self.residents.bring(step, reach)
                 if arrived is not None:  # of two copies the last: those of a lane happen in turn

@@ -10,7 +10,7 @@ from pshard.batch_sizes import LOGIT_ROWS
 from pshard.runtime.best_logits import find_best
 from pshard.runtime.blocks.block import Side
 from pshard.runtime.texts.choose_rows import RowChooser
-from pshard.runtime.tier_in_force import Means, TierInForce
+from pshard.runtime.tier_in_force import RunContext, TierInForce
 
 
 class Logits:
@@ -26,14 +26,14 @@ class Logits:
 
     def __init__(
         self,
-        means: Means,
+        context: RunContext,
         tier: TierInForce,
         wanted: tuple[torch.Tensor, torch.Tensor],
         count: int,
     ) -> None:
-        self._means, self._tier, self._wanted = means, tier, wanted
+        self._context, self._tier, self._wanted = context, tier, wanted
         self.count, self.made = count, wanted[1].shape[0]
-        self.gathered = bool(means.logit_widths) and 0 < count <= LOGIT_ROWS
+        self.gathered = bool(context.logit_widths) and 0 < count <= LOGIT_ROWS
         self._best_only = False
         self._chooser: RowChooser | None = None
         self.kept: list[torch.Tensor] = []
@@ -46,7 +46,7 @@ class Logits:
         this rank's columns. chooser: takes whole rows where they are, instead of `kept`."""
         self._best_only = best_only
         # of rows that are whole nowhere before they are put together on the host, `Executor.run` chooses
-        whole = self.gathered or self._means.group.size == 1
+        whole = self.gathered or self._context.group.size == 1
         self._chooser = chooser if whole and not best_only else None
 
     def tables(self, side: Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -61,7 +61,7 @@ class Logits:
             self._pending, own = self._view(side, rows.shape[0])
             yield rows, own
             if self.gathered:
-                self._means.group.gather_logits(self._pending, self._means.logit_widths)
+                self._context.group.gather_logits(self._pending, self._context.logit_widths)
             self._pending = self._pending[: self.count - start]
             if not on_device:
                 self._take(self._pending)
@@ -71,7 +71,7 @@ class Logits:
         """This rank has no column: it takes the others' where they are put together on the GPUs."""
         if self.gathered:
             table = self._view(self._tier.side, self.made)[0]
-            self._means.group.gather_logits(table, self._means.logit_widths)
+            self._context.group.gather_logits(table, self._context.logit_widths)
             self._pending = table[: self.count]
 
     @property
@@ -85,7 +85,7 @@ class Logits:
 
     def has_some(self) -> bool:
         """Whether rows are wanted that are computed or put together on this rank's device."""
-        return self.count > 0 and bool(self._means.spec.units[-1].tensors or self.gathered)
+        return self.count > 0 and bool(self._context.spec.units[-1].tensors or self.gathered)
 
     @property
     def is_brought(self) -> bool:
@@ -95,9 +95,9 @@ class Logits:
     def bring(self) -> None:
         """Start to copy all wanted rows from the device to the host."""
         table = self.on_device
-        if table.shape[1] == self._means.spec.config.vocab:
-            self._lent = self._means.host.lent.take(self.count)
-        self._means.device.bring(self._on_host(table), table)
+        if table.shape[1] == self._context.spec.config.vocab:
+            self._lent = self._context.host.lent.take(self.count)
+        self._context.device.bring(self._on_host(table), table)
 
     def expect(self) -> None:
         """All wanted rows are on the device: a replayed graph has written them without telling."""
@@ -111,7 +111,7 @@ class Logits:
         if self.make_next is not None:
             self.make_next()
             self.make_next = None
-        self._means.meanwhile.begin()
+        self._context.meanwhile.begin()
         if best is not None:
             self.kept.append(best.cpu())
         elif self._chooser is not None:
@@ -119,15 +119,15 @@ class Logits:
         else:
             here = self._on_host(self._pending)
             if brought is None:
-                self._means.device.receive(here, self._pending)
+                self._context.device.receive(here, self._pending)
             else:
-                self._means.device.host_wait(brought)
+                self._context.device.host_wait(brought)
             self._take(here)
         self._pending = None
 
     def gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
-        group, spec = self._means.group, self._means.spec
+        group, spec = self._context.group, self._context.spec
         pipeline = spec.neighbours is not None
         if self.count and not self.gathered and self._chooser is None:
             own = torch.cat(self.kept) if self.kept else self._keep(torch.empty(self.count, 0))
@@ -141,7 +141,7 @@ class Logits:
     def _on_host(self, table: torch.Tensor) -> torch.Tensor:
         if self._lent is not None:
             return self._lent
-        return self._means.host.logits[: table.numel()].view(table.shape)
+        return self._context.host.logits[: table.numel()].view(table.shape)
 
     def _view(self, side: Side, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where n rows of logits are left on a side, and this rank's columns of them."""
@@ -152,13 +152,13 @@ class Logits:
         return tables[key]
 
     def _carve(self, side: Side, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        flat, own = side.space.tensors["logits"].flatten(), sum(t.rows for t in self._means.spec.units[-1].matrices)
+        flat, own = side.space.tensors["logits"].flatten(), sum(t.rows for t in self._context.spec.units[-1].matrices)
         if not self.gathered:
             table = flat[: n * own].view(n, own)
             return table, table
-        widths = self._means.logit_widths
+        widths = self._context.logit_widths
         table = flat[: n * sum(widths)].view(n, sum(widths))
-        start = sum(widths[: self._means.group.rank])
+        start = sum(widths[: self._context.group.rank])
         return table, table[:, start : start + own]
 
     def _take(self, here: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Reach, pair_runs
 from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_brought, view_portion
-from pshard.runtime.tier_in_force import BoundUnit, Means, StagedState
+from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
 from pshard.steps.step import Bring, Compute
 from pshard.units.divide_unit import Portion, divide_unit, find_portion, joined_width
 from pshard.units.state import State, StateShape
@@ -130,16 +130,16 @@ class Residents:
         there = parts(self._view(unit, carved.state_stage))
         return StagedState(self._law(unit), there, parts(self._on_host[unit]))
 
-    def bind(self, step: Compute, carved: Carved, tokens: int, means: Means) -> BoundUnit:
+    def bind(self, step: Compute, carved: Carved, tokens: int, context: RunContext) -> BoundUnit:
         """The unit of a step with its weights and state where they are in the tier for so many tokens."""
         unit, block = self._spec.unit(step.unit), self._block(step.unit)
-        is_partial = means.sums and unit.kind.adds
+        is_partial = context.sums and unit.kind.adds
         begun = is_partial and step.unit in self._spec.onto_parts
         if not unit.tensors:
             return BoundUnit(block.contribute_nothing, is_partial, begun)
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved), device)
-        weights = means.slots.attach(tokens, step, weights)
+        weights = context.slots.attach(tokens, step, weights)
         if not step.part:
             state = self._state_of(step, carved)
             norm, leaves = block.first_norm(weights), block.ends_in_product(weights) and not is_partial

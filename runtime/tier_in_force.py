@@ -171,7 +171,7 @@ class IndexRoom:
 
 
 @dataclass(frozen=True)
-class Means:
+class RunContext:
     """What every micro-batch of an executor works with.
 
     Attributes:

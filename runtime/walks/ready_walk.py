@@ -13,7 +13,7 @@ from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.logits import Logits
 from pshard.runtime.residents import Residents
-from pshard.runtime.tier_in_force import IndexView, Means, TierInForce
+from pshard.runtime.tier_in_force import IndexView, RunContext, TierInForce
 from pshard.runtime.walks.ahead_program import AheadProgram
 from pshard.runtime.walks.step_sizes import fill_rows
 from pshard.runtime.walks.walk import MicroBatch, PromptGraphs
@@ -57,9 +57,9 @@ class WalkMaker:
         exact: whether small micro-batches are computed so that no bit of a row depends on the other rows.
     """
 
-    def __init__(self, means: Means, residents: Residents, states: StateShape, graphs: PromptGraphs) -> None:
-        self._means, self._residents, self._states, self._graphs = means, residents, states, graphs
-        self._ids = means.host.ids
+    def __init__(self, context: RunContext, residents: Residents, states: StateShape, graphs: PromptGraphs) -> None:
+        self._context, self._residents, self._states, self._graphs = context, residents, states, graphs
+        self._ids = context.host.ids
         self._next: ReadyWalk | None = None
         self.exact = False
 
@@ -86,13 +86,13 @@ class WalkMaker:
         self._next = None
 
     def _prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
-        config, tokens = self._means.spec.config, sum(s.tokens for s in segments)
+        config, tokens = self._context.spec.config, sum(s.tokens for s in segments)
         kernels, filled = tier.side.kernels, (tokens, len(logit_rows))
         fills = tokens <= SMALL_BATCH and kernels.repeatable and kernels.fills
         exact = fills and self.exact
         if fills:
             filled = fill_rows(tokens, tier.tokens, exact), fill_rows(len(logit_rows), tier.tokens, exact)
-        written, here, there = tier.index_rows(self._means.host.index, segments, logit_rows, filled)
+        written, here, there = tier.index_rows(self._context.host.index, segments, logit_rows, filled)
         cells = max(s.past + s.tokens for s in segments)
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._states.context)
         bound = self._states.context if exact else bound
@@ -105,7 +105,7 @@ class WalkMaker:
             acc_ids = tier.ids_rows(filled[0])
             unsent.append((acc_ids, self._ids[: filled[0]]))
         batch = MicroBatch(ids, acc_ids, segments, *rows, tuple(unsent))
-        logits = Logits(self._means, tier, (here.wanted, there.wanted), len(logit_rows))
-        walk = AheadWalk(self._means, self._residents, tier, batch, logits, self._graphs)
+        logits = Logits(self._context, tier, (here.wanted, there.wanted), len(logit_rows))
+        walk = AheadWalk(self._context, self._residents, tier, batch, logits, self._graphs)
         numbers = [number for span in list_spans(segments) for number in span]
         return ReadyWalk(tier, segments, logit_rows, walk, (written, here), (numbers, spans))

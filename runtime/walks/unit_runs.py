@@ -8,15 +8,15 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import SUM_NORMS
 from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
 from pshard.runtime.residents import Residents
-from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
+from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
 from pshard.steps.step import AllReduce, Compute
 
 
 class UnitRuns:
     """The units of a micro-batch. `work`: by side, "acc" or "cpu"."""
 
-    def __init__(self, means: Means, residents: Residents, tier: TierInForce, work: dict[str, Work]) -> None:
-        self._means, self._residents, self._tier, self._work = means, residents, tier, work
+    def __init__(self, context: RunContext, residents: Residents, tier: TierInForce, work: dict[str, Work]) -> None:
+        self._context, self._residents, self._tier, self._work = context, residents, tier, work
 
     def can_record(self, on: str) -> bool:
         """Whether that side's kernels may be written down, and made again as one call."""
@@ -26,7 +26,7 @@ class UnitRuns:
         """The step's unit where it lies; found once in a tier."""
         unit = self._tier.bound.get(step)
         if unit is None:
-            unit = self._residents.bind(step, self._tier.carved, self._tier.tokens, self._means)
+            unit = self._residents.bind(step, self._tier.carved, self._tier.tokens, self._context)
             self._tier.bound[step] = unit
         return unit
 
@@ -34,7 +34,7 @@ class UnitRuns:
         """Bind the units of steps whose kernels are one native call, which comes next."""
         for step in steps:
             self.bind(step)
-        self._means.meanwhile.begin()
+        self._context.meanwhile.begin()
 
     def run(
         self,
@@ -54,16 +54,16 @@ class UnitRuns:
         else:
             alone = entering is None and following is None
             unit.run(work, ALONE if alone else Residual(entering, following=following))
-        picks = self._means.host.picks
+        picks = self._context.host.picks
         wanted = picks is not None and picks.wants(self._tier.tokens)
-        if picks is not None and wanted and self._means.spec.unit(step.unit).kind.routing == "makes":
-            picks.bring(step.unit, work.side, work.rows, self._means.device)
+        if picks is not None and wanted and self._context.spec.unit(step.unit).kind.routing == "makes":
+            picks.bring(step.unit, work.side, work.rows, self._context.device)
 
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """Steps on the accelerator, or on the CPU without their sums; a sum goes with the norm of the unit that follows
         it where there is a kernel for both."""
-        if self._means.device.kind == "cpu":
-            self._means.meanwhile.begin()
+        if self._context.device.kind == "cpu":
+            self._context.meanwhile.begin()
         entering = part = None
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):
@@ -82,7 +82,7 @@ class UnitRuns:
 
     def _may_leave(self, part: torch.Tensor) -> bool:
         """Whether what makes a part that a sum takes along may leave some of that to the sum."""
-        return part.shape[0] > SMALL_BATCH or self._means.group.pushes(part)
+        return part.shape[0] > SMALL_BATCH or self._context.group.pushes(part)
 
     def _find_branch(self) -> torch.Tensor:
         return self._tier.side.space.rows("branch", self._work["acc"].rows.tokens)
@@ -91,9 +91,9 @@ class UnitRuns:
         """Where the part of a sum that comes next goes: `branch`, as float32 or as what it is rounded to anyway where
         the unit alone, all at once, makes it."""
         part = self._find_branch()
-        if step.on != "acc" or step.part or step.unit in self._means.sum_rows or self.bind(step).begun:
+        if step.on != "acc" or step.part or step.unit in self._context.sum_rows or self.bind(step).begun:
             return part
-        dtype = self._means.group.part_dtype(*part.shape)
+        dtype = self._context.group.part_dtype(*part.shape)
         return part.flatten().view(dtype)[: part.numel()].view(part.shape)
 
     def _norm_after(self, step: Compute, following: Compute | AllReduce | None) -> torch.Tensor | None:
@@ -105,10 +105,10 @@ class UnitRuns:
 
     def _sum_for(self, following: Compute | AllReduce | None, part: torch.Tensor) -> PendingSum | None:
         """What `following` is to add of parts as it normalises; None when the sum must be made by itself."""
-        side, group = self._tier.side, self._means.group
-        if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._means.spec.sum_norms:
+        side, group = self._tier.side, self._context.group
+        if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._context.spec.sum_norms:
             return None
-        unit, exchange = self._means.spec.unit(following.unit), group.row_exchange(*part.shape)
+        unit, exchange = self._context.spec.unit(following.unit), group.row_exchange(*part.shape)
         begins_with_norm = unit.kind.adds or unit.kind.routing == "makes"  # of all rows: the output's is of wanted ones
         if exchange is None or not unit.tensors or not begins_with_norm:
             return None
@@ -117,9 +117,9 @@ class UnitRuns:
     def add_sum(self, on: str, unit: str, part: torch.Tensor | None = None) -> None:
         """The sum of the ranks' parts of a unit onto the residual stream of a side, normalised first where the model
         does so. part: None: `branch`."""
-        side, group, n = self._work[on].side, self._means.group, self._work[on].rows.tokens
+        side, group, n = self._work[on].side, self._context.group, self._work[on].rows.tokens
         hidden, part = side.space.rows("hidden", n), side.space.rows("branch", n) if part is None else part
-        row = self._means.sum_rows.get(unit)
+        row = self._context.sum_rows.get(unit)
         if row is None:
             group.add_sum(hidden, part)
             return

@@ -15,7 +15,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
 from pshard.runtime.residents import Residents, view_rows
-from pshard.runtime.tier_in_force import Means, TierInForce
+from pshard.runtime.tier_in_force import RunContext, TierInForce
 from pshard.runtime.walks.unit_runs import UnitRuns
 from pshard.runtime.walks.walk_program import HostRun, Launch, WalkProgram
 from pshard.steps.graph_runs import is_launch_bound
@@ -74,22 +74,21 @@ class Walk:
 
     def __init__(
         self,
-        means: Means,
+        context: RunContext,
         residents: Residents,
         tier: TierInForce,
         batch: MicroBatch,
         logits: Logits,
         graphs: PromptGraphs,
     ) -> None:
-        self._means, self._residents, self._tier, self.batch = means, residents, tier, batch
-        self.logits, self._graphs, self._device = logits, graphs, means.device
+        self._context, self._residents, self._tier, self.batch = context, residents, tier, batch
+        self.logits, self._graphs, self._device = logits, graphs, context.device
         self._tokens, self._filled = batch.ids.shape[0], batch.acc_rows.tokens
-        self._host_space, self._acc_space = means.host.side.space, tier.side.space
-        work = {
-            "cpu": Work(means.host.side, batch.host_rows, batch.ids, logits),
-            "acc": Work(tier.side, batch.acc_rows, batch.acc_ids, logits, means.group.peers if means.sums else None),
-        }
-        self._units = UnitRuns(means, residents, tier, work)
+        self._host_space, self._acc_space = context.host.side.space, tier.side.space
+        peers = context.group.peers if context.sums else None
+        acc = Work(tier.side, batch.acc_rows, batch.acc_ids, logits, peers)
+        work = {"cpu": Work(context.host.side, batch.host_rows, batch.ids, logits), "acc": acc}
+        self._units = UnitRuns(context, residents, tier, work)
         self._side = "cpu"
         self._freed: Any = None
         self._once = False  # whether nothing of this walk will be done again in the same way
@@ -168,8 +167,8 @@ class Walk:
         if written and logits.is_brought:
             logits.bring()
         self.batch.unsent = ()
-        self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in launch.brought)
-        self._means.transfers.link_bytes += sum(map(self._count_read, launch.reading))
+        self._context.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in launch.brought)
+        self._context.transfers.link_bytes += sum(map(self._count_read, launch.reading))
         self._left = self._device.mark() if leaving or written else None
         if output:
             if written:
@@ -180,16 +179,16 @@ class Walk:
 
     def _count_read(self, step: Compute) -> int:
         """Bytes that kernels are expected to read over the link: what is chosen only they know."""
-        means, key = self._means, (step, self._tokens)
+        context, key = self._context, (step, self._tokens)
         if key not in self._tier.reads:
-            unit = means.spec.unit(step.unit)
-            uses = means.spec.uses_outside(step.unit, self._tier.tokens)
-            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, uses)
+            unit = context.spec.unit(step.unit)
+            uses = context.spec.uses_outside(step.unit, self._tier.tokens)
+            self._tier.reads[key] = read_nbytes(unit, step.share, context.spec.config, self._tokens, uses)
         return self._tier.reads[key]
 
     def _may_repeat(self) -> bool:
         """Whether addresses and launch sizes are the same where the key of launches is."""
-        locked = self._means.host.is_locked  # a graph cannot take transfers from or to pageable memory
+        locked = self._context.host.is_locked  # a graph cannot take transfers from or to pageable memory
         return not self._once and self._tier.side.kernels.repeatable and self.logits.fits() and locked
 
     def _repeats(self, key: tuple, launch: Launch) -> bool:
@@ -199,7 +198,7 @@ class Walk:
         if self._tokens <= SMALL_BATCH:
             return True
         # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
-        spec, full = self._means.spec, len(self.batch.segments) == 1 and self._tokens == self._tier.tokens
+        spec, full = self._context.spec, len(self.batch.segments) == 1 and self._tokens == self._tier.tokens
         bound = full and is_launch_bound(map(spec.unit, launch.units), spec.config, self._tokens)
         return bound and self._graphs.may_repeat(key)
 
@@ -234,7 +233,7 @@ class Walk:
         if self._side == step.to:
             return  # the last one: logits were delivered as they were computed
         if step.to == "acc":
-            self._means.transfers.link_bytes += sum(self._send(name) for name in step.carries)
+            self._context.transfers.link_bytes += sum(self._send(name) for name in step.carries)
         else:
             self._wait_for_rows(step.carries)
         self._side = step.to
@@ -243,7 +242,7 @@ class Walk:
         """Until the accelerator's rows are on the host, for a unit on the CPU. Its threads wake meanwhile."""
         if self._device.kind != "cpu":  # which has computed by now
             native.expect_work()
-            self._means.meanwhile.begin()
+            self._context.meanwhile.begin()
         if self._left is None:
             for name in names:
                 self._device.receive(*self._rows(name))
@@ -252,19 +251,19 @@ class Walk:
             self._left = None
 
     def _join(self, step: Join) -> None:
-        there, here = view_joined(self._means, self._tier, self._filled, step)
+        there, here = view_joined(self._context, self._tier, self._filled, step)
         self._device.send(there, here)
-        self._means.transfers.link_bytes += here.nbytes
+        self._context.transfers.link_bytes += here.nbytes
 
     def _all_reduce(self, step: AllReduce) -> None:
         self._units.add_sum(self._side, step.unit)
 
     def _receive(self, step: Receive) -> None:
         self._side = "acc"
-        self._means.group.receive(self._rows("hidden")[1], step.source)
+        self._context.group.receive(self._rows("hidden")[1], step.source)
 
     def _hand_on(self, step: Send) -> None:
-        self._means.group.send(self._rows("hidden")[1], step.target)
+        self._context.group.send(self._rows("hidden")[1], step.target)
 
     def _gather(self, step: Gather) -> None:
         self.logits.gather()
@@ -274,21 +273,21 @@ class Walk:
     def _copy_in(self, step: CopyIn) -> None:
         if self._freed is None:  # a copy that had to wait for this micro-batch
             self._freed = self._device.mark()
-        copy_in(self._means, self._tier, step, (self._freed,))
+        copy_in(self._context, self._tier, step, (self._freed,))
 
     def _refill(self, step: Refill) -> None:
-        self._means.slots.begin(self._tier.tokens, self._tokens)
+        self._context.slots.begin(self._tier.tokens, self._tokens)
 
     def _free(self, step: Free) -> None:
         self._freed = self._device.mark()
 
     @cached_property
     def _old(self) -> Reach:
-        return reach_old(self.batch.segments, self._means.join_cells)
+        return reach_old(self.batch.segments, self._context.join_cells)
 
     @cached_property
     def _new(self) -> Reach:
-        return reach_new(self.batch.segments, self._means.join_cells)
+        return reach_new(self.batch.segments, self._context.join_cells)
 
     def _decide(self, step: FetchKV | WriteBack) -> Copies:
         """What a step copies whose bytes are decided now."""
@@ -302,14 +301,14 @@ class Walk:
     def _fetch_state(self, step: FetchKV) -> None:
         tier, written = self._tier, self._residents.written
         after = (*tier.stage_free, written[step.unit]) if step.unit in written else tier.stage_free
-        done = self._means.transfers.bring(self._decide(step), after)
+        done = self._context.transfers.bring(self._decide(step), after)
         if done is not None:
             tier.stage_ready.append(done)
 
     def _write_back(self, step: WriteBack) -> None:
         tier = self._tier
         tier.stage_free = [self._device.mark()]  # the unit over it was the last thing given to the compute lane
-        done = self._means.transfers.take_back(self._decide(step), tier.stage_free)
+        done = self._context.transfers.take_back(self._decide(step), tier.stage_free)
         if done is None:  # another rank holds all of this unit's state
             return
         self._residents.written[step.unit] = done
@@ -317,19 +316,19 @@ class Walk:
         tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
 
 
-def view_joined(means: Means, tier: TierInForce, tokens: int, step: Join) -> tuple[torch.Tensor, torch.Tensor]:
+def view_joined(context: RunContext, tier: TierInForce, tokens: int, step: Join) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the CPU's part of a unit goes on the accelerator, and where it is on the host."""
-    there, here = tier.carved.row_stage, means.host.rows
+    there, here = tier.carved.row_stage, context.host.rows
     return view_rows(there, tokens, step.width), view_rows(here, tokens, step.width)
 
 
-def copy_in(means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...]) -> None:
+def copy_in(context: RunContext, tier: TierInForce, step: CopyIn, after: tuple[Any, ...]) -> None:
     """Start to copy what is streamed of a unit to its slot."""
     copies = tier.copies.get(step)
     if copies is None:
-        unit, slot = means.spec.unit(step.unit), tier.carved.slots[step.slot]
-        copies = tier.copies[step] = means.transfers.cut_portion(slot, divide_unit(unit, step.share).brought)
-    tier.arrived[step.slot] = means.transfers.bring_weights(step.unit, copies, after)
+        unit, slot = context.spec.unit(step.unit), tier.carved.slots[step.slot]
+        copies = tier.copies[step] = context.transfers.cut_portion(slot, divide_unit(unit, step.share).brought)
+    tier.arrived[step.slot] = context.transfers.bring_weights(step.unit, copies, after)
 
 
 ACTS: dict[type, Callable[[Walk, Any], None]] = {

@@ -77,7 +77,7 @@ class AheadWalk(Walk):
         if delivering:
             logits.bring()
         self._side, self.batch.unsent = "acc", ()
-        self._means.transfers.link_bytes += sum(map(self._count_bytes, stretch.parts))
+        self._context.transfers.link_bytes += sum(map(self._count_bytes, stretch.parts))
         if output:
             if written:
                 logits.expect()
@@ -103,7 +103,7 @@ class AheadWalk(Walk):
     def _taken(self, part: Await) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied, to and from."""
         if isinstance(part.taken, Join):
-            return [view_joined(self._means, self._tier, self._filled, part.taken)]
+            return [view_joined(self._context, self._tier, self._filled, part.taken)]
         return [self._rows(name)[::-1] for name in part.taken.carries]
 
     def _count_bytes(self, part: Any) -> int:

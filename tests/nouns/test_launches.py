@@ -74,7 +74,7 @@ def make_space() -> SimpleNamespace:
 def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespace, **group: Any) -> Walk:
     """A walk whose hidden states are the accelerator's."""
     kernels = SimpleNamespace(repeatable=True, fuses_sums=True, forget=lambda: None)
-    means: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         device=device, group=SimpleNamespace(**group), transfers=SimpleNamespace(link_bytes=0),
         host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={}, sums=False,
         meanwhile=Meanwhile(),
@@ -84,7 +84,7 @@ def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespa
     rows: Any = SimpleNamespace(tokens=1, cells=1024, longest=0)
     ids = torch.zeros(1, dtype=torch.int64)
     batch = MicroBatch(ids, ids, (), rows, rows, ())
-    walk = Walk(means, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
+    walk = Walk(context, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
     walk._side = "acc"
     return walk
 
