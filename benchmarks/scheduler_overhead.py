@@ -22,8 +22,8 @@ from pshard.planner.serving.step_times import StepTimes, TierSteps
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.jobs import Event, Job
-from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.promises import Promises
+from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.scheduler import Scheduler, run_step
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.scheduling.tally import Tally
@@ -107,7 +107,7 @@ def time_steps(texts: int, steps: int, sampling: Sampling) -> float:
     scheduler = Scheduler(IdleMachine(texts), Promises(), Tally(time.monotonic()))
     for i in range(texts):
         job = Job(f"job{i}", (i % VOCAB,), steps + 2 * WARM, sampling)
-        scheduler.jobs.line.add(JobRun(job, Deaf(), time.monotonic()))
+        scheduler.jobs.line.add(Request(job, Deaf(), time.monotonic()))
     taken = []
     for _ in range(WARM + steps):
         start = time.perf_counter()

@@ -10,13 +10,13 @@ from pshard.errors import StepFailed
 from pshard.runtime.sampling.sampler import NO_NUMBERS, Sampler
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.server.jobs import Likely
-from pshard.server.scheduling.job_run import JobRun
+from pshard.server.scheduling.request import Request
 
 MOST = 256  # best logits that are asked for; a draw from more takes all of them
 FEWEST = 2  # of best logits when log-probabilities are wanted: with one the pool does not add up the others
 
 
-def make_sampler(run: JobRun, vocab: int) -> Sampler:
+def make_sampler(run: Request, vocab: int) -> Sampler:
     """What draws a job's tokens. Raises UserError for settings that the model cannot follow."""
     job = run.job
     sampler = Sampler(job.sampling, job.constrain() if job.constrain else None, vocab)
@@ -24,7 +24,7 @@ def make_sampler(run: JobRun, vocab: int) -> Sampler:
     return sampler
 
 
-def make_piece(run: JobRun, count: int) -> Piece:
+def make_piece(run: Request, count: int) -> Piece:
     """The next `count` tokens of a job's text, and what is wanted of their logits."""
     assert run.text is not None and run.sampler is not None
     at, text = len(run.text.ids), run.text
@@ -38,18 +38,18 @@ def make_piece(run: JobRun, count: int) -> Piece:
     return Piece(text, ids, "last", *_wish(run, _enough(run)))
 
 
-def limit_piece(run: JobRun, count: int) -> int:
+def limit_piece(run: Request, count: int) -> int:
     """How many of `count` tokens may go in one piece: all logits are asked for of a last token only."""
     alone = scores(run) and run.job.most > 0 and not _enough(run) and count == run.remaining > 1
     return count - 1 if alone else count
 
 
-def scores(run: JobRun) -> bool:
+def scores(run: Request) -> bool:
     """Whether tokens of the prompt are still to be scored."""
     return run.job.scored and len(run.scored) < len(run.job.prompt)
 
 
-def _enough(run: JobRun) -> int:
+def _enough(run: Request) -> int:
     """So many of the largest logits are asked for to draw from, of those that a grammar allows; 0: all. Where the
     likeliest of all tokens are to be told, those that it allows do not say them."""
     sampler = run.sampler
@@ -58,7 +58,7 @@ def _enough(run: JobRun) -> int:
     return enough if enough <= MOST else 0
 
 
-def _wish(run: JobRun, enough: int) -> tuple[int, bool, np.ndarray | None, tuple[int, ...]]:
+def _wish(run: Request, enough: int) -> tuple[int, bool, np.ndarray | None, tuple[int, ...]]:
     """best, full, mask and of: `enough` of the largest logits, and what log-probabilities take."""
     assert run.sampler is not None
     mask = run.sampler.allowed() if enough else None
@@ -67,7 +67,7 @@ def _wish(run: JobRun, enough: int) -> tuple[int, bool, np.ndarray | None, tuple
     return max(enough, run.job.likely, FEWEST), not enough, mask, ()
 
 
-def _scored_piece(run: JobRun, text: Text, ids: tuple[int, ...]) -> Piece:
+def _scored_piece(run: Request, text: Text, ids: tuple[int, ...]) -> Piece:
     at, prompt = len(text.ids), run.job.prompt
     following = prompt[at + 1 : at + 1 + len(ids)]
     of = following if len(following) == len(ids) else (*following, 0)  # nothing follows the last one
@@ -77,7 +77,7 @@ def _scored_piece(run: JobRun, text: Text, ids: tuple[int, ...]) -> Piece:
     return Piece(text, ids, "all", best, not enough, None, of)
 
 
-def draw_token(run: JobRun, row: Row) -> tuple[int, Likely | None]:
+def draw_token(run: Request, row: Row) -> tuple[int, Likely | None]:
     """The next token of a text, with its log-probability where that is wanted. Raises StepFailed for a row with a NaN,
     and when nothing is left to draw from."""
     assert run.sampler is not None
@@ -95,7 +95,7 @@ def draw_token(run: JobRun, row: Row) -> tuple[int, Likely | None]:
     return token, _describe(token, logit, row, run.job.likely)
 
 
-def score_rows(run: JobRun, start: int, rows: Sequence[Row]) -> None:
+def score_rows(run: Request, start: int, rows: Sequence[Row]) -> None:
     """Keep what the rows after the tokens from `start` on say of those that follow. Raises StepFailed for a NaN."""
     prompt, likely = run.job.prompt, run.job.likely or 0
     if not run.scored:

@@ -7,8 +7,8 @@ from pshard.errors import StepFailed, UserError
 from pshard.runtime.texts.text import Text
 from pshard.server.jobs import Ended
 from pshard.server.scheduling.draw_token import make_sampler, scores
-from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.promises import Promises
+from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.served_machine import Machine
 from pshard.server.scheduling.tally import Tally
 from pshard.server.scheduling.waiting_line import WaitingLine
@@ -28,15 +28,15 @@ class JobsAtWork:
 
     def __init__(self, machine: Machine, tally: Tally, line: WaitingLine, gap: float = inf) -> None:
         """gap: seconds that texts which decode may wait for their next token."""
-        self.running: list[JobRun] = []
+        self.running: list[Request] = []
         self.line = line
         self._machine, self._tally, self._gap = machine, tally, gap
         self._closed = 0  # texts so far
         self._slots = set(range(machine.facts.sequences))
 
-    def admit(self, prompts: Sequence[JobRun]) -> JobRun | None:
+    def admit(self, prompts: Sequence[Request]) -> Request | None:
         """Open the text of the next job that has room; None: none has. prompts: jobs whose prompts are computed now."""
-        first: JobRun | None = None
+        first: Request | None = None
         for i, run in enumerate(self.line):
             if i > LOOK_BEHIND or (first is not None and first.overtaken):
                 return None
@@ -53,7 +53,7 @@ class JobsAtWork:
             first = first or run
         return None
 
-    def _enter(self, run: JobRun, behind: bool) -> bool:
+    def _enter(self, run: Request, behind: bool) -> bool:
         """Open a job's text where the blocks suffice for it, and for one more of each text that runs. behind: it goes
         before another one, so most of it must be there already."""
         job = run.job
@@ -81,7 +81,7 @@ class JobsAtWork:
             self._tally.count["cached_tokens"] += text.cached
         return True
 
-    def _begin(self, run: JobRun) -> bool:
+    def _begin(self, run: Request) -> bool:
         """Make what draws a job's tokens; a job of which that fails ends."""
         try:
             run.sampler = make_sampler(run, self._machine.facts.vocab)
@@ -91,16 +91,16 @@ class JobsAtWork:
             return False
         return True
 
-    def _with_reserve(self, run: JobRun) -> int:
+    def _with_reserve(self, run: Request) -> int:
         return min(run.goal + KV_BLOCK, self._machine.facts.longest)
 
-    def preempt(self, run: JobRun) -> None:
+    def preempt(self, run: Request) -> None:
         """Let a job give its blocks away and wait, before all others; its tokens stay."""
         self._put_back(run)
         run.preempted += 1
         self._tally.count["preemptions"] += 1
 
-    def _put_back(self, run: JobRun) -> None:
+    def _put_back(self, run: Request) -> None:
         if scores(run):
             run.scored.clear()
         self._close(run, keep=not run.job.scored)
@@ -141,13 +141,13 @@ class JobsAtWork:
             late = {run.job.id for run in (*self.running, *self.line) if now - run.taken > promises.whole}
             self.end(late, Ended("error", "the request took longer than this server allows", asked=True), now)
 
-    def fail(self, run: JobRun, error: Exception, now: float = 0.0) -> None:
+    def fail(self, run: Request, error: Exception, now: float = 0.0) -> None:
         """End a job by an error that is its own; what is not meant for people stays here."""
         known = isinstance(error, StepFailed | UserError)
         told = str(error) if known else "the request failed on the server"
         self.end_run(run, Ended("error", told, asked=isinstance(error, UserError)), now or run.taken)
 
-    def end_run(self, run: JobRun, ended: Ended, now: float) -> None:
+    def end_run(self, run: Request, ended: Ended, now: float) -> None:
         """End a job, if it has not ended."""
         if run.done:
             return
@@ -157,7 +157,7 @@ class JobsAtWork:
         self._tally.end(ended.reason, now - run.taken)
         run.tell(ended)
 
-    def _close(self, run: JobRun, keep: bool) -> None:
+    def _close(self, run: Request, keep: bool) -> None:
         text: Text | None = run.text
         if run in self.running:
             self.running.remove(run)
@@ -168,7 +168,7 @@ class JobsAtWork:
             self._machine.pool.close(text, keep)
 
 
-def _awaits(run: JobRun, other: JobRun) -> bool:
+def _awaits(run: Request, other: Request) -> bool:
     """Whether another prompt that is being computed begins with a block of this job's: it will be there to share."""
     if run.job.scored or other.text is None or run.job.salt != other.job.salt or other.remaining < KV_BLOCK:
         return False

@@ -11,10 +11,10 @@ from pshard.server.jobs import Ended, Made, Progress
 from pshard.server.scheduling.choose_tier import TierChoice
 from pshard.server.scheduling.draw_token import draw_token, limit_piece, make_piece, score_rows, scores
 from pshard.server.scheduling.fill_step import fill_prompts, room_for_prompts, wants_more
-from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.jobs_at_work import JobsAtWork
 from pshard.server.scheduling.pace import Pace, StepLoad, mean_past
 from pshard.server.scheduling.promises import Promises
+from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.served_machine import Machine
 from pshard.server.scheduling.tally import Tally
 from pshard.server.scheduling.waiting_line import WaitingLine
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class Share:
     """So many new tokens of a job's text in a step."""
 
-    run: JobRun
+    run: Request
     count: int
     decodes: bool
 
@@ -69,7 +69,7 @@ class Scheduler:
                 return shares
 
     def _share(self) -> list[Share]:
-        decoding, prompts = list[JobRun](), list[JobRun]()
+        decoding, prompts = list[Request](), list[Request]()
         for at_work in self.jobs.running:
             (decoding if at_work.decodes else prompts).append(at_work)
         slots, shares = self.machine.facts.sequences, [Share(run, 1, True) for run in decoding]
@@ -86,7 +86,7 @@ class Scheduler:
         counts = fill_prompts(remaining, room)
         return shares + [Share(run, limit_piece(run, n), False) for run, n in zip(prompts, counts) if n]
 
-    def _room(self, decodes: int, cells: int, prompts: Sequence[JobRun]) -> int:
+    def _room(self, decodes: int, cells: int, prompts: Sequence[Request]) -> int:
         load = StepLoad(decodes, cells, 0, max((count_cells([run]) for run in prompts), default=0))
         largest = self.machine.facts.tiers[-1]
         return room_for_prompts(self.pace, largest, load, self.promises.gap, self.choice.in_force)
@@ -164,7 +164,7 @@ class Scheduler:
             return 0
         return self._take_token(run, rows[-1], now)
 
-    def _take_token(self, run: JobRun, row: Row, now: float) -> int:
+    def _take_token(self, run: Request, row: Row, now: float) -> int:
         token, likely = draw_token(run, row)
         if token in run.job.stops:
             self.jobs.end_run(run, Ended("stop"), now)
@@ -216,7 +216,7 @@ class StepDone:
     end: float
 
 
-def count_cells(runs: Sequence[JobRun]) -> int:
+def count_cells(runs: Sequence[Request]) -> int:
     """Cells that texts have."""
     return sum(len(run.text.ids) for run in runs if run.text is not None)
 

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 from pshard.errors import UserError
 from pshard.server.jobs import Ended, Job, Listener, Refused
-from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.promises import Promises, check_job, estimate_wait
+from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.scheduler import run_step
 from pshard.server.scheduling.tally import Tally
 from pshard.server.snapshot import TAKING, Snapshot
@@ -78,7 +78,7 @@ class EngineThread:
                 self._tally.refused[refused.status] += 1
                 raise
             self._tally.count["submitted"] += 1
-            self._posts.add_job(JobRun(job, self._handover.listen(listener), self._clock()))
+            self._posts.add_job(Request(job, self._handover.listen(listener), self._clock()))
 
     def cancel(self, job_id: str) -> None:
         """As `Service.cancel`."""

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from pshard.errors import KernelRefused
 from pshard.server.jobs import Ended
-from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.promises import Promises
+from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.scheduler import Scheduler
 from pshard.server.scheduling.served_machine import Machine, PlanFacts
 from pshard.server.scheduling.tally import Tally
@@ -64,7 +64,7 @@ class MachineKeeper:
         return self.scheduler.jobs.line if self.scheduler else self._line
 
     @property
-    def running(self) -> list[JobRun]:
+    def running(self) -> list[Request]:
         """Jobs that run."""
         return self.scheduler.jobs.running if self.scheduler else []
 
@@ -129,7 +129,7 @@ class MachineKeeper:
             else:
                 self._end_waiting(lambda run: True, ended, now)
 
-    def _end_waiting(self, which: Callable[[JobRun], bool], ended: Ended, now: float) -> None:
+    def _end_waiting(self, which: Callable[[Request], bool], ended: Ended, now: float) -> None:
         for run in self._line.pull(which):
             run.done = True
             self._tally.end(ended.reason, now - run.taken)

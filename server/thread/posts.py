@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from pshard.server.scheduling.job_run import JobRun
+from pshard.server.scheduling.request import Request
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Move:
 class Taken:
     """Posts, in the order in which they came: jobs, ids of jobs to be cancelled, and moves."""
 
-    jobs: tuple[JobRun, ...]
+    jobs: tuple[Request, ...]
     cancels: frozenset[str]
     moves: tuple[Move, ...]
 
@@ -31,11 +31,11 @@ class Posts:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._jobs: deque[JobRun] = deque()
+        self._jobs: deque[Request] = deque()
         self._cancels: set[str] = set()
         self._moves: deque[Move] = deque()
 
-    def add_job(self, run: JobRun) -> None:
+    def add_job(self, run: Request) -> None:
         """A job that is to run."""
         with self.changed:
             self._jobs.append(run)
@@ -68,6 +68,6 @@ class Posts:
             self.changed.wait_for(lambda: bool(self._jobs or self._cancels or self._moves) or until(), seconds)
 
     @property
-    def jobs(self) -> tuple[JobRun, ...]:
+    def jobs(self) -> tuple[Request, ...]:
         """Those that have not been taken."""
         return tuple(self._jobs)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from pshard.runtime.texts.text import BlockCounts
-from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.pace import Pace
+from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import Blocks, PlanInForce, TextNow, WaitingJob
 from pshard.units.kv_cells import KV_BLOCK
@@ -21,7 +21,7 @@ def show_plan(facts: PlanFacts, pace: Pace | None, budgets: tuple[int, ...]) -> 
     return replace(facts.shown, tiers=tiers, budgets=budgets)
 
 
-def show_running(run: JobRun, now: float) -> TextNow:
+def show_running(run: Request, now: float) -> TextNow:
     """A job that runs."""
     prompt = len(run.job.prompt)
     spent = now - run.first
@@ -40,7 +40,7 @@ def show_running(run: JobRun, now: float) -> TextNow:
     )
 
 
-def show_waiting(run: JobRun, now: float) -> WaitingJob:
+def show_waiting(run: Request, now: float) -> WaitingJob:
     """A job that waits."""
     return WaitingJob(run.job.id, len(run.job.prompt), now - run.taken)
 

@@ -15,9 +15,9 @@ from pshard.errors import UserError
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.server.jobs import Ended, Job, Progress
-from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.pace import Pace, StepLoad
 from pshard.server.scheduling.promises import Promises
+from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.scheduler import Scheduler, run_step
 from pshard.server.scheduling.tally import Tally
 
@@ -37,7 +37,7 @@ class Bench:
         name = f"j{len(self.ears)}"
         ear = self.ears[name] = Ear(self.clock)
         job = Job(name, tuple(prompt), most, **{"sampling": GREEDY, **job})
-        self.scheduler.jobs.line.add(JobRun(job, ear, self.clock.monotonic()))
+        self.scheduler.jobs.line.add(Request(job, ear, self.clock.monotonic()))
         return ear
 
     def step(self) -> bool:

@@ -1,4 +1,4 @@
-"""A job on its way through the server: what of it is computed, and what was made."""
+"""A request on its way through the server: what of it is computed, and what was made."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,8 @@ from pshard.server.jobs import Event, Job, Likely, Listener
 
 
 @dataclass(eq=False)
-class JobRun:
-    """A job with its tokens: those of the prompt, then those made. text: its handle while it runs.
+class Request:
+    """A request with its tokens: those of the prompt, then those made. text: its handle while it runs.
 
     scored: what is known of the prompt's tokens, with `Job.scored`. taken, begun, first and last: seconds on the
     scheduler's clock at which it was submitted, ran first, made its first token and its last one; nan: not yet.
