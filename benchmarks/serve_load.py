@@ -4,10 +4,10 @@
     python benchmarks/serve_load.py -m ... --llama-server llama-server --llama-clients 16 -o serve.json
 
 Parts, each begun only while there is time, each written as soon as it is known: `pshard serve` with closed loops of
-clients; a long prompt that comes among 8 who decode; a beginning that two prompts share; `pshard-bench -npl` at the
+clients; a long prompt that comes among 8 who decode; a prefix that two prompts share; `pshard-bench -npl` at the
 same widths under the same plan; llama-server with the same loops, in two ways. The result has ratios: ours over -npl
 (goal 0.95), ours over llama-server (2 at 16 clients), longest gap over the promise (1.2), the long prompt's first token
-over the same alone (1.5), the first token behind a shared beginning over that of a short prompt, a step (2).
+over the same alone (1.5), the first token behind a shared prefix over that of a short prompt, a step (2).
 """
 
 import argparse
@@ -151,7 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", "--prompt", type=int, default=512)
     parser.add_argument("-n", "--answer", type=int, default=128)
     parser.add_argument("--long", type=int, default=16384, help="the prompt that comes among decoders; 0: none")
-    parser.add_argument("--prefix", type=int, default=4096, help="the beginning that is shared; 0: none")
+    parser.add_argument("--prefix", type=int, default=4096, help="the prefix that is shared; 0: none")
     parser.add_argument("--max-gap", type=float, default=1000.0, help="the promise, ms")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's program")
     parser.add_argument("--llama-clients", type=parse_numbers, default=(16,))

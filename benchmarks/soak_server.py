@@ -5,7 +5,7 @@
 
 Starts `pshard serve --deterministic` on this machine, so that answers can be compared, and asks it from many threads:
 greedy answers whose text is known from before, streams, streams that are left in the middle, readers that are slow,
-long prompts, equal beginnings, bodies that are no requests. At the end it waits until nothing runs, and compares blocks
+long prompts, equal prefixes, bodies that are no requests. At the end it waits until nothing runs, and compares blocks
 and memory with what they were after warming up. The result is JSON; the exit code is 1 when anything was wrong.
 """
 

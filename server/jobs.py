@@ -27,7 +27,7 @@ class Job:
     prompt: ids, at least one. most: tokens to make at most; 0 scores the prompt only. stops: ids that end the text and
     are no part of it. likely: how many likeliest tokens are wanted beside each token's own log-probability; None: no
     log-probabilities. scored: those of the prompt's tokens too. constrain: makes what the answer is to follow, on the
-    scheduler's thread. key: who asks; keys take turns. salt: texts share computed beginnings only with an equal one.
+    scheduler's thread. key: who asks; keys take turns. salt: texts share computed prefixes only with an equal one.
     """
 
     id: str

@@ -95,8 +95,8 @@ class WaitingJob:
 @dataclass(frozen=True)
 class Blocks:
     """Blocks of the KV cache: `used` by running texts, `cached` of texts that ended, which are dropped when room is
-    needed, and `free`. cells: of each block. cache_bytes: of host memory that shared beginnings take beside them.
-    files_problem: why beginnings cannot be written to files, "" where they can or are not to be."""
+    needed, and `free`. cells: of each block. cache_bytes: of host memory that shared prefixes take beside them.
+    files_problem: why prefixes cannot be written to files, "" where they can or are not to be."""
 
     total: int = 0
     used: int = 0

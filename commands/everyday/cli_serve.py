@@ -21,13 +21,13 @@ from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 if TYPE_CHECKING:
     from pshard.server.http.guards import Door
     from pshard.server.jobs import Service
-    from pshard.server.life.how_to_run import PrefixCache
+    from pshard.server.life.how_to_run import PrefixLimits
     from pshard.server.life.late_app import PreparedApp
     from pshard.server.life.serve_model import MakeApp, ServeRequest
     from pshard.server.snapshot import ServedModel
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-PREFIX_MIB = 256  # of host memory for beginnings on their way to files
+PREFIX_MIB = 256  # of host memory for prefixes on their way to files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def _add_serving_flags(group: Any) -> None:
     )
     group.add_argument(
         "--prefix-cache", type=parse_mib, metavar="MIB",
-        help="keep beginnings of texts in files, for later starts too, through so much host memory (with --sleep-idle "
+        help="keep prefixes of texts in files, for later starts too, through so much host memory (with --sleep-idle "
         f"{PREFIX_MIB}, else none are kept)",
     )  # fmt: skip
     group.add_argument(
@@ -135,12 +135,12 @@ def read_request(args: Namespace) -> "ServeRequest":
     )
 
 
-def _read_prefixes(args: Namespace) -> "PrefixCache | None":
-    """What beginnings may take in files; a server that sleeps is not to lose them."""
-    from pshard.server.life.how_to_run import PrefixCache
+def _read_prefixes(args: Namespace) -> "PrefixLimits | None":
+    """What prefixes may take in files; a server that sleeps is not to lose them."""
+    from pshard.server.life.how_to_run import PrefixLimits
 
     memory = args.prefix_cache if args.prefix_cache is not None else PREFIX_MIB if args.sleep_idle else 0
-    return PrefixCache(memory << 20, args.prefix_files << 20) if memory else None
+    return PrefixLimits(memory << 20, args.prefix_files << 20) if memory else None
 
 
 def read_app(args: Namespace) -> "MakeApp":

@@ -78,7 +78,7 @@ def _add_request_flags(requests: Any) -> None:
     )  # fmt: skip
     requests.add_argument(
         "--shared-prefix", type=_parse_prefix, default="0", metavar="TOKENS[xN]",
-        help="prompts begin with these tokens of their own, one of N beginnings",
+        help="prompts begin with these tokens of their own, one of N prefixes",
     )  # fmt: skip
     requests.add_argument("--cancel", type=_parse_share, default=0.0, metavar="SHARE", help="clients that leave")
     requests.add_argument("--slow", type=_parse_share, default=0.0, metavar="SHARE", help="clients that read slowly")
@@ -219,7 +219,7 @@ def _parse_prefix(text: str) -> Any:
     except ValueError:
         prefix = SharedPrefix(-1)
     if prefix.tokens < 0 or prefix.variants < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens (4096, or 4096x8 for 8 beginnings)")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens (4096, or 4096x8 for 8 prefixes)")
     return prefix
 
 

@@ -2,7 +2,7 @@
 
 Cutting a sequence back goes to the last checkpoint at or before the wanted length; the tokens behind it are computed
 again. They are made where texts are likely to be cut: at the end of a prompt, before its last micro-batch (the same
-prompt again needs its last token's logits), and every so many tokens. Others belong to beginnings that texts share: to
+prompt again needs its last token's logits), and every so many tokens. Others belong to prefixes that texts share: to
 the key of the block at whose end they were made.
 """
 

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache: taken from one pool as a sequence grows, shared by equal beginnings, given back when it
+"""Blocks of the KV cache: taken from one pool as a sequence grows, shared by equal prefixes, given back when it
 forgets."""
 
 import heapq
@@ -13,7 +13,7 @@ class BlockPool:
 
     A full block that is given a key may have several holders, none of whom changes it. It stays when the last one
     leaves, until its room is needed: the block that was left first goes first. Holders leave their last block first, so
-    what follows a block never outlives it by much, and beginnings that several share stay longest.
+    what follows a block never outlives it by much, and prefixes that several share stay longest.
     """
 
     def __init__(self, blocks: int) -> None:

@@ -6,7 +6,7 @@
         block's end)
     the parts, one behind the other
 
-Little-endian. The key says of which model, type of cells and beginning a block is; token ids are checked all the same.
+Little-endian. The key says of which model, type of cells and prefix a block is; token ids are checked all the same.
 """
 
 import json

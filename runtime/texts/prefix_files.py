@@ -1,4 +1,4 @@
-"""Blocks of beginnings in host memory and in files, for when the KV cache has dropped them, or another process asks."""
+"""Blocks of prefixes in host memory and in files, for when the KV cache has dropped them, or another process asks."""
 
 import contextlib
 import queue

@@ -82,7 +82,7 @@ class Row:
 @dataclass(frozen=True)
 class BlockCounts:
     """KV blocks: all there are, those that texts and sequences hold, those without a holder that stay for whoever
-    begins alike, and those that are empty. cache_bytes: host memory that checkpoints of shared beginnings, and blocks
+    begins alike, and those that are empty. cache_bytes: host memory that checkpoints of shared prefixes, and blocks
     on their way to files, take. files_problem: why the last file could not be written, "" where it was."""
 
     total: int

@@ -1,4 +1,4 @@
-"""Texts by handle, over the one pool of KV blocks that an engine has: equal beginnings are computed once."""
+"""Texts by handle, over the one pool of KV blocks that an engine has: equal prefixes are computed once."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import blocks_of
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sequences import Sequences, TokenSequence
-from pshard.runtime.texts.beginnings import SHARE_OF_STEP, Beginnings
 from pshard.runtime.texts.block_keys import next_key, root_key
 from pshard.runtime.texts.choose_rows import RowChooser
+from pshard.runtime.texts.prefix_cache import SHARE_OF_STEP, PrefixCache
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_wish
 from pshard.units.kv_cells import KV_BLOCK
 
@@ -28,7 +28,7 @@ class TextPool:
     calls in the same order.
 
     A block is shared as soon as it is full, be it of a prompt or of an answer. Where states cannot be cut back, a
-    beginning is adopted up to a block's end where a checkpoint was made; where layers have a window, up to one before
+    prefix is adopted up to a block's end where a checkpoint was made; where layers have a window, up to one before
     which their cells are still there.
     """
 
@@ -45,7 +45,7 @@ class TextPool:
         states = executor.states
         self._root = lru_cache(1024)(lambda salt: root_key(store.fingerprint, states.type_k, states.type_v, salt))
         self._own_name = lambda: root_key(store.slice_fingerprint, states.type_k, states.type_v, "").hex()
-        self._beginnings = Beginnings(executor, sequences, checkpoints)
+        self._prefix_cache = PrefixCache(executor, sequences, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
 
     @property
@@ -73,7 +73,7 @@ class TextPool:
         sequence = self._sequences.lend()
         try:
             with self._guard():
-                keys, known = self._beginnings.take_up(sequence, self._root(salt), ids, seconds)
+                keys, known = self._prefix_cache.take_up(sequence, self._root(salt), ids, seconds)
         except BaseException:
             self._sequences.give_back(sequence)
             raise
@@ -109,8 +109,8 @@ class TextPool:
         with self._guard():
             for batch in self._split(pieces):
                 results += self._run_to_borders(batch)
-            if self._beginnings.is_kept:
-                self._beginnings.keep_some(SHARE_OF_STEP * (time.monotonic() - begin))
+            if self._prefix_cache.is_kept:
+                self._prefix_cache.keep_some(SHARE_OF_STEP * (time.monotonic() - begin))
         self._executor.meanwhile.begin()
         return results
 
@@ -207,7 +207,7 @@ class TextPool:
         for at in range(len(keys), sequence.length // KV_BLOCK):
             parent, ids = self._parent(text, at), sequence.tokens[at * KV_BLOCK : (at + 1) * KV_BLOCK]
             keys.append(next_key(parent, ids))
-            self._beginnings.offer(keys[-1], parent, ids)
+            self._prefix_cache.offer(keys[-1], parent, ids)
             sequence.blocks[at] = self._sequences.pool.share(sequence.blocks[at], keys[-1])
             if self._sequences.recent:
                 self._sequences.recent.share(sequence.number, at, keys[-1])
@@ -224,7 +224,7 @@ class TextPool:
             key = text.keys[-1]
             if not self._checkpoints.has_shared(key):
                 parent = self._parent(text, length // KV_BLOCK - 1)
-                self._beginnings.offer(key, parent, sequence.tokens[-KV_BLOCK:])
+                self._prefix_cache.offer(key, parent, sequence.tokens[-KV_BLOCK:])
             self._checkpoints.share(sequence.number, length, key)
 
     def close(self, text: Text, keep: bool = True) -> None:
@@ -239,7 +239,7 @@ class TextPool:
         self._sequences.give_back(sequence)
         for block, key in reversed(made):
             if self._sequences.pool.drop(block):
-                self._beginnings.forget(key)
+                self._prefix_cache.forget(key)
 
     def keep_in_files(self, folder: Path | None, file_bytes: int, memory_bytes: int) -> None:
         """From now on keep full blocks in files of that folder too, one folder for all models (None: in pshard's own,
@@ -250,27 +250,27 @@ class TextPool:
         Raises UserError: the folder cannot be made, or a block takes more than half of the memory.
         """
         folder = folder or cache_dir() / "prefixes"
-        self._beginnings.keep_in(folder / self._own_name()[:32], file_bytes, memory_bytes)
+        self._prefix_cache.keep_in(folder / self._own_name()[:32], file_bytes, memory_bytes)
 
     def keep_some(self, seconds: float) -> bool:
         """Copy blocks that are to be kept, for when there is nothing to step: one, and more while there is time.
         Whether there are more."""
         with self._guard():
-            return self._beginnings.keep_some(seconds)
+            return self._prefix_cache.keep_some(seconds)
 
     @property
     def files_problem(self) -> str | None:
         """Why a file could not be written, the last time; None while all is well. Texts go on without."""
-        return self._beginnings.problem
+        return self._prefix_cache.problem
 
     def finish_files(self) -> None:
         """Copy what is still to be kept, and wait until it is written. Keeps nothing afterwards."""
-        self._beginnings.finish()
+        self._prefix_cache.finish()
 
     def counts(self) -> BlockCounts:
         """How the KV blocks are used now."""
         pool, cached = self._sequences.pool, len(self._sequences.pool.idle)
-        held = self._checkpoints.shared_nbytes + self._beginnings.nbytes
+        held = self._checkpoints.shared_nbytes + self._prefix_cache.nbytes
         used, free = pool.blocks - pool.room, pool.room - cached
         return BlockCounts(pool.blocks, used, cached, free, held, self.files_problem or "")
 

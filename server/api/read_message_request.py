@@ -166,7 +166,7 @@ def _read_turn(message: dict[str, Any], where: str) -> list[tuple[str, Message]]
 
 
 def _without_billing(system: Any) -> Any:
-    """The system's blocks without the line that would keep equal beginnings from being found."""
+    """The system's blocks without the line that would keep equal prefixes from being found."""
     if isinstance(system, str):
         return system
     return tuple(block for block in system if not str(block.get("text")).startswith(BILLING))

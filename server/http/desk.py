@@ -41,7 +41,7 @@ class Desk:
     """Holds what routes need.
 
     Attributes: `service`, `reader` (of requests) with its `model`, `limits`, `usual`, `names`, `tables` and `words`,
-    `guides`, `apart` (whether those who ask share no computed beginnings: how soon an answer begins would tell one what
+    `guides`, `apart` (whether those who ask share no computed prefixes: how soon an answer begins would tell one what
     another has asked).
     """
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class PrefixCache:
-    """Bytes of host memory and of files that beginnings of texts may take."""
+class PrefixLimits:
+    """Bytes of host memory and of files that prefixes of texts may take."""
 
     memory: int
     files: int
@@ -14,8 +14,8 @@ class PrefixCache:
 @dataclass(frozen=True)
 class HowToRun:
     """kernels: "fast" or "plain"; deterministic: all runs under one tier, and experts stay where the plan has them.
-    prefixes: what beginnings of texts may take to outlive the engine; None: they end with it."""
+    prefixes: what prefixes of texts may take to outlive the engine; None: they end with it."""
 
     kernels: str = "fast"
     deterministic: bool = False
-    prefixes: PrefixCache | None = None
+    prefixes: PrefixLimits | None = None

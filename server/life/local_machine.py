@@ -4,7 +4,7 @@ import logging
 
 from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
-from pshard.server.life.how_to_run import PrefixCache
+from pshard.server.life.how_to_run import PrefixLimits
 from pshard.server.scheduling.served_machine import PlanFacts, Pool
 
 log = logging.getLogger(__name__)
@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 class LocalMachine:
     """An engine: a `Machine`."""
 
-    def __init__(self, engine: Engine, facts: PlanFacts, prefixes: PrefixCache | None = None) -> None:
-        """prefixes: what files of beginnings may take; None: there are none. Raises UserError, and closes the engine,
+    def __init__(self, engine: Engine, facts: PlanFacts, prefixes: PrefixLimits | None = None) -> None:
+        """prefixes: what files of prefixes may take; None: there are none. Raises UserError, and closes the engine,
         when they cannot be kept."""
         self._engine, self.facts = engine, facts
         try:
@@ -34,16 +34,16 @@ class LocalMachine:
         self._engine.texts.keep_tier(tokens)
 
     def close(self) -> None:
-        """Give its memory back, to other programs too; beginnings of texts are in files then."""
+        """Give its memory back, to other programs too; prefixes of texts are in files then."""
         try:
             self._engine.texts.finish_files()
         except StepFailed:
-            log.warning("the engine failed: beginnings of texts that were not in files yet are lost")
+            log.warning("the engine failed: prefixes of texts that were not in files yet are lost")
         finally:
             self._engine.close()
 
 
-def keep_prefixes(engine: Engine, prefixes: PrefixCache | None) -> None:
-    """Let an engine keep beginnings of texts in files. Raises UserError."""
+def keep_prefixes(engine: Engine, prefixes: PrefixLimits | None) -> None:
+    """Let an engine keep prefixes of texts in files. Raises UserError."""
     if prefixes is not None:
         engine.texts.keep_in_files(None, prefixes.files, prefixes.memory)

@@ -78,7 +78,7 @@ class Count:
 
 @dataclass(frozen=True)
 class KeepSome:
-    """Keep beginnings in files for so many seconds; rank 0 answers whether there are more."""
+    """Keep prefixes in files for so many seconds; rank 0 answers whether there are more."""
 
     seconds: float
 

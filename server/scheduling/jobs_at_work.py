@@ -15,7 +15,7 @@ from pshard.server.scheduling.waiting_line import WaitingLine
 from pshard.units.kv_cells import KV_BLOCK
 
 CACHED_SHARE = 0.8  # of a prompt that is there already: it may go before one that has no room, once
-READ_SHARE = 0.25  # of the promised gap, that a beginning is read from files while others wait for a token
+READ_SHARE = 0.25  # of the promised gap, that a prefix is read from files while others wait for a token
 LOOK_BEHIND = 8  # jobs that are asked whether they may
 
 

@@ -43,7 +43,7 @@ def write_metrics(now: Snapshot) -> str:
     blocks = [({"use": use}, n) for use, n in (("used", b.used), ("cached", b.cached), ("free", b.free))]
     tell("gauge", "kv_blocks", "Blocks of the KV cache by use.", blocks)
     gauge("kv_block_cells", "Tokens of a block.", b.cells)
-    gauge("prefix_cache_failing", "1: beginnings of texts cannot be written to files.", b.files_problem != "")
+    gauge("prefix_cache_failing", "1: prefixes of texts cannot be written to files.", b.files_problem != "")
     gauge("tokens_per_second", "Tokens made per second, over the last ten.", now.rate)
     gauge("promised_gap_seconds", "Longest time between tokens that is promised.", now.gap_ms / 1000)
     if now.plan:

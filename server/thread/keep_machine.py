@@ -87,10 +87,10 @@ class MachineKeeper:
         if self.scheduler:
             before, self.blocks = self.blocks.files_problem, show_blocks(self.scheduler.machine.pool.counts())
             if self.blocks.files_problem not in ("", before):
-                log.warning("beginnings of texts are not kept in files: %s", self.blocks.files_problem)
+                log.warning("prefixes of texts are not kept in files: %s", self.blocks.files_problem)
 
     def keep_some(self) -> bool:
-        """Keep beginnings in files while there is nothing to compute; whether there are more to be kept."""
+        """Keep prefixes in files while there is nothing to compute; whether there are more to be kept."""
         return self.scheduler is not None and self.scheduler.machine.pool.keep_some(KEEP_SECONDS)
 
     def let_go(self) -> None:

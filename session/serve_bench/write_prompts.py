@@ -1,5 +1,5 @@
 """Requests as bytes, all written before the first is sent: prompts of so many tokens that no two requests share, but
-for the beginnings that they are to share."""
+for the prefixes that they are to share."""
 
 import random
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ SLOW_PAUSE = 0.25  # seconds between its reads
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """The first `tokens` of every prompt are one of `variants` beginnings."""
+    """The first `tokens` of every prompt are one of `variants` prefixes."""
 
     tokens: int = 0
     variants: int = 1
@@ -46,7 +46,7 @@ class Planned:
 def write_requests(
     target: Target, wanted: Sequence[Wanted], prefix: SharedPrefix, odd: Misbehaviour, seed: int, part: str
 ) -> list[Planned]:
-    """One for each wanted, the same for a seed and a part of its run; the shared beginnings are those of the seed."""
+    """One for each wanted, the same for a seed and a part of its run; the shared prefixes are those of the seed."""
     rng = random.Random(f"prompts {seed} {part}")
     begun = [_draw(target, prefix.tokens, random.Random(f"prefix {seed} {i}")) for i in range(prefix.variants)]
     planned = []

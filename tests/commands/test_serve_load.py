@@ -71,7 +71,7 @@ def test_a_part_is_written_when_it_is_known_and_left_out_without_time(script: di
 
 
 @pytest.mark.slow
-def test_loops_the_long_prompt_and_the_shared_beginning_are_asked_of_a_server(
+def test_loops_the_long_prompt_and_the_shared_prefix_are_asked_of_a_server(
     script: dict[str, Any], args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drive, "AFTER_ERROR", 0.0)

@@ -1,4 +1,4 @@
-"""Targets: what runs and servers keep of texts, KV files and blocks of beginnings. Checksums are set right, so that
+"""Targets: what runs and servers keep of texts, KV files and blocks of prefixes. Checksums are set right, so that
 what they protect is damaged too."""
 
 import random
@@ -74,7 +74,7 @@ def fuzz_kv_files(name: str, folder: Path) -> Target:
 
 
 def fuzz_blocks(name: str, folder: Path) -> Target:
-    """Blocks of beginnings: one that is damaged is not there, and is removed."""
+    """Blocks of prefixes: one that is damaged is not there, and is removed."""
     key, parts = bytes(range(32)), {part: part.encode() * 9 for part in PARTS}
     right = BlockRecord(key, bytes(32), tuple(range(64)), parts)
     files = PrefixFiles(folder / "blocks", 1 << 20, 1 << 20)

@@ -7,7 +7,7 @@ Some changes cannot be told from a right file, as another right file has just th
 - A tensor's type, changed to one of the same size (F16 and BF16, Q4_0 and Q4_K): no byte of the file says more.
 - Whether the head is the embedding, in a folder that has both: config.json decides, as for transformers.
 - A routing record's layers, experts of a layer, micro-batches and fingerprint, changed to others that are possible.
-- The tokens of a KV file or of a block of a beginning, changed to others of as many cells.
+- The tokens of a KV file or of a block of a prefix, changed to others of as many cells.
 - A plan's placements and times, a profile's figures and the limit of page-locking, changed to others that are possible.
   A changed plan must still give the right numbers.
 Bits of weights, and texts of a vocabulary, are not looked at at all.

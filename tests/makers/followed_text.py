@@ -43,7 +43,7 @@ class Walk:
 
 
 def walk_text(engine: Engine) -> Walk:
-    """The text's beginning at once, then token by token."""
+    """The text's prefix at once, then token by token."""
     engine.forward(TEXT[:PROMPT])
     logits = torch.stack([engine.forward([token]) for token in TEXT[PROMPT:]])
     return Walk(logits, [slots.found for slots in engine.hits_by_rank()], engine.record_routing("ab" * 32))

@@ -443,7 +443,7 @@ def test_a_tier_that_was_slow_once_is_tried_again():
     assert 128 in machine.tiers_run
 
 
-def test_beginnings_are_read_for_a_part_of_the_gap_while_others_wait_for_a_token():
+def test_prefixes_are_read_for_a_part_of_the_gap_while_others_wait_for_a_token():
     bench = Bench(FakeMachine(), gap=0.8)
     bench.add(prompt_of(1, 40), 6)
     bench.step()

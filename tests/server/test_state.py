@@ -197,7 +197,7 @@ def test_a_broken_handler_tells_no_internals_and_no_prompt(app, service, monkeyp
     assert "secret" not in found.text and "secret" not in caplog.text and "RuntimeError" in caplog.text
 
 
-def test_several_keys_share_no_beginnings_and_one_key_shares_them_with_all(service) -> None:
+def test_several_keys_share_no_prefixes_and_one_key_shares_them_with_all(service) -> None:
     body = {"prompt": "ROMEO:\n", "max_tokens": 1, "n": 2}
 
     def salts(keys: tuple[str, ...], given: str) -> set[str]:

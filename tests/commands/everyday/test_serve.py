@@ -120,7 +120,7 @@ ENDLESS = {"prompt": LONG, "max_tokens": 250, "stream": True, "ignore_eos": True
 
 
 @pytest.mark.slow
-def test_beginnings_are_found_after_a_kill_while_they_are_written(planned: World) -> None:
+def test_prefixes_are_found_after_a_kill_while_they_are_written(planned: World) -> None:
     prompts = [[number, *LONG] for number in range(12)]
 
     def ask_all(server: Running) -> list[dict]:

@@ -59,7 +59,7 @@ class Texts:
             self.known.add(self.key(number, at))
 
     def adopt(self, number: int, kind: int, cells: int) -> None:
-        """A sequence begins anew, and takes up a beginning that somebody had."""
+        """A sequence begins anew, and takes up a prefix that somebody had."""
         self.cut_back(number, 0)
         tokens: list[object] = [(kind, i) for i in range(min(cells, COMMON) // KV_BLOCK * KV_BLOCK)]
         keys = [common_key(kind, at) for at in range(blocks_of(len(tokens)))]

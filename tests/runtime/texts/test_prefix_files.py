@@ -1,4 +1,4 @@
-"""Beginnings that outlive a process: whole or not at all, of the right tokens, within what they may take."""
+"""Prefixes that outlive a process: whole or not at all, of the right tokens, within what they may take."""
 
 import os
 import random
@@ -180,7 +180,7 @@ def test_the_end_waits_for_blocks_that_host_memory_has_no_room_for_yet(
 
     monkeypatch.setattr(prefix_files, "write_bytes_atomically", write_late)
     with open_engine(model, context=512, kv_types=("f32", "f32")) as engine:
-        engine.texts.keep_in_files(tmp_path, GIB, 2 * sum(engine.texts._beginnings._copies.sizes.values()))
+        engine.texts.keep_in_files(tmp_path, GIB, 2 * sum(engine.texts._prefix_cache._copies.sizes.values()))
         text = engine.texts.open(IDS_OF_SEVEN_BLOCKS)
         feed(engine, text, IDS_OF_SEVEN_BLOCKS, 64)
         engine.texts.close(text)
@@ -262,7 +262,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks_only(tmp_p
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_beginning_is_read_from_files_for_as_long_as_it_may_take(model: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_prefix_is_read_from_files_for_as_long_as_it_may_take(model: Path, tmp_path: Path, monkeypatch) -> None:
     clock, get = ManualClock(), PrefixFiles.get
 
     def read_slowly(files, key):
@@ -272,7 +272,7 @@ def test_a_beginning_is_read_from_files_for_as_long_as_it_may_take(model: Path, 
     with open_engine(model, context=512, tokens=(1, 64)) as engine:
         _, wanted = run_text(engine, IDS_OF_SEVEN_BLOCKS, tmp_path)
     monkeypatch.setattr(PrefixFiles, "get", read_slowly)
-    monkeypatch.setattr("pshard.runtime.texts.beginnings.time", clock)
+    monkeypatch.setattr("pshard.runtime.texts.prefix_cache.time", clock)
     with open_engine(model, context=512, tokens=(1, 64)) as engine:
         engine.texts.keep_in_files(tmp_path, GIB, 4 * MIB)
         text = engine.texts.open(IDS_OF_SEVEN_BLOCKS, seconds=2.5)

@@ -1,4 +1,4 @@
-"""Texts by handle: the same logits whether a beginning was computed or adopted, alone and in company."""
+"""Texts by handle: the same logits whether a prefix was computed or adopted, alone and in company."""
 
 import random
 from pathlib import Path
@@ -63,7 +63,7 @@ def logits_alone(alone: Engine, ids: list[int], size: int = 128) -> np.ndarray:
     return found.numpy()
 
 
-def test_an_equal_beginning_is_adopted_from_a_running_text_and_from_one_that_is_closed(engine, alone) -> None:
+def test_an_equal_prefix_is_adopted_from_a_running_text_and_from_one_that_is_closed(engine, alone) -> None:
     ids = some_ids(200)
     wanted = logits_alone(alone, ids)
     first = engine.texts.open(ids)
@@ -126,7 +126,7 @@ STEPS = st.lists(
 def test_whatever_is_opened_stepped_and_closed_the_logits_are_those_of_the_whole_text(
     engine: Engine, alone: Engine, steps: list[tuple[str, int, int]], seed: int
 ) -> None:
-    """Contents are few, so that beginnings are shared; the pool is too small for all, so that blocks are dropped."""
+    """Contents are few, so that prefixes are shared; the pool is too small for all, so that blocks are dropped."""
     reset(engine)
     pool, texts, rows = engine.texts, dict[int, tuple[Text, list[int]]](), dict[Text, Row]()
 

@@ -77,7 +77,7 @@ def answer_together(
 
 
 def make_prompts(vocab: int, texts: int) -> list[list[int]]:
-    """Three beginnings; some prompts are equal."""
+    """Three prefixes; some prompts are equal."""
     heads = [some_ids(n, n, vocab) for n in (70, 130, 90)]
     return [heads[i % 3] + some_ids(i % 5 * 7, i // 2, vocab) for i in range(texts)]
 
@@ -140,7 +140,7 @@ def find_differences(path: Path, tiers: tuple[int, ...], exact: bool = False) ->
     return far
 
 
-def test_a_hybrids_beginning_is_adopted_where_a_checkpoint_of_its_states_is(tmp_path: Path) -> None:
+def test_a_hybrids_prefix_is_adopted_where_a_checkpoint_of_its_states_is(tmp_path: Path) -> None:
     path = write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
     ids = some_ids(150, 0, HYBRID_VOCAB)
     with open_engine(path, context=512, tokens=(1, 96), sequences=2, checkpoint_bytes=STATES) as engine:

@@ -1,4 +1,4 @@
-"""Beginnings of texts that were computed before: in the KV cache, in host memory, in files. Finds them, lets texts take
+"""Prefixes of texts that were computed before: in the KV cache, in host memory, in files. Finds them, lets texts take
 them up, and keeps those that texts make."""
 
 import time
@@ -23,7 +23,7 @@ SHARE_OF_STEP = 0.05  # of a step's time, for copies of blocks that are to be ke
 
 @dataclass(frozen=True)
 class KnownBlock:
-    """A block of a wanted beginning: its key, that of the block before, its tokens, and which parts of a record there
+    """A block of a wanted prefix: its key, that of the block before, its tokens, and which parts of a record there
     are, wherever."""
 
     key: bytes
@@ -32,7 +32,7 @@ class KnownBlock:
     names: frozenset[str]
 
 
-class Beginnings:
+class PrefixCache:
     """Those of one engine; ranks make the same calls, and take up the same."""
 
     def __init__(self, executor: Executor, sequences: Sequences, checkpoints: Checkpoints) -> None:
@@ -79,7 +79,7 @@ class Beginnings:
     def take_up(
         self, sequence: TokenSequence, root: bytes, ids: Sequence[int], seconds: float
     ) -> tuple[list[bytes], int]:
-        """Let an empty sequence have the longest known beginning of these tokens, all but the last one, of which cells
+        """Let an empty sequence have the longest known prefix of these tokens, all but the last one, of which cells
         can be read in so many seconds; returns the keys of its blocks, and of how many blocks the cells were known."""
         self._until = time.monotonic() + seconds
         known = self._find(root, ids)
