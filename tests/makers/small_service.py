@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -161,8 +162,12 @@ def open_service(**settings: object) -> SmallService:
     return SmallService(open_engine(DEMO, context=512, tokens=(1, 64), kernels="fast"), **settings)  # type: ignore[arg-type]
 
 
+@cache
+def _read_demo() -> ServedModel:
+    with open_model(DEMO) as file:
+        return ServedModel("demo", 1700000000, 512, 512, 1024, file.tokenizer(), None, "demo.gguf")
+
+
 def demo_model(template: str | None = None) -> ServedModel:
-    """The demo model as a server knows it."""
-    file = open_model(DEMO)
-    model = ServedModel("demo", 1700000000, 512, 512, 1024, file.tokenizer(), file.chat_template, "demo.gguf")
-    return replace(model, template=template)
+    """The demo model as a server knows it; its file is read once."""
+    return replace(_read_demo(), template=template)
