@@ -13,6 +13,9 @@ from typing import Any
 
 from pshard.profile.tuning.compile_ahead import OnlyTarget, Request
 
+ASKED = ("num_warps", "num_stages", "maxnreg")  # of the compiler
+LAID_OUT_AS = {80: 86}  # up to shared memory the compiler looks at a card's generation alone
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -39,13 +42,18 @@ def digest_launch(request: Request, capability: int, assembled: bool) -> str:
     """Names what comes of a launch: another source of the kernel, or of what it calls, is another name."""
     import triton
 
-    key = (triton.__version__, _kernel(request).cache_key, request.words, capability, assembled)
+    said = json.loads(request.words)
+    asked = [said[name] for name in ("signature", "constant_keys", "constant_vals", "attrs_keys", "attrs_vals")]
+    options = [said["options"].get(name) for name in ASKED]
+    card = capability if assembled else LAID_OUT_AS.get(capability, capability)
+    kernel = request.module, request.kernel, _kernel(request).cache_key
+    key = triton.__version__, kernel, asked, options, card, assembled
     return sha256(json.dumps(key).encode()).hexdigest()
 
 
 def compile_launch(request: Request, capability: int, assembled: bool) -> Needs:
     """What a launch needs; its error where it cannot be compiled."""
-    target = become(capability)
+    target = become(capability if assembled else LAID_OUT_AS.get(capability, capability))
     try:
         source, options = _read_words(request)
         return _assemble(source, target, options) if assembled else Needs(_allocate(source, target, options))
@@ -79,7 +87,7 @@ def _read_words(request: Request) -> tuple[Any, dict[str, Any]]:
     constants = {tuple(place): read(value) for place, value in zip(said["constant_keys"], said["constant_vals"])}
     hints = {tuple(place): value for place, value in zip(said["attrs_keys"], said["attrs_vals"])}
     types = {name: as_tuples(kind) for name, kind in said["signature"].items()}
-    asked = {name: said["options"].get(name) for name in ("num_warps", "num_stages", "maxnreg")}
+    asked = {name: said["options"].get(name) for name in ASKED}
     source = ASTSource(_kernel(request), types, constants, hints)
     return source, {name: value for name, value in asked.items() if value is not None}
 

@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from cards import compile_launch as compiling
 from cards import run
-from cards.compile_launch import Needs, compile_launch
+from cards.compile_launch import Needs, compile_launch, digest_launch
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -77,3 +78,8 @@ def test_shared_memory_of_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPat
         prefill_kernel.device_caches.clear()
     found = {launch.label: compile_launch(launch.request, 86, False) for launch in collector.found.values()}
     assert found == {"fits": Needs(98304), "does not": Needs(163840)}
+    request = next(iter(collector.found))
+    laid_out, assembled = ([digest_launch(request, card, whole) for card in (80, 86, 90)] for whole in (False, True))
+    assert laid_out[0] == laid_out[1] and len({*laid_out, *assembled}) == 5  # laid out once, assembled for each
+    monkeypatch.setattr(compiling, "LAID_OUT_AS", {})
+    assert compile_launch(request, 80, False) == found["fits"] != compile_launch(request, 90, False)
