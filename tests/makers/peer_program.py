@@ -12,6 +12,8 @@ from interpreted import mend_interpreter
 
 from pshard.runtime.ranks.group import Group
 
+POLL_SECONDS = 1e-4
+
 
 def summand(rank: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """A part whose sum depends on the order in which it is made."""
@@ -259,9 +261,28 @@ def late(exchange: Any, out: Path) -> None:
         (out / "late").write_text(str(exchange.late_rank()))
 
 
+def poll_gently() -> None:
+    """What is read again and again until a peer has written leaves the core to that peer."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    add, load = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_masked_load
+
+    def add_and_rest(*arguments: Any) -> Any:
+        time.sleep(POLL_SECONDS)
+        return add(*arguments)
+
+    def load_and_rest(self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: Any) -> Any:
+        if volatile:
+            time.sleep(POLL_SECONDS)
+        return load(self, ptrs, mask, other, cache, eviction, volatile)
+
+    InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_masked_load = add_and_rest, load_and_rest
+
+
 def main() -> None:
     folder, rank, ranks, scenario = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     mend_interpreter()
+    poll_gently()
     np.seterr(over="ignore")
     globals()[scenario](open_exchange(folder, rank, ranks), folder)
 

@@ -1,7 +1,6 @@
 """Sums and gathers through peers' memory: the kernels in Triton's interpreter, between processes."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from engines import open_engine
 from model_files import write_gguf
 from peer_program import MANY, SUMS, summand
+from warm_python import WarmProcess
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
@@ -21,14 +21,17 @@ def run_ranks(scenario: str, ranks: int, folder: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     program = [sys.executable, "-P", str(MAKERS / "peer_program.py"), str(folder)]
     commands = [[*program, str(r), str(ranks), scenario] for r in range(ranks)]
-    processes = [subprocess.Popen(c, env=environment, stderr=subprocess.PIPE, text=True) for c in commands]
+    told = [(folder / f"errors-{r}").open("w+b") for r in range(ranks)]
+    processes = [WarmProcess(c, environment, stderr=errors) for c, errors in zip(commands, told, strict=True)]
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=200)
-            assert process.returncode == 0, errors
+        for process, errors in zip(processes, told, strict=True):
+            code = process.wait(200)
+            errors.seek(0)
+            assert code == 0, errors.read().decode()
     finally:
-        for process in processes:
+        for process, errors in zip(processes, told, strict=True):
             process.kill()
+            errors.close()
 
 
 @pytest.mark.parametrize(("scenario", "ranks"), [("sums", 2), ("sums", 3), ("rounds", 2), ("rounds", 3)])
