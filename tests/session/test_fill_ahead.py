@@ -2,13 +2,14 @@
 models."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_world import World, edit_json, make_world
+from cli_world import World, edit_json, make_world, world_in
 
 from pshard.commands.cli_plan import main as plan
 from pshard.session.open_plan import open_plan
@@ -17,12 +18,23 @@ from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 
 
+@pytest.fixture(scope="module")
+def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world with a plan, made once and copied by every test."""
+    folder = tmp_path_factory.mktemp("planned")
+    world = make_world(folder, context=512)
+    with pytest.MonkeyPatch.context() as patch:  # conftest's own is for one test
+        patch.setenv("PSHARD_CACHE", str(world.profile.parent))
+        patch.setenv("PSHARD_VALIDATE", "0")
+        assert plan(["-m", str(world.model), "--vram", str(world.budget), "-c", "256"]) == 0
+    return folder
+
+
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(planned_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(fill_ahead, "WORTH_IT", 1)
-    world = make_world(tmp_path, context=512)
-    assert plan(["-m", str(world.model), "--vram", str(world.budget), "-c", "256"]) == 0
-    return world
+    shutil.copytree(planned_once, tmp_path, dirs_exist_ok=True)
+    return world_in(tmp_path)
 
 
 @pytest.fixture
