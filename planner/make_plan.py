@@ -17,7 +17,7 @@ from pshard.planner.price.draft import Room
 from pshard.planner.price.page_locks import locked
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.program.unit_classes import UnitClass, group_units
 from pshard.planner.published.per_tier import place_per_tier
 from pshard.planner.published.rivals import fastest_rival
 from pshard.planner.published.strategies import (
@@ -40,6 +40,7 @@ from pshard.planner.search.candidates import (
     reads_unlocked,
     restage_candidate,
     share_placements,
+    stage_under,
     whole_tier,
 )
 from pshard.planner.search.divide_ffns import divide_candidate
@@ -76,7 +77,10 @@ def plan_variant(
         return tasks, place_ranks(tasks, time_limit)
 
     tasks, placed = plan_or_advise(begin, begin, spec, profile, workload)
-    variant = join_ranks(tasks, choose_fastest(tasks, refine_ranks(tasks, placed)))
+    refined = refine_ranks(tasks, placed)
+    if len(tasks) == 1:
+        refined = (_or_unlimited(tasks[0], refined[0], time_limit),)
+    variant = join_ranks(tasks, choose_fastest(tasks, refined))
     if spec.popularity and not spec.caches and tasks[0].plan_needed and len(tasks) == 1:
         return _or_unrecorded(spec, profile, variant, time_limit)
     return variant
@@ -328,6 +332,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
     whole, divided = _refine_alone(task, best)
+    divided = _or_unlimited(task, divided, time_limit)
     others = others if divided is whole else [whole, *others]
     return (divided, *(_share(task, candidate) for candidate in others))
 
@@ -440,11 +445,41 @@ def _perfect(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:
 
 
 def _polish(task: RankTask, candidate: Candidate) -> Candidate:
-    return _improve(task, partial(polish_tiers, bounds=task.divided_bounds), candidate)
+    polish = partial(polish_tiers, bounds=task.divided_bounds)
+    return _improve(_stage_as(task, candidate), polish, candidate)
 
 
 def _share(task: RankTask, candidate: Candidate) -> Candidate:
-    return _improve(task, partial(share_placements, bounds=task.divided_bounds), candidate)
+    """The candidate with tiers that borrow from each other; where that changes which copies are staged, the others are
+    improved under these."""
+    share = partial(share_placements, bounds=task.divided_bounds)
+    shared = _improve(_stage_as(task, candidate), share, candidate)
+    if shared is candidate or task.costs[0].tables.profile.lockable_bytes is None:
+        return shared
+    return _polish(task, shared)
+
+
+def _or_unlimited(task: RankTask, found: Candidate, time_limit: float) -> Candidate:
+    """The plan of one device, or, where not all memory can be page-locked, what becomes of the plan that is made as if
+    it could, where that takes less time: searches guess what lies beyond the limit, and some plans lie below it."""
+    tables, room = task.costs[0].tables, task.room
+    if tables.profile.lockable_bytes is None or not task.plan_needed:
+        return found
+    free = find_tables(replace(tables.profile, lockable_bytes=None), tables.correction)
+    (unlimited,) = price_tiers(room.spec, free, room.workload, tuple(cost.load.tokens for cost in task.costs))
+    made = _refine_alone(unlimited, place_ranks((unlimited,), time_limit)[0])[1]
+    made = _share(task, _polish(task, restage_candidate(room, task.costs, made)))
+    slower = steps_seconds(made.seconds, task.costs) > steps_seconds(found.seconds, task.costs)
+    return found if slower or made.total >= found.total or reads_unlocked(made, task.costs) else made
+
+
+def _stage_as(task: RankTask, candidate: Candidate) -> RankTask:
+    """The task with the copies staged that are under a candidate: for who changes what is done with units outside
+    VRAM."""
+    if task.costs[0].tables.profile.lockable_bytes is None or not task.plan_needed:
+        return task
+    costs = stage_under(candidate, task.costs)
+    return replace(task, costs=costs, classes=group_units(task.room.spec, costs[0].staged), twin=None)
 
 
 def choose_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -113,12 +113,12 @@ def restage_candidate(room: Room, costs: tuple[TierCosts, ...], candidate: Candi
     """The candidate priced with the copies staged that are under it; as it is where all memory can be page-locked."""
     if costs[0].tables.profile.lockable_bytes is None:
         return candidate
-    tiers, priced = candidate.tiers, _stage_under(candidate, costs)
+    tiers, priced = candidate.tiers, stage_under(candidate, costs)
     seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, priced))
     return replace(candidate, seconds=seconds, total=plan_seconds(room, tiers, seconds, priced))
 
 
-def _stage_under(candidate: Candidate, costs: tuple[TierCosts, ...]) -> tuple[TierCosts, ...]:
+def stage_under(candidate: Candidate, costs: tuple[TierCosts, ...]) -> tuple[TierCosts, ...]:
     """The costs with the copies staged that are under a candidate."""
     order = candidate.residency
     return stage_by(RankPlan(0, 0, 1.0, order.pin_order, order.kv_order, candidate.tiers), costs)
@@ -130,7 +130,7 @@ def reads_unlocked(candidate: Candidate, costs: tuple[TierCosts, ...]) -> bool:
         return False
     return any(
         placed.where == "streamed" and placed.unit in cost.staged and cost.spec.unit(placed.unit).kind.parts
-        for tier, cost in zip(candidate.tiers, _stage_under(candidate, costs))
+        for tier, cost in zip(candidate.tiers, stage_under(candidate, costs))
         if tier.in_place
         for placed in tier.placements
     )

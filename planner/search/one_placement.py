@@ -11,7 +11,8 @@ from pshard.planner.price.draft import draft_tier
 from pshard.planner.price.host_limits import holds
 from pshard.planner.program.unit_classes import SIXTEENTHS
 from pshard.planner.rank_task import RankTask
-from pshard.planner.search.candidates import Candidate, rank_candidates
+from pshard.planner.search.candidates import Candidate, rank_candidates, share_placements
+from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.units.divide_unit import list_shares, without_cpu
 from pshard.units.share import Share
 from pshard.units.unit import Unit
@@ -96,7 +97,11 @@ def _plan_within(tasks: Sequence[RankTask], owner: RankTask, plan: Candidate) ->
     scratch = max(t.buffers.scratch for t in plan.tiers)
     arena = scratch + int(SPARE * share * (owner.room.arena - scratch))
     room = replace(owner.room, arena=arena)
+    how = room, owner.classes, owner.costs
     try:
-        return rank_candidates(room, owner.classes, owner.costs, owner.bounds, SECONDS, 1)[0]
+        found = rank_candidates(*how, owner.bounds, SECONDS, 1)[0]
     except UserError:
         return None
+    if owner.costs[0].tables.profile.lockable_bytes is not None:  # improvements guess which copies are staged
+        return found
+    return share_placements(*how, polish_tiers(*how, found, owner.bounds), owner.bounds)

@@ -19,6 +19,8 @@ from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_costs import TierCosts
+from pshard.planner.search.climb import TierSearch, TierState
+from pshard.planner.search.residency_order import Residency
 from pshard.planner.search.round_times import enter_seconds, plan_seconds
 from pshard.workload import Workload
 
@@ -88,3 +90,28 @@ def test_no_tier_would_be_faster_as_another_one_is(cases: int) -> None:
 def test_no_tier_of_a_real_shape_would_be_faster_as_another_one_is(model: str, machine: str, mib: int) -> None:
     """Prompts shorter than the expected one, too: the round hardly enters their tiers."""
     assert find_slow_tiers(make_shape(model), find_machine(machine), Workload((mib,))) == []
+
+
+def test_rare_tiers_of_one_placement_for_unlike_ranks_stream_with_the_slots_that_suit_them():
+    """Such a plan is made within the memory that all ranks have for it, anew: its rare tiers are searched like those
+    of other plans."""
+    profile = find_machine("h100")
+    (gpu,) = profile.accelerators
+    profile = replace(profile, accelerators=(gpu, replace(gpu, index=1)))
+    wanted = Workload((9000, 6000), split_mode="tensor", tensor_split=(3.0, 2.0))
+    spec = make_shape("qwen3-32b", "Q4_0")
+    variant = plan_variant(spec, profile, wanted)
+    tokens = tuple(tier.tokens for tier in variant.ranks[0].tiers)
+    tasks = price_tiers(spec, find_tables(profile), variant.workload, tokens)
+    (cost, task, rank) = next((c, tasks[0], variant.ranks[0]) for c in tasks[0].costs if c.load.tokens == 128)
+    assert cost.load.rare
+    order = Residency(rank.pin_order, rank.kv_order)
+    search, none = TierSearch(task.room, task.classes, order, cost), (0,) * len(task.classes)
+    states = (TierState(0, len(rank.kv_order), none, 0, slots) for slots in (1, 2, 3, 4))
+    streamed = [tier for state in states if (full := search.fill_most(state)) and (tier := search.build(full))]
+    now = rank.covering(128)
+    took = [
+        simulated_seconds(task.room, tier, cost) + enter_seconds(task.room, rank.tiers[0], tier, cost)
+        for tier in (now, *streamed)
+    ]
+    assert streamed and took[0] <= 1.02 * min(took[1:])

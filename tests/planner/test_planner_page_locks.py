@@ -84,6 +84,7 @@ def test_the_lower_the_limit_the_less_is_streamed_and_the_longer_the_round(share
             assert tier.prediction.seconds == pytest.approx(_seconds(profile, tier, cost), rel=1e-9)
     seconds, streamed, _ = zip(*found)
     assert all(later >= earlier * 0.99 for earlier, later in pairwise(seconds))
+    # no more than 1.09 times: decoding, two thirds of the round, has one streamed unit without a limit
     assert seconds[-1] > 1.05 * seconds[0] and streamed[-1] == 0 < streamed[0]
 
 
@@ -101,13 +102,13 @@ def _seconds(profile, tier, cost) -> float:
     ("gib", "gain"),
     [
         (0.0, 0.05),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.5, 0.04), (1.0, -0.001))),
-        (2.0, -0.02),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.5, 0.05), (1.0, 0.01))),
+        (2.0, -0.001),
     ],
 )
 def test_knowing_the_limit_makes_a_plan_that_is_faster_under_it(gib: float, gain: float):
     """The plan that was made without knowing streams more than can be page-locked; under the last limit only in tiers
-    that the round does not enter, which count a little."""
+    that the round does not enter. Decoding of either streams next to nothing: what knowing brings is in the prompt."""
     profile = limited(PROFILE, int(gib * GIB), share=0.15)
     informed, naive = plan_variant(SPEC, profile, WORKLOAD), plan_without_a_limit()
     seconds = []
