@@ -82,6 +82,9 @@ class Asked:
     why: "tuple[tuple[WhyThere, ...], ...]" = ()
 
 
+NOTHING_ASKED = Asked()
+
+
 def answer(planned: Planned, steps: int | None, why: str | None) -> Asked:
     """The steps of the tier for so many tokens, and where else the units of a layer could be. Raises UserError for a
     tier or a layer that there is not."""
@@ -174,7 +177,7 @@ def list_tight(planned: Planned, free: int | None) -> list[str]:
     return found
 
 
-def print_plans(planned: Planned, explained: Explained | None, asked: Asked) -> None:
+def print_plans(planned: Planned, explained: Explained | None, asked: Asked = NOTHING_ASKED) -> None:
     """Tables of trials and plans; of those that are `explained` also where every unit is and what binds, what tiers
     could be alone, the published strategies beside them, and what a server can promise. Last what was `asked`."""
     from rich.console import Console
