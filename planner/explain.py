@@ -19,6 +19,7 @@ from pshard.steps.step import (
     Handoff,
     Join,
     Receive,
+    Send,
     Step,
 )
 from pshard.times.measurement import Timeline, TimelineEvent
@@ -100,4 +101,6 @@ def label_step(step: Step) -> str:
         return "all-reduce"
     if isinstance(step, Receive):
         return f"from rank {step.source}"
+    if isinstance(step, Send):
+        return f"to rank {step.target}"
     return type(step).__name__

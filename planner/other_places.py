@@ -62,12 +62,12 @@ def compare_places(
         _compare(tier, unit.name)
         for tier in price_plan(spec, profile, variant)
         for unit in units
-        if any(room.spec.unit(unit.name).tensors for room in tier.rooms)
+        if any(_holds(room, unit.name) for room in tier.rooms)
     )
 
 
 def _compare(tier: PricedTier, name: str) -> WhyThere:
-    held = [r for r, room in enumerate(tier.rooms) if room.spec.unit(name).tensors]
+    held = [r for r, room in enumerate(tier.rooms) if _holds(room, name)]
     now, seconds = tier.tiers[held[0]].placement(name), _join(tier, tier.tiers)
     places = _list_places(tier.rooms[held[0]], name)
     others = [o for o in (_move(tier, held, name, place) for place in places) if o.place != now]
@@ -75,6 +75,11 @@ def _compare(tier: PricedTier, name: str) -> WhyThere:
     larger = [o for o in others if o.lacks and o.seconds < seconds]
     next_best, too_large = (min(some, key=lambda o: o.seconds, default=None) for some in (fitting, larger))
     return WhyThere(name, tier.tokens, now, seconds, next_best, too_large)
+
+
+def _holds(room: Room, name: str) -> bool:
+    """Whether a rank has a part of a unit: of a pipeline each layer is on one."""
+    return any(unit.name == name and unit.tensors for unit in room.spec.units)
 
 
 def _list_places(room: Room, name: str) -> tuple[Place, ...]:

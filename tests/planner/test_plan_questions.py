@@ -100,6 +100,22 @@ def test_no_legal_place_that_fits_is_faster_than_the_next_best(planned) -> None:
                 assert best.seconds <= simulated_seconds(tier.rooms[0], other, tier.costs[0]) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_units_move_on_every_rank_that_holds_them(planned, mode) -> None:
+    spec, profile, _ = planned
+    spare = spec.packed_nbytes // 4 >> 20
+    variant = plan_variant(spec, profile, Workload((350 + spare,) * 2, 1024, max_ubatch=128, split_mode=mode))
+    timed = time_steps(spec, profile, variant, 1)
+    assert [each.rank for each in timed] == [0, 1] and all(each.steps for each in timed)
+    units = [u for u in spec.units if u.layer in (0, 5)]  # of a pipeline the first rank has one and the last the other
+    found = compare_places(spec, profile, variant, tuple(units))
+    assert {why.unit for why in found} == {u.name for u in units}
+    for tier in price_plan(spec, profile, variant):
+        alone = [result.seconds for _, result in tier.simulate()]
+        whole = sum(alone) if mode == "layer" else max(alone)
+        assert all(why.seconds == pytest.approx(whole) for why in found if why.tokens == tier.tokens)
+
+
 def test_what_is_faster_and_lacks_room_says_how_much(planned) -> None:
     spec, profile, variant = planned
     found = compare_places(spec, profile, variant, spec.units)
