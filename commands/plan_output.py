@@ -98,7 +98,8 @@ def answer(planned: Planned, steps: int | None, why: str | None) -> Asked:
     if why:
         from pshard.planner.other_places import compare_places, find_layer
 
-        others = tuple(compare_places(spec, profile, v, find_layer(spec, why)) for v in variants)
+        units = find_layer(spec, why)
+        others = tuple(compare_places(spec, profile, v, units) for v in variants)
     return Asked(timed, others)
 
 

@@ -39,25 +39,20 @@ def print_steps(timed: "Sequence[TimedSteps]", out: "Console", words: Words) -> 
 
 
 def print_why(found: "Sequence[WhyThere]", out: "Console", words: Words) -> None:
-    """Each unit's place in each tier beside the next best one."""
+    """Each unit's place in each tier beside the next best one. more MiB: that this takes of VRAM."""
     title = "Where else: the tier with only this unit elsewhere"
-    columns = (
-        "unit",
-        "tokens",
-        "is",
-        "ms",
-        "next best place",
-        "ms there",
-        words.arena + " MiB",
-        "faster, without room",
-    )
+    columns = ("unit", "tokens", "is", "ms", "next best place", "ms there", "more MiB", "faster, without room")
     table = new_table(title, columns, ("unit", "is", "next best place", "faster, without room"))
+
+    def name(place: Placement) -> str:
+        return words.say(_name(place))
+
     for why in found:
         best = why.next_best
-        told = (_name(best.place), _beside(best, why), f"{best.arena / MIB:+.0f}") if best else ("none fits", "", "")
+        told = (name(best.place), _beside(best, why), f"{best.arena / MIB:+.0f}") if best else ("none fits", "", "")
         larger = why.too_large
-        lacks = f"{_name(larger.place)}: {_beside(larger, why)}, lacks {ceil(larger.lacks / MIB)} MiB" if larger else ""
-        table.add_row(why.unit, str(why.tokens), _name(why.place), f"{1e3 * why.seconds:.4g}", *told, lacks)
+        lacks = f"{name(larger.place)}: {_beside(larger, why)}, lacks {ceil(larger.lacks / MIB)} MiB" if larger else ""
+        table.add_row(why.unit, str(why.tokens), name(why.place), f"{1e3 * why.seconds:.4g}", *told, lacks)
     out.print()
     print_whole(table, out)
 

@@ -8,7 +8,7 @@ from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import Words
 from pshard.planner.shown.memory_use import MemoryUse
 from pshard.predicted_times import decode_rate, first_token_seconds
-from pshard.print_table import print_whole
+from pshard.print_table import new_table, print_whole
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -34,13 +34,7 @@ def print_budgets(
     variants: Sequence[Variant], uses: Sequence[MemoryUse], skipped: Sequence[tuple[int, ...]], out: "Console"
 ) -> None:
     """The plans of a sweep, a line for each budget, those for which there is none first: they are the smallest."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    title = "\nIn short, by budget"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("MiB", "tok/s", "first token s", "host GiB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table("\nIn short, by budget", ("MiB", "tok/s", "first token s", "host GiB"))
     for budgets in skipped:
         table.add_row(",".join(map(str, budgets)), "-", "-", "-")
     for variant, use in zip(variants, uses):
