@@ -87,7 +87,7 @@ def _kept_nbytes(unit: Unit, places: list[Placement]) -> int:
 
 def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
     """Every unit is on exactly one rank, and whoever follows the hidden states meets all of them in order."""
-    ends = [r for r, spec in enumerate(specs) if spec.units[0].tensors]
+    ends = [r for r, spec in enumerate(specs) if spec.embedding.tensors]
     rank, met = ends[0] if len(ends) == 1 else None, list[int]()
     while rank is not None and len(met) <= len(specs):
         met.append(rank)

@@ -80,7 +80,7 @@ def _check_cut(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> 
 
 def may_choose_apart(spec: ModelSpec, profile: MachineProfile, devices: int) -> bool:
     """Whether the model has routers that would run on GPUs of several kinds, where last bits may differ."""
-    if not any(unit.kind.routing == "makes" for unit in spec.units):
+    if not any(unit.kind.routes for unit in spec.units):
         return False
     on_host = profile.ranks_here(devices)
     kinds = {(a.name, a.capability) for a in profile.accelerators if a.kind == "cuda" and a.index < on_host}

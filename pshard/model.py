@@ -11,6 +11,7 @@ from pshard.model_config import ModelConfig
 from pshard.units.moe.expert_cache import ExpertCache, miss_uses
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.moe.popularity import Popularity
+from pshard.units.ports import IDS, LOGITS
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
 
@@ -28,8 +29,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as the planner sees it. `units` are in execution order: embedding, per layer attention and FFN (or
-    router and experts), output.
+    """A model as the planner sees it: a program of `units` in execution order, each with its ports.
 
     `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
     unit. popularity: of experts, by which these are ordered and priced (routing/order_experts.py); None: all are chosen
@@ -85,6 +85,21 @@ class ModelSpec:
     @cached_property
     def _by_name(self) -> dict[str, Unit]:
         return {u.name: u for u in self.units}
+
+    @cached_property
+    def embedding(self) -> Unit:
+        """The unit that takes token ids."""
+        return next(u for u in self.units if IDS in u.ports.reads)
+
+    @cached_property
+    def outputs(self) -> tuple[Unit, ...]:
+        """Units that give logits, the model's own first."""
+        return tuple(u for u in self.units if LOGITS in u.ports.writes)
+
+    @property
+    def output(self) -> Unit:
+        """The unit that gives the model's own logits."""
+        return self.outputs[0]
 
     @cached_property
     def alike(self) -> tuple[tuple[Unit, ...], ...]:

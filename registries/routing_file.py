@@ -51,7 +51,7 @@ def fingerprint_routers(model: _Model) -> str:
     found = hashlib.sha256(json.dumps([config.architecture, config.n_layers, config.d_model]).encode())
     found.update(json.dumps(to_json(config.experts), sort_keys=True).encode())
     for unit in model.spec.units:
-        for matrix in unit.matrices if unit.kind.routing == "makes" else ():
+        for matrix in unit.matrices if unit.kind.routes else ():
             rows = model.tensor_bytes(matrix.name).reshape(matrix.rows, -1)
             found.update(matrix.name.encode() + bytes(rows[0][:SAMPLE_BYTES]) + bytes(rows[-1][:SAMPLE_BYTES]))
     return found.hexdigest()
@@ -146,7 +146,7 @@ def check_routing(record: RoutingRecord, model: _Model, path: Path) -> None:
     rule = model.spec.config.experts
     if rule is None:
         raise UserError("the model has no routed experts; leave out --routing")
-    own = tuple(unit.layer for unit in model.spec.units if unit.kind.routing == "makes")
+    own = tuple(unit.layer for unit in model.spec.units if unit.kind.routes)
     same = (record.layers, record.experts, record.used) == (own, rule.count, rule.used)
     if not same or record.fingerprint != fingerprint_routers(model):
         what = f"{len(record.layers)} layers of {record.experts} experts, {record.used} a token"

@@ -69,7 +69,7 @@ class Executor:
         self.transfers = Transfers(device, spec, weights)
         # cells of a layer that the link moves while one more copy is issued
         join_cells = JOIN_BYTES // max(1, cell_nbytes(spec, states))
-        widths = group.logit_widths(sum(t.rows for t in spec.units[-1].matrices), _has_logits_on_device(spec, plan))
+        widths = group.logit_widths(sum(t.rows for t in spec.output.matrices), _has_logits_on_device(spec, plan))
         self._in_force: tuple[TierPlan, TierInForce] | None = None
         self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
         self._programs: dict[tuple[int, bool], tuple[WalkProgram, AheadProgram | None]] = {}
@@ -158,7 +158,7 @@ class Executor:
         side = make_side(self.acc_kernels, carved.space, self.spec.config)
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
         sequences = self.states.sequences if self.spec.config.delta else 0
-        first = self.spec.units[0]
+        first = self.spec.embedding
         looks_up = bool(first.tensors) and tier.placement(first.name).where != "cpu"
         in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)
         self._in_force = tier, in_force
@@ -301,6 +301,6 @@ def _begin_sequences(residents: Residents, device: Device, segments: Sequence[Se
 
 def _has_logits_on_device(spec: ModelSpec, plan: RankPlan) -> bool:
     """Whether this rank's columns of the logits are always on its GPU, or, of a pipeline, another rank's come there."""
-    output = spec.units[-1]
+    output = spec.output
     elsewhere = spec.neighbours is not None and not output.tensors
     return elsewhere or all(t.placement(output.name).where != "cpu" for t in plan.tiers)

@@ -85,7 +85,7 @@ class Logits:
 
     def has_some(self) -> bool:
         """Whether rows are wanted that are computed or put together on this rank's device."""
-        return self.count > 0 and bool(self._context.spec.units[-1].tensors or self.gathered)
+        return self.count > 0 and bool(self._context.spec.output.tensors or self.gathered)
 
     @property
     def is_brought(self) -> bool:
@@ -133,7 +133,7 @@ class Logits:
             own = torch.cat(self.kept) if self.kept else self._keep(torch.empty(self.count, 0))
             # in a pipeline a rank is done long before the last one
             self.kept[:] = [group.gather_columns(own, inf if pipeline else None, alike=self._best_only)]
-        elif self.count and pipeline and not spec.units[-1].tensors:
+        elif self.count and pipeline and not spec.output.tensors:
             group.finish_send()  # a gather that spins on all of the GPU would keep NCCL's kernel from starting
             self.bring_none()
             self.deliver()
@@ -152,7 +152,7 @@ class Logits:
         return tables[key]
 
     def _carve(self, side: Side, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        flat, own = side.space.tensors["logits"].flatten(), sum(t.rows for t in self._context.spec.units[-1].matrices)
+        flat, own = side.space.tensors["logits"].flatten(), sum(t.rows for t in self._context.spec.output.matrices)
         if not self.gathered:
             table = flat[: n * own].view(n, own)
             return table, table

@@ -133,18 +133,19 @@ class Residents:
     def bind(self, step: Compute, carved: Carved, tokens: int, context: RunContext) -> BoundUnit:
         """The unit of a step with its weights and state where they are in the tier for so many tokens."""
         unit, block = self._spec.unit(step.unit), self._block(step.unit)
-        is_partial = context.sums and unit.kind.adds
+        is_partial = context.sums and unit.ports.adds
         begun = is_partial and step.unit in self._spec.onto_parts
         if not unit.tensors:
             return BoundUnit(block.contribute_nothing, is_partial, begun)
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved), device)
-        weights = context.slots.attach(tokens, step, weights)
+        weights, opens = context.slots.attach(tokens, step, weights), unit.opens_with_norm(self._spec.config)
         if not step.part:
             state = self._state_of(step, carved)
-            norm, leaves = block.first_norm(weights), block.ends_in_product(weights) and not is_partial
+            norm = block.first_norm(weights) if opens else None
+            leaves = block.ends_in_product(weights) and not is_partial
             return BoundUnit(
-                lambda work, residual: block.run(work, weights, state, residual), is_partial, begun, norm, leaves
+                lambda work, residual: block.run(work, weights, state, residual), is_partial, begun, opens, norm, leaves
             )
         stage = self._host.rows if step.on == "cpu" else carved.row_stage
         width = joined_width(unit, step.share, self._spec.config)
@@ -157,7 +158,9 @@ class Residents:
                 begun,
             )
         if step.on == "acc":
-            return BoundUnit(lambda work, residual: block.run_share(work, weights, residual, None), is_partial, begun)
+            return BoundUnit(
+                lambda work, residual: block.run_share(work, weights, residual, None), is_partial, begun, opens
+            )
         return BoundUnit(
             lambda work, _: block.run_share(work, weights, ALONE, view_rows(stage, work.rows.tokens, width)),
             is_partial,

@@ -65,12 +65,13 @@ class IndexView:
 @dataclass(frozen=True)
 class BoundUnit:
     """A step's unit with its weights and state where they lie in this tier. `is_partial`: a rank's part of a sum;
-    `begun`: which the unit before has begun. norm, leaves: `Block.first_norm` and `Block.ends_in_product`, of a unit
-    that is whole."""
+    `begun`: which the unit before has begun. opens: `Unit.opens_with_norm`. norm, leaves: `Block.first_norm` and
+    `Block.ends_in_product`, of a unit that is whole."""
 
     run: Callable[[Work, Residual], None]
     is_partial: bool
     begun: bool = False
+    opens: bool = False
     norm: torch.Tensor | None = None
     leaves: bool = False
 

@@ -53,11 +53,11 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     logits = costs.load.logit_rows * spec.config.vocab * 4
     enter, leave = costs.handoff("acc", hidden), min(costs.handoff("cpu", hidden), costs.handoff("cpu", logits))
     if spec.neighbours is None:
-        sums = sum(u.kind.adds for u in spec.units) - len(spec.onto_parts)
+        sums = sum(u.ports.adds for u in spec.units) - len(spec.onto_parts)
         normed = len(spec.sum_norms) * costs.sum_norm if spec.sum_norms else 0.0
         return costs.turn + sums * costs.all_reduce(hidden) + normed, enter, leave
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
-    first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
+    first, last = bool(spec.embedding.tensors), bool(spec.output.tensors)
     fixed = costs.turn + costs.tables.collective(costs.ranks, logits if last else 0)
     fixed += 0.0 if spec.neighbours.source is None else costs.hand_over(hidden)
     return fixed, enter if first else 0.0, leave if last else 0.0

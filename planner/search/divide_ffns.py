@@ -122,7 +122,7 @@ def _keep_routers(classes: tuple[UnitClass, ...]) -> tuple[tuple[Counts, ...], t
     if not any(cls.kind.parts for cls in classes):
         return None
     most = tuple(Counts(cls.size, cls.size, cls.size) for cls in classes)
-    return tuple(Counts(cls.size if cls.kind.routing == "makes" else 0, 0) for cls in classes), most
+    return tuple(Counts(cls.size if cls.kind.routes else 0, 0) for cls in classes), most
 
 
 def _place(

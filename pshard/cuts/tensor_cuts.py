@@ -141,7 +141,7 @@ def whole_range(tensor: TensorSpec) -> tuple[int, int, int, int]:
 
 def vocab_sizes(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> tuple[int, ...]:
     """Vocabulary rows that each rank's output head computes: the sizes of a gather of logits."""
-    cut = cut_units(spec, shares, limits)[-1]
+    cut = cut_units(spec, shares, limits)[spec.units.index(spec.output)]
     (head,) = (t for t in cut.tensors if t.axis == "rows")
     return tuple(stop - start for start, stop in head.ranges)
 

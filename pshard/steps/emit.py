@@ -32,9 +32,10 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_unit import divided_sizes, joined_width
-from pshard.units.moe.routed import ROUTED, routed_words
+from pshard.units.moe.routed import routed_words
+from pshard.units.ports import BESIDE, ENTERED, HIDDEN, ROUTED, Ports
 from pshard.units.share import Share
-from pshard.units.unit import Unit, UnitKind
+from pshard.units.unit import Unit
 
 # a search emits the same few steps thousands of times: equal ones are one object
 _copy_in = lru_cache(1 << 14)(CopyIn)
@@ -65,11 +66,11 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
 
 
 class _At(NamedTuple):
-    """On which sides activations are: the residual stream on one, what a router has found on those that have it, and a
+    """On which sides activations are: the residual stream on one, the ports beside it on those that have them, and a
     rank's part of a sum that is not whole yet."""
 
     hidden: str = "cpu"  # token ids start on the host
-    routed: frozenset[str] = frozenset()
+    beside: frozenset[tuple[str, str]] = frozenset()  # port and side
     part: str = ""
 
 
@@ -197,20 +198,20 @@ class StepEmitter:
             source, reads = "link", _expect_read(unit, share, self.spec.config, tokens, uses)
         steps: list[Step] = []
         if share.cpu:
-            steps += [*now.bring("acc", kind), *now.bring("cpu", kind, share=True)]
+            steps += [*now.bring("acc", unit.ports), *now.bring("cpu", unit.ports, share=True)]
             steps.extend(_compute_on_both(unit, share, (source, slot, reads), 4 * tokens, self.spec))
         else:
-            steps += now.bring(on, kind)
+            steps += now.bring(on, unit.ports)
             kept = {"kept_parts": share.kept} if share.kept else {}
             if reads:
                 kept["reads"] = reads
             steps.append(_compute(name, on, source, slot, "", 0, kind.position, state, **kept))
         grows = name in self._growing
-        now.leave(on, kind, grows)
+        now.leave(on, unit.ports, grows)
         if stays and on == "cpu" and not kind.gives_logits and not grows:
             steps.append(_hand_off("acc", self._hidden))
             now.hidden = "acc"
-        if self._sums and kind.adds and not grows:
+        if self._sums and unit.ports.adds and not grows:
             steps.append(_all_reduce(name, self._hidden))
         if form.moves:
             steps.append(self._move_state(name)[1])
@@ -245,49 +246,49 @@ class StepEmitter:
 class _Whereabouts:
     """Activations on their way through a unit.
 
-    stays: the residual stream is on the accelerator for good, and units that read what a router found do without it.
+    stays: the residual stream is on the accelerator for good, and units that only add to it do without it.
     """
 
     def __init__(self, spec: ModelSpec, tokens: int, stays: bool, at: _At) -> None:
-        self.hidden, routed, self._part = at
-        self._routed = set(routed)
-        self._stays, self._nbytes = stays, {"hidden": 4 * tokens * spec.config.d_model}
-        self._nbytes[PART] = self._nbytes["hidden"]
+        self.hidden, beside, self._part = at
+        self._beside = set(beside)
+        self._stays, self._nbytes = stays, dict.fromkeys((HIDDEN, PART, ENTERED), 4 * tokens * spec.config.d_model)
         if spec.config.experts:
             self._nbytes[ROUTED] = 4 * tokens * routed_words(spec.config)
 
     @property
     def at(self) -> _At:
         """Where they are now."""
-        return _At(self.hidden, frozenset(self._routed), self._part)
+        return _At(self.hidden, frozenset(self._beside), self._part)
 
-    def bring(self, on: str, kind: UnitKind, share: bool = False) -> list[Step]:
-        """The hand-off of what a unit lacks on a side; share: it computes its part of one that is divided, and of one
-        that reads what a router found no more than that is needed for it."""
+    def bring(self, on: str, ports: Ports, share: bool = False) -> list[Step]:
+        """The hand-off of what a unit lacks on a side; share: it computes its part of one that is divided, which is
+        added to the residual stream elsewhere."""
         carries = []
-        without = kind.is_looked_up or (share and kind.routing) or self._is_spared(kind)
-        if on != self.hidden and not without:
-            carries.append("hidden")
-        if kind.routing == "reads" and on not in self._routed:
-            carries.append(ROUTED)
-            self._routed.add(on)
+        meets = HIDDEN in ports.reads or (ports.adds and not share and not self._stays)
+        if on != self.hidden and meets:
+            carries.append(HIDDEN)
+        for port in BESIDE:
+            if port in ports.reads and (port, on) not in self._beside:
+                carries.append(port)
+                self._beside.add((port, on))
         if self._part not in ("", on) and not share:
             carries.append(PART)
         if not carries:
             return []
-        if carries == ["hidden"]:
-            return [_hand_off(on, self._nbytes["hidden"])]
+        if carries == [HIDDEN]:
+            return [_hand_off(on, self._nbytes[HIDDEN])]
         return [_hand_off(on, sum(self._nbytes[name] for name in carries), tuple(carries))]
 
-    def leave(self, on: str, kind: UnitKind, part_grows: bool) -> None:
+    def leave(self, on: str, ports: Ports, part_grows: bool) -> None:
         """A unit has run there; of a divided one the accelerator has all. part_grows: the next one adds to its part."""
-        self.hidden = self.hidden if self._is_spared(kind) else on
+        if not (self._stays and ports.adds):
+            self.hidden = on
         self._part = on if part_grows else ""
-        if kind.routing == "makes":
-            self._routed = {on}
-
-    def _is_spared(self, kind: UnitKind) -> bool:
-        return self._stays and kind.routing == "reads"
+        written = [port for port in BESIDE if port in ports.writes]
+        if written:
+            self._beside = {(port, side) for port, side in self._beside if port not in written}
+            self._beside.update((port, on) for port in written)
 
 
 def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
@@ -325,7 +326,7 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
     """What follows the units: logits to the host, or hidden states to the next rank of a pipeline."""
     links, logits = spec.neighbours, shape.logit_rows * spec.config.vocab * 4
     steps: list[Step] = []
-    if links and not spec.units[-1].tensors:
+    if links and not spec.output.tensors:
         logits = 0
         if links.target is not None:
             steps += [_hand_off("acc", hidden)] if side == "cpu" else []
@@ -333,7 +334,7 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
     elif side == "acc":
         steps.append(_hand_off("cpu", logits))
     if shape.ranks > 1:
-        steps.append(_gather(spec.units[-1].name, logits))
+        steps.append(_gather(spec.output.name, logits))
     return steps
 
 

@@ -131,7 +131,6 @@ ATTENTION = UnitKind(
     widths=_widths,
     state=_state,
     scratch=_scratch_of("attention"),
-    adds=True,
     leads=True,
     llama_cpp="attn_.*",
     strategy="first",

@@ -119,7 +119,6 @@ DELTA_NET = UnitKind(
     widths=_widths,
     state=_state,
     scratch=_scratch,
-    adds=True,
     leads=True,
     llama_cpp="(attn_|ssm_).*",
     strategy="first",

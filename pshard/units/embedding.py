@@ -2,6 +2,7 @@
 
 from pshard.model_config import ModelConfig
 from pshard.units.operations import LookUp, Operation
+from pshard.units.ports import LOOKS_UP
 from pshard.units.unit import Tensors, UnitKind, keep_whole
 
 TABLE = "token_embd.weight"
@@ -17,4 +18,5 @@ EMBEDDING = UnitKind(
     places=(("cpu", None), ("pinned", None)),
     operations=_operations,
     cut=keep_whole(TABLE),
+    ports=LOOKS_UP,
 )

@@ -70,7 +70,6 @@ FFN = UnitKind(
     ),
     widths=lambda tensors, config: {"d_ffn": tensors[UP].rows if UP in tensors else 0},
     scratch=_scratch,
-    adds=True,
     llama_cpp="ffn_.*",
     strategy="bulk",
     divided=(GATE, UP),

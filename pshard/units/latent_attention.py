@@ -77,7 +77,6 @@ LATENT_ATTENTION = UnitKind(
     cut=None,
     state=_state,
     scratch=_scratch,
-    adds=True,
     leads=True,
     llama_cpp="attn_.*",
     strategy="first",

@@ -3,6 +3,7 @@
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK
 from pshard.units.operations import Norm, Operation, Product
+from pshard.units.ports import GIVES_LOGITS
 from pshard.units.ranges import Targets, place_rows
 from pshard.units.unit import Cut, Tensors, UnitKind
 
@@ -29,6 +30,7 @@ OUTPUT = UnitKind(
         bounds=_bounds,
         flag="head",
     ),
+    ports=GIVES_LOGITS,
     strategy="head",
     contends="weights",
     lock_order=2,

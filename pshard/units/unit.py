@@ -12,7 +12,8 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
-from pshard.units.operations import Operation
+from pshard.units.operations import Norm, Operation
+from pshard.units.ports import ADDS, HIDDEN, IDS, LOGITS, ROUTED, Ports
 from pshard.units.ranges import place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import State, StateShape
@@ -73,9 +74,8 @@ class UnitKind:
             its widest units'.
         state: the law of what it keeps of its sequences; None when it keeps nothing.
         scratch: buffers that it needs for micro-batches of so many tokens.
-        adds: whether its result is added to the residual stream, so that ranks' parts of it are summed; see `goes_on`.
+        ports: what a unit reads and writes, where a model's program says nothing else (`Unit.own_ports`).
         leads: whether it is the first of its layer.
-        routing: "makes" what is handed on beside the residual stream (pshard/units/moe/routed.py), "reads" it, or "".
         llama_cpp: its tensors as a regular expression over what follows `blk.N.`; "" for units outside layers.
         strategy: what published strategies do with it: "first" (pinned before others), "bulk" (fills what is left) or
             "head".
@@ -99,9 +99,8 @@ class UnitKind:
     widths: Callable[[Tensors, ModelConfig], dict[str, int]] | None = None
     state: Callable[[ModelConfig, StateShape], State] | None = None
     scratch: Callable[[ModelConfig, int, StateShape], tuple[Buffer, ...]] | None = None
-    adds: bool = False
+    ports: Ports = ADDS
     leads: bool = False
-    routing: str = ""
     llama_cpp: str = ""
     strategy: str = ""
     divided: tuple[str, ...] = ()
@@ -119,11 +118,16 @@ class UnitKind:
     @cached_property
     def is_looked_up(self) -> bool:
         """Whether its rows are looked up by token id: it is never streamed, and on the host it costs no hand-off."""
-        return self.position == "first"
+        return IDS in self.ports.reads
 
     @cached_property
     def gives_logits(self) -> bool:
-        return self.position == "last"
+        return LOGITS in self.ports.writes
+
+    @cached_property
+    def routes(self) -> bool:
+        """Whether it says which experts tokens take."""
+        return ROUTED in self.ports.writes
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Unit:
     """The smallest thing that is placed. `layer` is -1 outside layers. Its tensors lie together in one blob.
 
     order: of a unit with parts, their numbers in the order in which its stacks hold them; empty: in their own order.
+    own_ports: where they are not those of its kind.
     """
 
     name: str
@@ -138,9 +143,15 @@ class Unit:
     layer: int
     tensors: tuple[TensorSpec, ...]
     order: tuple[int, ...] = ()
+    own_ports: Ports | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.packed_nbytes))  # caches ask often, and many models have units of one name
+
+    @cached_property
+    def ports(self) -> Ports:
+        """What it reads and writes of what passes between units."""
+        return self.own_ports or self.kind.ports
 
     @cached_property
     def packed_nbytes(self) -> int:
@@ -166,11 +177,16 @@ class Unit:
     @cached_property
     def likeness(self) -> tuple:
         """Units with equal likeness cost the same and belong to one class of the integer program."""
-        return (self.kind.name, tuple((t.role, t.qtype, t.shape, t.parts) for t in self.tensors))
+        return (self.kind.name, self.own_ports, tuple((t.role, t.qtype, t.shape, t.parts) for t in self.tensors))
 
     def operations(self, config: ModelConfig) -> tuple[Operation, ...]:
         """What running the unit takes; nothing where another rank holds all of it."""
         return self.kind.operations(self.by_role, config) if self.tensors else ()
+
+    def opens_with_norm(self, config: ModelConfig) -> bool:
+        """Whether it begins with a norm of the whole residual stream, which may be made as something is added there."""
+        begins = isinstance(next(iter(self.operations(config)), None), Norm)
+        return begins and LOGITS not in self.ports.writes  # whose norm is of the rows that are wanted
 
     def state(self, config: ModelConfig, shape: StateShape) -> State | None:
         """The law of the unit's state."""
@@ -188,13 +204,13 @@ def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
     Of these each has a router on its accelerator: a CPU rounds otherwise than a GPU, and where scores are nearly equal
     ranks would choose different experts and add up slices of both.
     """
-    return tuple(place for place in kind.places if not (sums and kind.routing == "makes" and place[0] == "cpu"))
+    return tuple(place for place in kind.places if not (sums and kind.routes and place[0] == "cpu"))
 
 
 def goes_on(unit: Unit, following: Unit) -> bool:
-    """Whether ranks sum their parts of both units at once: the second one reads what a router found, and not the
-    residual stream that the first one adds to."""
-    return unit.kind.adds and following.kind.adds and following.kind.routing == "reads"
+    """Whether ranks sum their parts of both units at once: the second one does not read the residual stream that the
+    first one adds to."""
+    return unit.ports.adds and following.ports.adds and HIDDEN not in following.ports.reads
 
 
 @dataclass

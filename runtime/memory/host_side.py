@@ -16,7 +16,7 @@ from pshard.runtime.lent_rows import LentRows
 from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.picks import Picks
 from pshard.runtime.memory.workspace import carve_workspace
-from pshard.units.moe.routed import ROUTED
+from pshard.units.ports import BESIDE
 from pshard.units.state import StateShape
 
 
@@ -63,9 +63,9 @@ class HostSide:
         memory = torch.empty(scratch_bytes(spec, tokens, shape, act.itemsize), dtype=torch.uint8)
         space = carve_workspace(memory, spec, tokens, shape, act)
         space.tensors["hidden"] = hidden
-        if ROUTED in space.tensors:  # likewise
-            routed = self.allocate(space.tensors[ROUTED].nbytes).view(torch.float32)
-            space.tensors[ROUTED] = routed.view(space.tensors[ROUTED].shape)
+        for port in space.tensors.keys() & set(BESIDE):  # likewise
+            rows = self.allocate(space.tensors[port].nbytes).view(torch.float32)
+            space.tensors[port] = rows.view(space.tensors[port].shape)
         if sums:  # a graph may fetch the CPU's part of a sum from there
             branch = self.allocate(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
@@ -76,7 +76,7 @@ class HostSide:
     def take_picks(self, spec: ModelSpec, plan: RankPlan, records: bool, play: RoutingPlay | None) -> None:
         """Take the memory to which routers' choices come, of all tiers or of those that use slots; none where nobody
         asks for them, or the rank has no routers. records: they are kept. play: see Picks."""
-        routes = any(unit.kind.routing == "makes" for unit in spec.units)
+        routes = any(unit.kind.routes for unit in spec.units)
         if routes and (records or play or plan.caches):
             most = plan.tiers[-1].tokens if records or play else max(cache.tokens for cache in plan.caches)
             self.picks = Picks(spec, most, self.allocate, records, play)

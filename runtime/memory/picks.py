@@ -40,7 +40,7 @@ class Picks:
         """tokens: of the largest tier that is brought. allocate: uint8 host memory that the link can write, by
         bytes."""
         self.records, self.play, self._tokens = records, play, tokens
-        routers = [unit for unit in spec.units if unit.kind.routing == "makes"]
+        routers = [unit for unit in spec.units if unit.kind.routes]
         self._rule = rule_of(spec.config)
         self._layers = {unit.name: i for i, unit in enumerate(routers)}
         self._numbers = tuple(unit.layer for unit in routers)

@@ -56,7 +56,7 @@ class UnitRuns:
             unit.run(work, ALONE if alone else Residual(entering, following=following))
         picks = self._context.host.picks
         wanted = picks is not None and picks.wants(self._tier.tokens)
-        if picks is not None and wanted and self._context.spec.unit(step.unit).kind.routing == "makes":
+        if picks is not None and wanted and self._context.spec.unit(step.unit).kind.routes:
             picks.bring(step.unit, work.side, work.rows, self._context.device)
 
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
@@ -108,9 +108,8 @@ class UnitRuns:
         side, group = self._tier.side, self._context.group
         if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._context.spec.sum_norms:
             return None
-        unit, exchange = self._context.spec.unit(following.unit), group.row_exchange(*part.shape)
-        begins_with_norm = unit.kind.adds or unit.kind.routing == "makes"  # of all rows: the output's is of wanted ones
-        if exchange is None or not unit.tensors or not begins_with_norm:
+        exchange = group.row_exchange(*part.shape)
+        if exchange is None or not self.bind(following).opens:
             return None
         return PendingSum(exchange, part, group.wire(part))
 

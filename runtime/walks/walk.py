@@ -219,7 +219,7 @@ class Walk:
     # --- activations --------------------------------------------------------------------------------------------
 
     def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The micro-batch's rows of "hidden", "branch" or "routed" on the host and on the accelerator."""
+        """The micro-batch's rows of a port, or of "branch", on the host and on the accelerator."""
         return self._host_space.rows(name, self._filled), self._acc_space.rows(name, self._filled)
 
     def _send(self, name: str) -> int:

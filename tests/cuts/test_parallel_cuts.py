@@ -285,7 +285,7 @@ def test_wide_quant_blocks_join_kv_groups() -> None:
 
 def test_layers_alternate_when_there_are_fewer_blocks_than_ranks() -> None:
     spec = make_spec(layers=4, groups=1, group=1, d_ffn=16)
-    held = [[bool(u.tensors) for u in cut_model(spec, (1.0, 1.0), r).units if u.kind.adds] for r in range(2)]
+    held = [[bool(u.tensors) for u in cut_model(spec, (1.0, 1.0), r).units if u.ports.adds] for r in range(2)]
     assert all(a != b for a, b in zip(*held))
     assert sum(held[0]) == sum(held[1]) == 4
 

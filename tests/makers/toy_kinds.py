@@ -51,7 +51,6 @@ DECAY = UnitKind(
     cut=Cut({NORM: ("none", "all"), OUT: ("cols", "cut")}, length=lambda config: config.d_model, bounds=_bounds),
     state=lambda config, shape: FixedState(4 * config.d_model),
     scratch=lambda config, tokens, shape: (Buffer("decayed", (tokens, config.d_model), "act"),),
-    adds=True,
     leads=True,
     strategy="first",
     contends="state",

@@ -156,7 +156,7 @@ def test_sequences_that_were_timed_together_cost_that():
 
 def test_only_the_wanted_rows_of_logits_are_computed():
     spec, tables = make_model(vocab=32768), Tables(PROFILE)
-    head = spec.units[-1]
+    head = spec.output
     prefill = unit_cost(head, Setting(spec, tables, TierLoad(512, 1, 0, 1, 1.0), WORKLOAD))
     assert prefill.acc == pytest.approx(unit_cost(head, Setting(spec, tables, DECODE, WORKLOAD)).acc)
 
@@ -164,7 +164,7 @@ def test_only_the_wanted_rows_of_logits_are_computed():
 def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():
     spec = cut_ranks(make_model(), Split("tensor", (1.0, 0.0)))[1]
     costs = tier_costs(spec, Tables(PROFILE), DECODE, WORKLOAD, ranks=2).units
-    assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.kind.adds)
+    assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.ports.adds)
 
 
 def test_ranks_of_one_host_share_its_cores_and_memory():

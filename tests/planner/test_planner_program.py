@@ -279,7 +279,7 @@ def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):
 
 def test_every_tier_is_a_prefix_of_the_order_and_what_is_left_out_is_spread():
     tiers, task = problems(29, layers=8)
-    counts = [tuple(Counts(n if c.kind.adds else 0, 0, 0) for c in task.classes) for n in (6, 4, 1)]
+    counts = [tuple(Counts(n if c.kind.ports.adds else 0, 0, 0) for c in task.classes) for n in (6, 4, 1)]
     order = order_residency(task.classes, counts, even=True).pin_order
     for n in (6, 4, 1):
         held = set(order[: 2 * n])

@@ -182,7 +182,7 @@ def test_events_of_a_lane_never_overlap_and_copies_run_into_the_next_micro_batch
         events = sorted((e.start, e.end) for e in result.events if e.lane == lane)
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(events))
     moved = sum(s.nbytes for s in tier_steps(room, tier, costs).body if isinstance(s, CopyIn))
-    assert moved == sum(u.packed_nbytes for u in room.spec.units if u.kind.adds)
+    assert moved == sum(u.packed_nbytes for u in room.spec.units if u.ports.adds)
 
 
 def test_loads_count_full_micro_batches_and_a_tail():

@@ -78,7 +78,7 @@ def record_of(file: ExpertsFile) -> RoutingRecord:
     rule = file.spec.config.experts
     assert rule is not None
     made = make_record(10, len(file.spec.units) // 3, rule.count, rule.used)
-    layers = tuple(unit.layer for unit in file.spec.units if unit.kind.routing == "makes")
+    layers = tuple(unit.layer for unit in file.spec.units if unit.kind.routes)
     return replace(made, fingerprint=fingerprint_routers(file), layers=layers, ids=made.ids[:, : len(layers)])
 
 

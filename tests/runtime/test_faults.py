@@ -61,7 +61,7 @@ def switching_tiers(spec: Any, streams_kv: bool = True) -> tuple[TierPlan, ...]:
     prefill = {u.name: ("streamed", kv if u.kind is ATTENTION else None) for u in spec.units}
     prefill["embedding"] = ("cpu", None)
     decode = {u.name: ("pinned", "vram" if u.kind is ATTENTION else None) for u in spec.units}
-    decode["embedding"], decode[spec.units[-1].name] = ("cpu", None), ("streamed", None)
+    decode["embedding"], decode[spec.output.name] = ("cpu", None), ("streamed", None)
     return (
         make_tier(spec, 2, decode, 1, CONTEXT, 1),
         make_tier(spec, 32, prefill, 2, CONTEXT, 1),

@@ -60,7 +60,7 @@ def record_text(file: ExpertsFile, text: list[int]) -> RoutingRecord:
 def test_a_record_has_the_experts_that_a_plain_forward_chooses(way: tuple, router: str, kernels: str) -> None:
     """Wherever router and experts are, in prompts of several micro-batches and in single tokens that are replayed."""
     file, text, chosen = ExpertsFile(RULES["with shared experts"]), draw_text(60), list[list[list[int]]]()
-    others = {unit.name: (router, None) for unit in file.spec.units if unit.kind.routing == "makes"}
+    others = {unit.name: (router, None) for unit in file.spec.units if unit.kind.routes}
     tiers = tuple(make_toy_tier(file, n, [way] * 3, 2, 1, others) for n in (1, 16))
     with open_recorder(file, tiers, kernels=kernels) as engine:
         read_text(engine, text, 40)
@@ -98,7 +98,7 @@ def test_experts_in_an_order_of_popularity_give_the_logits_of_the_model(way: tup
     """Also with equal scores: routers keep their rows, so that ties go to the lower number as before."""
     file = skew_routers(ExpertsFile(rule), 1.0)
     for unit in file.spec.units:
-        for tensor in unit.tensors if unit.kind.routing == "makes" else ():
+        for tensor in unit.tensors if unit.kind.routes else ():
             values = file.values[tensor.name]
             if len(values) == N_EXPERTS:
                 values[5] = values[2]

@@ -7,6 +7,7 @@ same micro-batch: each side adds up what the experts that it has give. A rank ha
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import expert_buffers, rule_of
 from pshard.units.operations import ExpertProducts, Operation, PlaceRows
+from pshard.units.ports import IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
@@ -58,8 +59,7 @@ EXPERTS = UnitKind(
     ),
     widths=lambda tensors, config: {"d_expert": count_inner(tensors)},
     scratch=_scratch,
-    routing="reads",
-    adds=True,
+    ports=IS_ROUTED,
     llama_cpp="ffn_.*_exps.*",
     strategy="bulk",
     parts=lambda config: (rule_of(config).used, rule_of(config).count),

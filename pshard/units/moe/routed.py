@@ -5,9 +5,8 @@ One block of float32 words for M tokens: the normed hidden states [M, d_model], 
 """
 
 from pshard.model_config import Experts, ModelConfig
+from pshard.units.ports import ROUTED
 from pshard.units.scratch import Buffer
-
-ROUTED = "routed"
 
 
 def routed_words(config: ModelConfig) -> int:

@@ -8,6 +8,7 @@ What it finds stands in `routed`, for the layer's units that follow; the residua
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import routed_buffer, rule_of
 from pshard.units.operations import Norm, Operation, Route
+from pshard.units.ports import ROUTES
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import Tensors, UnitKind, keep_whole
@@ -31,7 +32,7 @@ ROUTER = UnitKind(
     operations=_operations,
     cut=keep_whole(NORM, WEIGHT, BIAS, CHOICE_BIAS),
     scratch=_scratch,
-    routing="makes",
+    ports=ROUTES,
     llama_cpp="(ffn_norm|ffn_gate_inp|exp_probs_b).*",
     strategy="first",
     contends="weights",

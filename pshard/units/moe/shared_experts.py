@@ -3,6 +3,7 @@
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import rule_of
 from pshard.units.operations import GatedProduct, Operation, Product
+from pshard.units.ports import IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
@@ -37,8 +38,7 @@ SHARED_EXPERTS = UnitKind(
     ),
     widths=lambda tensors, config: {"d_shared": tensors[UP].rows if UP in tensors else 0},
     scratch=_scratch,
-    routing="reads",
-    adds=True,
+    ports=IS_ROUTED,
     llama_cpp="ffn_.*_shexp.*",
     strategy="first",
     contends="weights",

@@ -1,0 +1,35 @@
+"""Ports: what units take and leave of the activations that pass between them, by name. No torch.
+
+A model is a program: units in order of execution, each with ports. A port that lies between two units is a buffer of
+the same name on either side, and its rows are handed over as they are where these units run on different sides.
+"""
+
+from dataclasses import dataclass
+
+IDS, LOGITS = "ids", "logits"  # what goes into a program, and what comes out
+HIDDEN = "hidden"  # the residual stream, float32 [M, d_model]
+ENTERED = "entered"  # what a parallel layer's units take: the residual stream as normalised, float32 [M, d_model]
+ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/moe/routed.py)
+BESIDE = (ENTERED, ROUTED)  # those that stand beside the residual stream until a unit of a later layer writes them anew
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What a unit reads, what it writes, and whether it adds to the residual stream.
+
+    Ranks sum their parts of what is added; what several units add without that one of them reads it between, is summed
+    at once: see `goes_on`.
+    """
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    adds: bool = False
+
+
+LOOKS_UP = Ports((IDS,), (HIDDEN,))
+ADDS = Ports((HIDDEN,), adds=True)
+ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel layer, which normalises for all
+FOLLOWS = Ports((ENTERED,), adds=True)  # the others
+ROUTES = Ports((HIDDEN,), (ROUTED,))
+IS_ROUTED = Ports((ROUTED,), adds=True)
+GIVES_LOGITS = Ports((HIDDEN,), (LOGITS,))
