@@ -44,10 +44,11 @@ class Architecture:
     `routing`: its layers have experts.
 
     As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own, `still_every`,
-    `activation`, `normed_after`. `fused`: q, k and v are one tensor, or gate and up. `multiplied`: embeddings, scores,
-    what layers add, and logits, by numbers that files give. `warmed`: queries are multiplied by a temperature where
-    files give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms'
-    weights less 1. `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
+    `activation`, `norms`, `centred`, `parallel`. `fused`: q, k and v are one tensor, or gate and up. `multiplied`: what
+    is multiplied by a number that files give: "embedding", "residual" (what layers add), "score", "logits", or
+    "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files give one.
+    `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights less 1.
+    `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
     """
 
     name: str
@@ -68,11 +69,13 @@ class Architecture:
     full_every: int = 0
     still_every: int = 0
     activation: str = "silu"
-    normed_after: bool = False
+    norms: str = "before"
+    centred: bool = False
+    parallel: bool = False
     fused: bool = False
     partial: bool = False
     warmed: bool = False
-    multiplied: bool = False
+    multiplied: tuple[str, ...] = ()
     embedded_by_root: bool = False
     norms_less_one: bool = False
     windows: bool = False
@@ -161,7 +164,7 @@ ARCHITECTURES = (
     Architecture(
         "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
     ),
-    Architecture("granite", "granite", "adjacent", multiplied=True),
+    Architecture("granite", "granite", "adjacent", multiplied=("embedding", "residual", "score", "1/logits")),
     Architecture(
         "seed_oss",
         "seed_oss",
@@ -187,7 +190,7 @@ ARCHITECTURES = (
         optional_biases=_QKV,
         rotated=0.5,
         hf_pairing="adjacent",
-        normed_after=True,
+        norms="both",
         fused=True,
     ),
     Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),
@@ -198,7 +201,7 @@ ARCHITECTURES = (
         qk_norm=True,
         full_every=6,
         activation="gelu",
-        normed_after=True,
+        norms="both",
         embedded_by_root=True,
         norms_less_one=True,
         defaults=_GEMMA3,

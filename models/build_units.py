@@ -18,6 +18,7 @@ from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
+from pshard.units.ports import ENTERS, FOLLOWS, Ports
 from pshard.units.unit import Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -43,10 +44,10 @@ def build_units(
     roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
     biases = set(arch.biases) | (set(arch.optional_biases) & roles)
 
-    def unit(name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected]) -> Unit:
+    def unit(name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected], ports: Ports | None = None) -> Unit:
         specs = [_tensor_spec(stored, tensor, where) for tensor in tensors]
         specs.sort(key=lambda t: -len(t.shape))  # matrices, then vectors (the sort is stable)
-        return Unit(name, kind, layer, tuple(specs))
+        return Unit(name, kind, layer, tuple(specs), own_ports=ports)
 
     units = [unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
@@ -56,9 +57,11 @@ def build_units(
         elif config.delta and i not in config.delta.full:
             units.append(unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block)))
         else:
-            units.append(unit(block + "attention", _kind(config, i), i, _attention(arch, config, block, biases)))
+            tensors, ports = _attention(arch, config, block, biases), ENTERS if config.parallel else None
+            units.append(unit(block + "attention", _kind(config, i), i, tensors, ports))
         if config.experts is None or i < config.experts.dense_layers:
-            units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
+            ports = FOLLOWS if config.parallel else None
+            units.append(unit(block + "ffn", FFN, i, _ffn(config, block), ports))
             continue
         units.append(unit(block + "router", ROUTER, i, _router(config.experts, config.d_model, block)))
         if config.experts.d_shared:
@@ -83,7 +86,8 @@ def _kind(config: ModelConfig, layer: int) -> UnitKind:
 
 def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
     d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    yield Expected(block + "attn_norm.weight", (d,))
+    if config.normed_before:
+        yield Expected(block + "attn_norm.weight", (d,))
     for role, rows, cols in (("attn_q", q, d), ("attn_k", kv, d), ("attn_v", kv, d), ("attn_output", d, q)):
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
@@ -134,7 +138,8 @@ def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
 
 
 def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
-    yield Expected(block + "ffn_norm.weight", (config.d_model,))
+    if config.normed_before and not config.parallel:
+        yield Expected(block + "ffn_norm.weight", (config.d_model,))
     yield Expected(block + "ffn_gate.weight", (config.d_ffn, config.d_model))
     yield Expected(block + "ffn_up.weight", (config.d_ffn, config.d_model))
     yield Expected(block + "ffn_down.weight", (config.d_model, config.d_ffn))

@@ -63,7 +63,7 @@ def gguf_config(
         head_dim=head_dim,
         d_ffn=0 if experts and not experts.dense_layers else keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
-        norm_eps=keys.real("attention.layer_norm_rms_epsilon", span=EPSILONS),
+        norm_eps=keys.real(f"attention.layer_norm_{'' if arch.centred else 'rms_'}epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
         rope=rope,
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
@@ -76,7 +76,9 @@ def gguf_config(
         full_every=arch.full_every,
         still_every=arch.still_every,
         activation=arch.activation,
-        normed_after=arch.normed_after,
+        norms=arch.norms,
+        centred=arch.centred,
+        parallel=arch.parallel,
     )
     return check_config(arch, gguf_numbers(arch, keys, config), where)
 

@@ -45,7 +45,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         head_dim=head_dim,
         d_ffn=0 if experts and not experts.dense_layers else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
-        norm_eps=keys.real("rms_norm_eps", span=EPSILONS),
+        norm_eps=keys.real("layer_norm_eps" if arch.centred else "rms_norm_eps", span=EPSILONS),
         context=context,
         rope=_pair(arch, keys, hf_rope(positions, arch.rotated, latent.rope if latent else head_dim, context, where)),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
@@ -58,7 +58,9 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         full_every=arch.full_every,
         still_every=arch.still_every,
         activation=arch.activation,
-        normed_after=arch.normed_after,
+        norms=arch.norms,
+        centred=arch.centred,
+        parallel=arch.parallel,
     )
     return check_config(arch, hf_numbers(arch, keys, made), where)
 

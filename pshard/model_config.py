@@ -153,7 +153,19 @@ class ModelConfig:
     embedding_scale: float = 1.0  # what rows of the embedding are multiplied by
     logit_scale: float = 1.0  # what logits are multiplied by
     activation: str = "silu"  # of gates: "silu", or "gelu" by its approximation with tanh
-    normed_after: bool = False  # what attention and FFN give is normalised before it is added
+    norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, or "both"
+    centred: bool = False  # norms of the residual stream take its mean away first
+    parallel: bool = False  # a layer's attention and FFN take the same normed input
+
+    @property
+    def normed_before(self) -> bool:
+        """Whether attention and FFN take the residual stream as normalised."""
+        return self.norms != "after"
+
+    @property
+    def normed_after(self) -> bool:
+        """Whether what attention and FFN give is normalised before it is added."""
+        return self.norms != "before"
 
     @property
     def scores_by(self) -> float:

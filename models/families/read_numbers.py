@@ -4,6 +4,7 @@ Keys of GGUF metadata as llama.cpp reads them, those of config.json as the class
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pshard.model_config import ModelConfig, Rope, Temperature
@@ -11,19 +12,27 @@ from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.keys import BASES, FACTORS, Keys
 
+_GGUF_MULTIPLIERS = {
+    "embedding": "embedding_scale", "residual": "residual_scale", "score": "attention.scale", "logits": "logit_scale",
+}  # fmt: skip
+_HF_MULTIPLIERS = {
+    "embedding": "embedding_multiplier", "residual": "residual_multiplier", "score": "attention_multiplier",
+    "logits": "logit_scale", "1/logits": "logits_scaling",
+}  # fmt: skip
 _LAYERS_OF_27B = 62  # gemma3's files do not say how scores are scaled, which differs in this one
 
 
 def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what metadata says of these. Raises UserError that names the key."""
     _check_gguf_layers(arch, keys, config)
-    if arch.multiplied:
+    if "residual" in arch.multiplied:  # Granite, whose heads are not rotated otherwise
         keys.refuse_unless("rope.scaling.finetuned", True)
-        by = [_number(keys, key) for key in ("embedding_scale", "residual_scale", "logit_scale")]
-        return _multiply(config, by[0], by[1], _number(keys, "attention.scale", config.head_dim**-0.5), by[2])
-    keys.refuse_unless("attention.scale", 0.0)
-    for key in ("embedding_scale", "residual_scale", "logit_scale"):
-        keys.refuse_unless(key, 0.0, 1.0)
+    for what, key in _GGUF_MULTIPLIERS.items():
+        if what not in arch.multiplied and f"1/{what}" not in arch.multiplied:
+            keys.refuse_unless(key, 0.0, *(() if what == "score" else (1.0,)))
+    config = _multiply(
+        config, {what: _number(keys, _GGUF_MULTIPLIERS[what.removeprefix("1/")]) for what in arch.multiplied}
+    )
     if arch.embedded_by_root:
         config = replace(config, embedding_scale=math.sqrt(config.d_model))
         if config.n_layers == _LAYERS_OF_27B:
@@ -42,9 +51,7 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
 def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what config.json says of these. Raises UserError that names the key."""
     _check_hf_layers(arch, keys, config)
-    if arch.multiplied:
-        names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-        return _multiply(config, *(keys.real(name, 1.0, FACTORS) for name in names))
+    config = _multiply(config, {what: keys.real(_HF_MULTIPLIERS[what], 1.0, FACTORS) for what in arch.multiplied})
     if arch.embedded_by_root:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             keys.refuse_unless(key, 0.0)
@@ -61,19 +68,21 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
     return config
 
 
-def _number(keys: Keys, key: str, default: float = 1.0) -> float:
-    """A multiplier; 0 stands for none, as llama.cpp reads it."""
-    return default if keys.get(key) == 0 else keys.real(key, default, FACTORS)
+def _number(keys: Keys, key: str) -> float:
+    """A multiplier; 0, which stands for none as llama.cpp reads it, where there is none."""
+    return 0.0 if keys.get(key) in (None, 0) else keys.real(key, span=FACTORS)
 
 
-def _multiply(config: ModelConfig, embedding: float, residual: float, score: float, logits: float) -> ModelConfig:
-    """With the stream that is divided by what layers' results are multiplied by: see ModelConfig."""
+def _multiply(config: ModelConfig, by: Mapping[str, float]) -> ModelConfig:
+    """With the stream that is divided by what layers' results are multiplied by: see ModelConfig. by: numbers as
+    `Architecture.multiplied` calls them; 0 for none."""
+    residual, divided = by.get("residual") or 1.0, by.get("1/logits") or 1.0
     return replace(
         config,
-        embedding_scale=embedding / residual,
+        embedding_scale=(by.get("embedding") or 1.0) / residual,
         norm_eps=config.norm_eps / residual**2,
-        score_scale=score,
-        logit_scale=1 / logits,
+        score_scale=by.get("score") or config.score_scale,
+        logit_scale=(by.get("logits") or 1.0) / divided,
     )
 
 

@@ -27,6 +27,7 @@ from pshard.units.operations import (
     Rotate,
     Route,
     StoreLatent,
+    Take,
 )
 
 # tokens of a prompt whose cells are read together: rows of GPU tiles (runtime/kernels/gpu/tiles/attention_tiles.py);
@@ -83,7 +84,10 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [(Order.OTHER, _elementwise(by, "embed", table.cols))]
         case Norm(width=width, adds=adds):
             added = [(Order.RESIDUAL, _elementwise(by, "residual", width))] if adds else []
-            return [(Order.NORM, _elementwise(by, "norm", width)), *added]
+            seconds = _elementwise(by, "norm", width)
+            return [(Order.NORM, 2 * seconds if operation.centred else seconds), *added]
+        case Take(width=width):  # as much as a norm, but where products take the port as it is
+            return [] if by.on_host else [(Order.NORM, _elementwise(by, "norm", width))]
         case PlaceRows(width):  # reads and writes as much as a norm
             return [(Order.RESIDUAL, _elementwise(by, "norm", width))]
         case Product(matrix):

@@ -23,6 +23,7 @@ from pshard.units.operations import (
     ProductGroup,
     Rotate,
     Route,
+    Take,
 )
 from pshard.units.unit import Unit
 
@@ -101,6 +102,8 @@ class _Flow:
             case Norm(adds=True):
                 self.sum_norm(operation.weight.role if operation.weight else "norm.weight", values[0])
                 return values
+            case Take():
+                return (MIRRORED,)  # what stands in a port every rank has
             case Norm():
                 self.expect(operation.weight is not None, "norm.weight", "is missing")
                 return (self.normed(operation.weight.role if operation.weight else ""),)

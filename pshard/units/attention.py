@@ -11,6 +11,7 @@ from math import lcm
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES
+from pshard.units.enter import enter, entered_buffers
 from pshard.units.kv_cells import longest_sequence
 from pshard.units.operations import Attend, GateRows, Norm, Operation, Product, ProductGroup, Rotate
 from pshard.units.ranges import Targets, place_heads
@@ -57,7 +58,7 @@ def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple
     gate, group = tensors.get(GATE), (*QKV, GATE) if GATE in tensors else QKV
     biases = tuple(tensors.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
     return (
-        Norm(tensors.get(NORM), config.d_model),
+        enter(tensors.get(NORM), config),
         ProductGroup(tuple(tensors[role] for role in group), biases),
         Rotate(*heads, norms, config.qk_norm),
         Attend(*heads, window, tensors.get(SINKS)),
@@ -85,6 +86,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     return (
         Buffer("qkv", (tokens, (2 if config.gated else 1) * heads + 2 * kv), "act"),
         Buffer("mixed", (tokens, heads), "act"),
+        *entered_buffers(config, tokens),
         Buffer(table, (2, longest, rope.dims // 2), "f32"),
         *((Buffer(TEMPERATURE, (longest,), "f32"),) if warms else ()),
         Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),

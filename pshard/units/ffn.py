@@ -6,6 +6,7 @@ else lies in the arena.
 """
 
 from pshard.model_config import ModelConfig
+from pshard.units.enter import enter
 from pshard.units.operations import GatedProduct, Norm, Operation, PlaceRows, Product
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
@@ -17,7 +18,7 @@ AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
 
 
 def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return Norm(tensors.get(NORM), config.d_model), GatedProduct(tensors[GATE], tensors[UP])
+    return enter(tensors.get(NORM), config, follows=True), GatedProduct(tensors[GATE], tensors[UP])
 
 
 def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:

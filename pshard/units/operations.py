@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
 from pshard.tensor import TensorSpec
+from pshard.units.ports import HIDDEN
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,23 @@ class LookUp:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm of the residual stream, `width` elements a token; `adds`: of what a unit gives, onto that stream."""
+    """RMS norm of `of`, `width` elements a token; `adds`: of what a unit gives, onto the residual stream. centred: the
+    mean of each row is taken from it first, in place, so that this is a layer norm.
+    """
 
     weight: TensorSpec | None
     width: int
     adds: bool = False
+    of: str = HIDDEN
+    centred: bool = False
+
+
+@dataclass(frozen=True)
+class Take:
+    """What is in a port, `width` elements a token, in the type of activations."""
+
+    port: str
+    width: int
 
 
 @dataclass(frozen=True)
@@ -227,6 +240,7 @@ def used_share(chosen: int, of: int, tokens: float) -> float:
 Operation = (
     LookUp
     | Norm
+    | Take
     | Product
     | ProductGroup
     | GatedProduct

@@ -12,7 +12,7 @@ NORM, HEADS = "output_norm.weight", ("output.weight", "token_embd.weight")
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     head = next(tensors[role] for role in HEADS if role in tensors)
-    return Norm(tensors.get(NORM), config.d_model), Product(head)
+    return Norm(tensors.get(NORM), config.d_model, centred=config.centred), Product(head)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:

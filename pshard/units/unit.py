@@ -13,7 +13,7 @@ from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
 from pshard.units.operations import Norm, Operation
-from pshard.units.ports import ADDS, HIDDEN, IDS, LOGITS, ROUTED, Ports
+from pshard.units.ports import ADDS, ENTERED, HIDDEN, IDS, LOGITS, ROUTED, Ports
 from pshard.units.ranges import place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import State, StateShape
@@ -185,8 +185,9 @@ class Unit:
 
     def opens_with_norm(self, config: ModelConfig) -> bool:
         """Whether it begins with a norm of the whole residual stream, which may be made as something is added there."""
-        begins = isinstance(next(iter(self.operations(config)), None), Norm)
-        return begins and LOGITS not in self.ports.writes  # whose norm is of the rows that are wanted
+        first = next(iter(self.operations(config)), None)
+        alone = isinstance(first, Norm) and not first.centred
+        return alone and not {LOGITS, ENTERED} & set(self.ports.writes)  # logits are of wanted rows only
 
     def state(self, config: ModelConfig, shape: StateShape) -> State | None:
         """The law of the unit's state."""

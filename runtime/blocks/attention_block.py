@@ -3,7 +3,7 @@
 import torch
 
 from pshard.model_config import ModelConfig
-from pshard.runtime.blocks.block import Block, Residual, Side, Work, leave_normed, normalise
+from pshard.runtime.blocks.block import Block, Residual, Side, Work, enter, leave_normed
 from pshard.runtime.kernels.api import LayerKV, RowIndex
 from pshard.runtime.kernels.unpack import PLAIN
 from pshard.runtime.memory.kv_cache import view_layer
@@ -43,7 +43,7 @@ class AttentionBlock(Block):
     def first_norm(self, weights: UnitWeights) -> torch.Tensor | None:
         m = weights.matrices
         packed = all(m[role].qtype not in PLAIN for role in (*QKV, GATE) if role in m)
-        return weights.vectors[NORM] if packed else None
+        return weights.vectors.get(NORM) if packed else None
 
     def ends_in_product(self, weights: UnitWeights) -> bool:
         return AFTER not in weights.vectors
@@ -53,7 +53,7 @@ class AttentionBlock(Block):
         rows = work.rows.recent if self._windowed else work.rows
         assert rows is not None
         k, space, config, n = side.kernels, side.space, side.config, rows.tokens
-        normed = normalise(side, v[NORM], n, residual)
+        normed = enter(side, v.get(NORM), n, residual)
         # a rank's slice may hold fewer heads in this layer than in its widest one
         q_width, kv_width = m[QKV[0]].rows, m[QKV[1]].rows
         heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)

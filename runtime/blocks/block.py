@@ -16,6 +16,7 @@ from pshard.runtime.kernels.api import Kernels, NormKernels, Packed, RopeTable, 
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.units.attention import ROPES
+from pshard.units.ports import ENTERED, HIDDEN
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -150,16 +151,41 @@ class Block:
 def normalise(
     side: Side, weight: torch.Tensor, n: int, residual: Residual, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMS norm of hidden [n, D], to which what enters is added first; out None: the side's `normed`. Otherwise products
+    """The norm of hidden [n, D], to which what enters is added first; out None: the side's `normed`. Otherwise products
     of many rows will want it placed there."""
     hidden, eps, normed = side.space.rows("hidden", n), side.config.norm_eps, side.space.rows("normed", n)
     out, rounded = (normed, None) if out is None else (out, normed if n > SMALL_BATCH else None)
+    if side.config.centred:
+        side.kernels.centre_rows(hidden)
     if (sums := residual.entering) is None:
         side.kernels.rms_norm(hidden, weight, eps, out, rounded=rounded)
     else:
         kernels = cast(SumKernels, side.kernels)
         kernels.sum_rms_norm(sums.exchange, sums.part, sums.wire, hidden, weight, eps, out, rounded)
     return out
+
+
+def enter(side: Side, weight: torch.Tensor | None, n: int, residual: Residual, follows: bool = False) -> torch.Tensor:
+    """What a unit's products take of the residual stream [n, D]: see pshard/units/enter.py. weight: of the norm before
+    it, where it has one. follows: it is not the first of its layer."""
+    if side.config.parallel:
+        entered = side.space.rows(ENTERED, n)
+        if not follows:
+            assert weight is not None
+            normalise(side, weight, n, residual, entered)
+        return take(side, entered)
+    if weight is not None:
+        return normalise(side, weight, n, residual)
+    return take(side, side.space.rows(HIDDEN, n))
+
+
+def take(side: Side, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a port, float32 [n, D], as the side's products take them."""
+    if side.kernels.act_dtype is torch.float32:
+        return rows
+    normed = side.space.rows("normed", rows.shape[0])
+    side.kernels.place(rows, normed)
+    return normed
 
 
 def announce_norm(side: Side, residual: Residual) -> None:

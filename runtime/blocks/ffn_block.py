@@ -2,7 +2,7 @@
 
 import torch
 
-from pshard.runtime.blocks.block import Block, Residual, Side, Work, add_normed, leave_normed, normalise
+from pshard.runtime.blocks.block import Block, Residual, Side, Work, add_normed, enter, leave_normed
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.ffn import AFTER, DOWN, GATE, NORM, UP
 
@@ -12,10 +12,9 @@ class FfnBlock(Block):
     of these may lie in a slot while all else is in the arena."""
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
-        side, n, m, part = work.side, work.rows.tokens, weights.matrices, residual.part
-        normed, after = normalise(side, weights.vectors[NORM], n, residual), weights.vectors.get(AFTER)
-        out = side.space.rows("branch" if after is not None else "hidden", n) if part is None else part
-        adds = part is None and after is None
+        side, n, m, after = work.side, work.rows.tokens, weights.matrices, weights.vectors.get(AFTER)
+        normed = _enter(work, weights, residual)
+        out, adds = residual.target(side, n) if after is None else (side.space.rows("branch", n), False)
         apart = weights.last is not None or residual.leaving is not None
         if not apart and side.kernels.ffn(normed, m[GATE], m[UP], m[DOWN], out, adds, side.config.activation):
             add_normed(side, n, after)
@@ -27,13 +26,17 @@ class FfnBlock(Block):
 
     def run_share(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
         side, n = work.side, work.rows.tokens
-        _gate(side, weights, n, normalise(side, weights.vectors[NORM], n, residual), out)
+        _gate(side, weights, n, _enter(work, weights, residual), out)
 
     def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
         side = work.side
         gated = _gated(side, weights, work.rows.tokens)
         side.kernels.place(from_cpu, gated[:, gated.shape[1] - from_cpu.shape[1] :])
         leave_normed(side, gated, weights.matrices[DOWN], None, weights.vectors.get(AFTER), residual)
+
+
+def _enter(work: Work, weights: UnitWeights, residual: Residual) -> torch.Tensor:
+    return enter(work.side, weights.vectors.get(NORM), work.rows.tokens, residual, follows=True)
 
 
 def _gate(

@@ -17,6 +17,8 @@ class OutputBlock(Block):
             n = rows.shape[0]
             picked, normed = space.rows("branch", n), space.rows("normed", n)
             torch.index_select(space.tensors["hidden"], 0, rows, out=picked)
+            if side.config.centred:
+                k.centre_rows(picked)
             k.rms_norm(picked, weights.vectors[NORM], side.config.norm_eps, normed)
             k.linear(normed, head, logits, space.tile)
             if (scale := side.config.logit_scale) != 1:

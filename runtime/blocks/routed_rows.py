@@ -2,7 +2,7 @@
 
 import torch
 
-from pshard.runtime.blocks.block import Side
+from pshard.runtime.blocks.block import Side, take
 from pshard.runtime.kernels.api import Routes, RowIndex
 from pshard.units.moe.routed import ROUTED, rule_of
 
@@ -26,8 +26,4 @@ def view_choices(side: Side, rows: RowIndex) -> torch.Tensor:
 def take_normed(side: Side, rows: RowIndex) -> tuple[torch.Tensor, Routes]:
     """The same, the hidden states as the side's products take them."""
     x, routes = view_routed(side, rows)
-    if side.kernels.act_dtype is not torch.float32:
-        normed = side.space.rows("normed", rows.tokens)
-        side.kernels.place(x, normed)
-        return normed, routes
-    return x, routes
+    return take(side, x), routes

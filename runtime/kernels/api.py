@@ -193,6 +193,10 @@ class RowKernels(Protocol):
         """x[M, n] *= table[position[M]], x act_dtype, table float32 [positions], position int32. Row strides free."""
         ...
 
+    def centre_rows(self, x: torch.Tensor) -> None:
+        """x[M, n] -= the mean of each row, float32. Row strides free."""
+        ...
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
         strides free."""

@@ -148,6 +148,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
         x.mul_(table.index_select(0, position)[:, None])
 
+    def centre_rows(self, x: torch.Tensor) -> None:
+        x.sub_(x.mean(-1, keepdim=True))
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         x.mul_(torch.sigmoid(hidden @ weight)[:, None])
 

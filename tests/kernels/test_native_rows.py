@@ -149,6 +149,7 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
         "gate_rows": lambda k, x: k.gate_rows(x, gate[:, :width]),
         "scale_rows": lambda k, x: k.scale_rows(x, hidden, weight),
         "warm_rows": lambda k, x: k.warm_rows(x, table, position),
+        "centre_rows": lambda k, x: k.centre_rows(x),
     }
     for name, act in work.items():
         got = wide.clone()

@@ -263,6 +263,17 @@ def test_rows_are_multiplied_by_the_sigmoid_of_one_product_each(
 
 
 @needs_kernels
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (70, 96)])
+def test_rows_lose_their_mean(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
+    tokens, cols = shape
+    wide = 3 + random_tensor(tokens, cols + 8, seed=76, dtype=torch.float32)
+    x, beside = wide[:, :cols], wide[:, cols:].clone()
+    expected = numpy64(x) - numpy64(x).mean(1, keepdims=True)
+    kernels.centre_rows(x)
+    assert error(x, expected) < 1e-6 and torch.equal(wide[:, cols:], beside)
+
+
+@needs_kernels
 def test_another_call_forgets_what_was_handed_over(kernels: cuda.CudaKernels) -> None:
     weight, values = random_weight("Q4_0", 32, 256, seed=67)
     hidden, norm = random_tensor(1, 256, seed=68, dtype=torch.float32), torch.ones(256, device=DEVICE)

@@ -26,7 +26,24 @@ _NEVER = 2**31 - 1  # tokens
 LATENT_ROWS = 64  # above this many new tokens per sequence torch attends over latents
 
 
-class HostKernels(PlainKernels):
+class HostRows:
+    """What moves or scales rows of activations: see `RowKernels`."""
+
+    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
+        native.warm_rows(x, (x.shape[0], x.shape[1]), x.stride(0), table, position)
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate)
+
+    def centre_rows(self, x: torch.Tensor) -> None:
+        native.centre_rows(x, (x.shape[0], x.shape[1]), x.stride(0))
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        strides = x.stride(0), hidden.stride(0)
+        native.scale_rows(x, (x.shape[0], x.shape[1]), strides, hidden, weight, hidden.shape[1])
+
+
+class HostKernels(HostRows, PlainKernels):
     """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels. exact: products
     leave the matrix unit alone, which takes many tokens at once and rounds otherwise than vectors."""
 
@@ -238,16 +255,6 @@ class HostKernels(PlainKernels):
             return
         index = (slots, offsets, slots.shape[0])
         native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)))
-
-    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
-        native.warm_rows(x, (x.shape[0], x.shape[1]), x.stride(0), table, position)
-
-    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate)
-
-    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-        strides = x.stride(0), hidden.stride(0)
-        native.scale_rows(x, (x.shape[0], x.shape[1]), strides, hidden, weight, hidden.shape[1])
 
     def rms_norm(
         self,

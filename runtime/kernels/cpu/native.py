@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 19  # as csrc/api.cpp has it
+ABI = 20  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -66,6 +66,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "rms_norm": ("v", "plpfllpli"),
     "add_bias": ("v", "plllp"),
     "warm_rows": ("v", "plllpp"),
+    "centre_rows": ("v", "plll"),
     "gate_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
@@ -490,6 +491,11 @@ def rms_norm(
 def add_bias(x: Buffer, shape: tuple[int, int], stride: int, bias: Buffer) -> None:
     """x += bias, f32 [tokens, width] and [width]; shape: of x, whose rows begin `stride` elements apart."""
     _function("add_bias")(_at(x), stride, *shape, _at(bias))
+
+
+def centre_rows(x: Buffer, shape: tuple[int, int], stride: int) -> None:
+    """x[t] -= the mean of x[t], f32 of `shape`, rows `stride` apart."""
+    _function("centre_rows")(_at(x), stride, *shape)
 
 
 def warm_rows(x: Buffer, shape: tuple[int, int], stride: int, table: Buffer, position: Buffer) -> None:

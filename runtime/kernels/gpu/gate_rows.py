@@ -33,6 +33,15 @@ class GatesOnGpu:
         """See `Kernels.warm_rows`."""
         x.mul_(table.index_select(0, position)[:, None])
 
+    def centre_rows(self, x: torch.Tensor) -> None:
+        """See `Kernels.centre_rows`."""
+        self._activations.ready = None
+        tokens, cols = x.shape
+        block = triton.next_power_of_2(cols)
+        triton_rows.centre_rows_kernel[(tokens,)](
+            x, x.stride(0), cols, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        )
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """See `Kernels.scale_rows`. Up to SMALL_BATCH rows are left quantised as well."""
         (tokens, cols), width = x.shape, hidden.shape[1]

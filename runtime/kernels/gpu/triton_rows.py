@@ -36,6 +36,15 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def centre_rows_kernel(x, x_stride, cols, BLOCK: tl.constexpr):
+    """Program m: x[m] -= mean(x[m]). BLOCK >= cols."""
+    row = x + tl.program_id(0).to(tl.int64) * x_stride + tl.arange(0, BLOCK)
+    mask = tl.arange(0, BLOCK) < cols
+    value = tl.load(row, mask=mask, other=0.0)
+    tl.store(row, value - tl.sum(value, axis=0) / cols, mask=mask)
+
+
+@triton.jit
 def gate_mul_kernel(gate, up, in_stride, out, out_stride, cols, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """out[m, c] = act(gate[m, c]) * up[m, c]; program (piece of the columns, m). out may be gate."""
     m = tl.program_id(1).to(tl.int64)

@@ -31,6 +31,7 @@ PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* w
 PSHARD_API void pshard_add_bias(float* x, int64_t stride, int64_t tokens, int64_t width, const float* bias);
 PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* table,
                                  const int32_t* position);
+PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int64_t width);
 PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,
                                  int64_t width);
 PSHARD_API void pshard_scale_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* hidden,

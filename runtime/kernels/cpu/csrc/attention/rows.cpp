@@ -172,6 +172,19 @@ PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64
   });
 }
 
+// x[t] -= mean(x[t])
+PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int64_t width) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float* row = x + t * stride;
+    float sums[16] = {};
+    for (int64_t i = 0; i < width; ++i) sums[i % 16] += row[i];
+    double total = 0;
+    for (const float s : sums) total += s;
+    const float mean = static_cast<float>(total / width);
+    for (int64_t i = 0; i < width; ++i) row[i] -= mean;
+  });
+}
+
 // x[t] *= sigmoid(gate[t])
 PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,
                                  int64_t width) {
