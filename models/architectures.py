@@ -81,7 +81,13 @@ class Architecture:
     windows: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def declared(self) -> dict[str, Any]:
+        """What `ModelConfig` has of it under the same names, whatever a file says."""
+        return {name: getattr(self, name) for name in _DECLARED}
 
+
+_DECLARED = ("window_every", "full_every", "still_every", "activation", "norms", "centred", "parallel")
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 

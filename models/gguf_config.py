@@ -68,17 +68,11 @@ def gguf_config(
         rope=rope,
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
         sliding_window=_sliding_window(arch, keys),
-        window_every=arch.window_every,
         experts=experts,
         latent=latent,
         gated=bool(arch.delta),
         delta=gguf_delta(arch, keys, n_layers) if arch.delta else None,
-        full_every=arch.full_every,
-        still_every=arch.still_every,
-        activation=arch.activation,
-        norms=arch.norms,
-        centred=arch.centred,
-        parallel=arch.parallel,
+        **arch.declared,
     )
     return check_config(arch, gguf_numbers(arch, keys, config), where)
 

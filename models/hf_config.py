@@ -50,17 +50,11 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         rope=_pair(arch, keys, hf_rope(positions, arch.rotated, latent.rope if latent else head_dim, context, where)),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
         sliding_window=_sliding_window(arch, config, keys),
-        window_every=arch.window_every,
         experts=experts,
         latent=latent,
         gated=bool(arch.delta),
         delta=hf_delta(keys, n_layers) if arch.delta else None,
-        full_every=arch.full_every,
-        still_every=arch.still_every,
-        activation=arch.activation,
-        norms=arch.norms,
-        centred=arch.centred,
-        parallel=arch.parallel,
+        **arch.declared,
     )
     return check_config(arch, hf_numbers(arch, keys, made), where)
 
