@@ -44,11 +44,11 @@ class Architecture:
     `routing`: its layers have experts.
 
     As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own, `still_every`,
-    `activation`, `norms`, `centred`, `parallel`. `fused`: q, k and v are one tensor, or gate and up. `multiplied`: what
-    is multiplied by a number that files give: "embedding", "residual" (what layers add), "score", "logits", or
-    "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files give one.
-    `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights less 1.
-    `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
+    `activation`, `wide_qk_norm`, `norms`, `centred`, `parallel`. `fused`: q, k and v are one tensor, or gate and up.
+    `multiplied`: what is multiplied by a number that files give: "embedding", "residual" (what layers add), "score",
+    "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
+    give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights
+    less 1. `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Architecture:
     optional_biases: tuple[str, ...] = ()
     qk_norm: bool = False
     optional_qk_norm: bool = False
+    wide_qk_norm: bool = False
     rotated: float = 1.0
     ffn_norm: str = "ffn_norm.weight"
     sinks: bool = False
@@ -87,7 +88,10 @@ class Architecture:
         return {name: getattr(self, name) for name in _DECLARED}
 
 
-_DECLARED = ("window_every", "full_every", "still_every", "activation", "norms", "centred", "parallel")
+_DECLARED = (
+    *("window_every", "full_every", "still_every", "activation"),
+    *("wide_qk_norm", "norms", "centred", "parallel"),
+)
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
@@ -199,6 +203,7 @@ ARCHITECTURES = (
         norms="both",
         fused=True,
     ),
+    Architecture("olmo2", "olmo2", "halves", qk_norm=True, wide_qk_norm=True, norms="after"),
     Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),
     Architecture(
         "gemma3_text",

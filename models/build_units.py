@@ -97,8 +97,8 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
     if arch.sinks:
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.qk_norm:
-        yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
-        yield Expected(block + "attn_k_norm.weight", (config.head_dim,))
+        yield Expected(block + "attn_q_norm.weight", (q if config.wide_qk_norm else config.head_dim,))
+        yield Expected(block + "attn_k_norm.weight", (kv if config.wide_qk_norm else config.head_dim,))
     if config.normed_after:
         yield Expected(block + "post_attention_norm.weight", (d,))
 

@@ -154,6 +154,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # what logits are multiplied by
     activation: str = "silu"  # of gates: "silu", or "gelu" by its approximation with tanh
     norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, or "both"
+    wide_qk_norm: bool = False  # norms of q and k are over all heads at once, not within each
     centred: bool = False  # norms of the residual stream take its mean away first
     parallel: bool = False  # a layer's attention and FFN take the same normed input
 

@@ -70,6 +70,7 @@ class Spread:
     stacks: int = 1
 
 
+HEADS = ("attn_q.weight", "attn_k.weight", "attn_v.weight")
 MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
 
 
@@ -93,27 +94,26 @@ class _Flow:
         self.cuts = {t.role: t for t in cut.tensors}
         self.tensors: dict[str, TensorSpec] = {t.role: t for t in unit.tensors}
         self.used: set[str] = set()
+        self.order: list[str] = []  # of values that a group of products has left: the roles of its matrices
 
     def follow(self, operation: Operation, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
         """What an operation makes of the values that the one before it left."""
         match operation:
             case LookUp(table):
                 self.expect(self.cut(table.role).axis == "none", table.role, "is looked up by whole rows but is cut")
-            case Norm(adds=True):
-                self.sum_norm(operation.weight.role if operation.weight else "norm.weight", values[0])
-                return values
+            case Norm():
+                return self.norm(operation, values)
             case Take():
                 return (MIRRORED,)  # what stands in a port every rank has
-            case Norm():
-                self.expect(operation.weight is not None, "norm.weight", "is missing")
-                return (self.normed(operation.weight.role if operation.weight else ""),)
             case ProductGroup(matrices):
+                self.order = [matrix.role for matrix in matrices]
                 return tuple(self.linear(values[0], matrix) for matrix in matrices)
             case Rotate():
                 for norm in operation.norms:
                     self.head_norm(norm.role)
             case Attend(sinks=sinks):
-                q, k, v, *gates = values
+                named = dict(zip(self.order, values))
+                q, k, v, *gates = (*map(named.pop, HEADS), *named.values())
                 if sinks:
                     self.cut_with_heads(sinks.role, q)
                 return self.attend(q, k, v), *gates
@@ -167,10 +167,20 @@ class _Flow:
         for role in self.tensors:
             self.expect(role in self.used, role, "has no rule that says how it is cut")
 
-    def normed(self, role: str) -> Spread:
-        """RMSNorm of the mirrored residual stream."""
+    def norm(self, norm: Norm, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
+        """Of the mirrored residual stream, of what is added to it, or of one of a group of products."""
+        role = norm.weight.role if norm.weight else "norm.weight"
+        if norm.adds:
+            self.sum_norm(role, values[0])
+            return values
+        self.expect(norm.weight is not None, role, "is missing")
         self.expect(self.cut(role).axis == "none", role, "normalises over the whole vector but is cut")
-        return MIRRORED
+        if norm.of not in self.order:
+            return (MIRRORED,)
+        x = values[self.order.index(norm.of)]
+        held = sum(start < stop for start, stop in x.ranges) if x.kind == "split" else 1
+        self.expect(x.kind != "partial" and held == 1, role, f"normalises over heads that lie on {held} ranks")
+        return values
 
     def sum_norm(self, role: str, x: Spread) -> None:
         """RMSNorm of what a unit adds to the residual stream: of the sum over the ranks, not of one rank's part."""

@@ -4,7 +4,7 @@ Three kinds: attention over all cells of a sequence, over the last `ModelConfig.
 with heads that are not rotated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import lcm
 
@@ -14,13 +14,13 @@ from pshard.quant import QUANT_TYPES
 from pshard.units.enter import enter, entered_buffers
 from pshard.units.kv_cells import longest_sequence
 from pshard.units.operations import Attend, GateRows, Norm, Operation, Product, ProductGroup, Rotate
-from pshard.units.ranges import Targets, place_heads
+from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
 from pshard.units.unit import Cut, Tensors, UnitKind
 
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
-QKV, QKV_BIASES = (tuple(f"attn_{part}.{what}" for part in "qkv") for what in ("weight", "bias"))
+QKV = tuple(f"attn_{part}.weight" for part in "qkv")
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
@@ -42,6 +42,20 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
     return q // config.head_dim, k // config.head_dim
 
 
+def group_roles(tensors: Collection[str], config: ModelConfig) -> tuple[str, ...]:
+    """The matrices that take a unit's input, in the order in which their products lie. v comes first where q and k are
+    normalised whole: what they become stands before it, see `_scratch`."""
+    q, k, v = QKV
+    if config.wide_qk_norm:
+        return v, q, k
+    return (*QKV, GATE) if GATE in tensors else QKV
+
+
+def bias_of(role: str) -> str:
+    """The role of what is added to a matrix' product."""
+    return role.replace(".weight", ".bias")
+
+
 def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
     """The scratch buffer that holds the sines and cosines of a kind of attention, and what they are made of."""
     if kind == "still attention":
@@ -55,12 +69,13 @@ def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple
     after = tensors.get(AFTER)
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
-    gate, group = tensors.get(GATE), (*QKV, GATE) if GATE in tensors else QKV
-    biases = tuple(tensors.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
+    wide = tuple(Norm(n, n.cols, of=role) for n, role in zip(norms, QKV)) if config.wide_qk_norm else ()
+    gate, group = tensors.get(GATE), group_roles(tensors, config)
     return (
         enter(tensors.get(NORM), config),
-        ProductGroup(tuple(tensors[role] for role in group), biases),
-        Rotate(*heads, norms, config.qk_norm),
+        ProductGroup(tuple(tensors[role] for role in group), tuple(tensors.get(bias_of(role)) for role in group)),
+        *wide,
+        Rotate(*heads, () if wide else norms, config.qk_norm and not wide),
         Attend(*heads, window, tensors.get(SINKS)),
         *((GateRows(gate.rows),) if gate else ()),
         Product(tensors[OUT], tensors.get(OUT_BIAS), adds=after is None),
@@ -83,8 +98,10 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     warms = config.temperature and longest > config.temperature.span  # below it all are multiplied by 1
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
+    # q and k, once they are normalised whole, stand before v, q and k
+    width = 2 * (heads + kv) + kv if config.wide_qk_norm else (2 if config.gated else 1) * heads + 2 * kv
     return (
-        Buffer("qkv", (tokens, (2 if config.gated else 1) * heads + 2 * kv), "act"),
+        Buffer("qkv", (tokens, width), "act"),
         Buffer("mixed", (tokens, heads), "act"),
         *entered_buffers(config, tokens),
         Buffer(table, (2, longest, rope.dims // 2), "f32"),
@@ -98,6 +115,8 @@ def _scratch_of(kind: str) -> Callable[[ModelConfig, int, StateShape], tuple[Buf
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
+    if config.wide_qk_norm:  # a sum over all heads: one rank has them, of the next layer another one
+        return place_rows(config.n_heads, config.n_heads, targets)
     block = QUANT_TYPES[tensors[OUT].qtype].block if OUT in tensors else 1
     step = lcm(config.head_dim, block) // config.head_dim
     return place_heads(config.n_heads, config.n_heads // config.n_kv_heads, step, targets)

@@ -16,11 +16,12 @@ from pshard.units.attention import (
     OUT,
     OUT_BIAS,
     QKV,
-    QKV_BIASES,
     SINKS,
     TEMPERATURE,
     WINDOWED_ATTENTION,
+    bias_of,
     count_heads,
+    group_roles,
     pick_rope,
 )
 from pshard.units.state import StateShape
@@ -57,12 +58,18 @@ class AttentionBlock(Block):
         # a rank's slice may hold fewer heads in this layer than in its widest one
         q_width, kv_width = m[QKV[0]].rows, m[QKV[1]].rows
         heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
-        group, width = ((*QKV, GATE) if GATE in m else QKV), q_width + 2 * kv_width
-        products = space.rows("qkv", n)[:, : width + (q_width if GATE in m else 0)]
-        qkv, gate, mixed = products[:, :width], products[:, width:], space.rows("mixed", n)[:, :q_width]
-        biases = tuple(v.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
+        group, width = group_roles(m, config), q_width + 2 * kv_width
+        whole, first = space.rows("qkv", n), q_width + kv_width if config.wide_qk_norm else 0
+        products = whole[:, first : first + sum(m[role].rows for role in group)]
+        qkv, gate, mixed = whole[:, :width], products[:, width:], space.rows("mixed", n)[:, :q_width]
+        biases = tuple(v.get(bias_of(role)) for role in group)
         k.linear_group(normed, tuple(m[role] for role in group), products, space.tile, biases)
         q_norm, k_norm = (v.get(role) for role in HEAD_NORMS)
+        if config.wide_qk_norm:
+            assert q_norm is not None and k_norm is not None
+            k.rms_norm(whole[:, width : width + q_width], q_norm, config.norm_eps, whole[:, :q_width])
+            k.rms_norm(whole[:, width + q_width :][:, :kv_width], k_norm, config.norm_eps, whole[:, q_width:first])
+            q_norm = k_norm = None
         rope = side.ropes[pick_rope(config, self._kind)[0]]
         k.rope_store(qkv, heads, q_norm, k_norm, config.norm_eps, rope, rows, state)
         _warm(side, qkv[:, :q_width], rows)

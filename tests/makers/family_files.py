@@ -27,6 +27,7 @@ RECIPES = {
     "glm4": Recipe(adjacent=True, rotated=16, after=True, biases=True),
     "phi3": Recipe(rotated=24, longrope=LongRope(_SHORT, _LONG, 128, _GROWS)),
     "gemma3": _GEMMA,
+    "olmo2": Recipe(before=False, after=True, wide_norms=True, thetas=(5e5, 5e5)),
 }
 WIDTH = {"qwen3vlmoe": 128**0.5}  # of embeddings: tokens must differ for routers
 
@@ -46,15 +47,17 @@ def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
     matrix("token_embd", r.vocab, r.d, by=wide)
     for i in range(r.layers):
         b = f"blk.{i}."
-        norm(b + "attn_norm", r.d)
+        if r.before:
+            norm(b + "attn_norm", r.d)
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             matrix(f"{b}attn_{part}", rows, r.d)
             if r.biases:
                 made[f"{b}attn_{part}.bias"] = 0.3 * rng.standard_normal(rows)
-            if r.head_norms and part != "v":
-                norm(f"{b}attn_{part}_norm", r.head)
+            if (r.head_norms or r.wide_norms) and part != "v":
+                norm(f"{b}attn_{part}_norm", rows if r.wide_norms else r.head)
         matrix(b + "attn_output", r.d, q)
-        norm(b + "ffn_norm", r.d)
+        if r.before:
+            norm(b + "ffn_norm", r.d)
         stack = (count,) if count else ()
         for role, rows, cols in (("gate", r.ffn, r.d), ("up", r.ffn, r.d), ("down", r.d, r.ffn)):
             matrix(f"{b}ffn_{role}_exps" if count else f"{b}ffn_{role}", *stack, rows, cols)
@@ -126,6 +129,7 @@ _OWN_KEYS: dict[str, Any] = {
         "rope.scaling.original_context_length": r.longrope.original, "rope.scaling.attn_factor": r.longrope.grows,
         "attention.sliding_window": max(r.windows, default=r.context),
     },
+    "olmo2": lambda r: {},
     "gemma3": lambda r: {
         "attention.sliding_window": max(r.windows), "rope.scaling.type": "linear", "rope.scaling.factor": r.slower,
     },
@@ -160,6 +164,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
 }
 _HF_NAMES = {
     "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
@@ -169,6 +174,7 @@ _HF_NAMES = {
 }  # fmt: skip
 _AFTER_NAMES = {
     "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     "gemma3": {
         "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",

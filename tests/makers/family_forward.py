@@ -35,7 +35,8 @@ class Recipe:
     """A tiny model. windows, still, by layer: tokens that it sees (0: all), and whether its heads are not rotated.
 
     thetas: of layers without a window, and of those with one. temperature: scale and span. embed, residual, score,
-    logits: what these are multiplied by. experts: how many of how many.
+    logits: what these are multiplied by. experts: how many of how many. before, after:
+    norms there of attention and FFN. wide_norms: of q and k, over all heads at once.
     """
 
     layers: int = 2
@@ -61,7 +62,9 @@ class Recipe:
     score: float = 32**-0.5
     logits: float = 1.0
     gelu: bool = False
+    before: bool = True
     after: bool = False
+    wide_norms: bool = False
     head_norms: bool = False
     biases: bool = False
     experts: tuple[int, int] = (0, 0)
@@ -79,7 +82,7 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
             ("attn_norm", "post_attention_norm", lambda h, own=own, layer=layer: _attend(recipe, own, h, layer)),
             ("ffn_norm", "post_ffw_norm", lambda h, own=own: _gate(recipe, own, h)),
         ):
-            added = branch(_norm(x, own[f"{norm}.weight"], recipe.eps))
+            added = branch(_norm(x, own.get(f"{norm}.weight", 1.0), recipe.eps) if recipe.before else x)
             if recipe.after:
                 added = _norm(added, own[f"{after}.weight"], recipe.eps)
             x = x + recipe.residual * added
@@ -87,7 +90,7 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
     return recipe.logits * (x @ weights.get("output.weight", weights["token_embd.weight"]).T)
 
 
-def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+def _norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
@@ -98,6 +101,8 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
         parts[part] = h @ own[f"attn_{part}.weight"].T
         if recipe.biases:
             parts[part] = parts[part] + own[f"attn_{part}.bias"]
+        if recipe.wide_norms and part != "v":
+            parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
         parts[part] = parts[part].reshape(n, -1, recipe.head)
         if recipe.head_norms and part != "v":
             parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)

@@ -268,6 +268,16 @@ def {{ item.function.name }}({% for name, spec in item.function.parameters.prope
 {%- if add_generation_prompt %}{{ bos }}assistant
 {% if thinking_budget == 0 %}<seed:think><seed:cot_budget_reflect>none</seed:think>{% endif %}{% endif %}"""
 
+OLMO = """{{ bos_token }}
+{%- for message in messages -%}
+    {%- if message['role'] == 'system' -%}{{ '<|system|>\\n' + message['content'] + '\\n' }}
+    {%- elif message['role'] == 'user' -%}{{ '<|user|>\\n' + message['content'] + '\\n' }}
+    {%- elif message['role'] == 'assistant' -%}
+        {{ '<|assistant|>\\n' + message['content'] + eos_token + ('' if loop.last else '\\n') }}
+    {%- endif -%}
+    {%- if loop.last and add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}
+{%- endfor -%}"""
+
 GPT_OSS = """{%- macro type_of(spec, required) -%}
     {%- if spec.type == 'array' -%}{{ type_of(spec['items'] or {}, false) ~ '[]' }}
     {%- elif spec.enum -%}{{ spec.enum | map('tojson') | join(' | ') }}
@@ -314,5 +324,5 @@ GPT_OSS = """{%- macro type_of(spec, required) -%}
 
 FAMILY_TEMPLATES = {
     "chatml": CHATML_TOOLS, "mistral3": MISTRAL, "gemma3": GEMMA, "glm4": GLM, "phi3": PHI, "smollm3": SMOL,
-    "granite": GRANITE, "seed_oss": SEED, "gpt-oss": GPT_OSS,
+    "granite": GRANITE, "seed_oss": SEED, "olmo2": OLMO, "gpt-oss": GPT_OSS,
 }  # fmt: skip

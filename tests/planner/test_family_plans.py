@@ -8,7 +8,7 @@ from family_files import RECIPES, write_family
 from test_planner_ratios import PAIR, workload
 
 from pshard.buffers import SUM_NORMS, scratch_buffers
-from pshard.cuts.check_cut import UnitCut, check_cut
+from pshard.cuts.check_cut import TensorCut, UnitCut, check_cut
 from pshard.cuts.tensor_cuts import cut_model, cut_units, source_ranges
 from pshard.errors import UserError
 from pshard.model import ModelSpec
@@ -47,6 +47,21 @@ def test_a_norm_of_one_rank_s_part_is_refused(tmp_path: Path) -> None:
     check_cut(spec, unit, cut)
     changed = tuple(replace(t, axis="none") if t.axis == "sum" else t for t in cut.tensors)
     with pytest.raises(UserError, match=r"post_attention_norm.weight normalises what ranks would have to sum before"):
+        check_cut(spec, unit, UnitCut(unit.name, changed))
+
+
+def test_a_norm_over_all_heads_keeps_a_layer_s_attention_on_one_rank(tmp_path: Path) -> None:
+    """Ranks take turns at attention, by their shares, and have their parts of everything else."""
+    spec = read_spec(tmp_path, "olmo2")
+    parts = [cut_model(spec, (1.0, 1.0), rank) for rank in range(2)]
+    for layer in range(spec.config.n_layers):
+        held = [bool(part.unit(f"blk.{layer}.attention").tensors) for part in parts]
+        assert held == [layer % 2 == 0, layer % 2 == 1]
+        assert all(part.unit(f"blk.{layer}.ffn").tensors for part in parts)
+    unit, cut = spec.units[1], cut_units(spec, (1.0, 1.0))[1]
+    halves = {t.role: TensorCut(t.role, t.axis, ((0, 64), (64, 128))) for t in cut.tensors if t.role == "attn_q.weight"}
+    changed = tuple(halves.get(t.role, t) for t in cut.tensors)
+    with pytest.raises(UserError, match=r"attn_q_norm.weight normalises over heads that lie on 2 ranks"):
         check_cut(spec, unit, UnitCut(unit.name, changed))
 
 

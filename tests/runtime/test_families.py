@@ -58,6 +58,7 @@ MISTAKES = {
         {"rotated": 32, "longrope": None}, {"context": 128},
         {"longrope": LongRope(*RECIPES["phi3"].longrope[:3], 1.0)},
     ],
+    "olmo2": [{"before": True}, {"after": False}, {"wide_norms": False}, {"thetas": (1e4, 1e4)}],
     "gemma3": [
         {"windows": (47,) * 5 + (0,)}, {"windows": (49,) * 5 + (0,)}, {"windows": (0,) + (48,) * 5},
         {"thetas": (1e4, 1e6)}, {"thetas": (1e6, 1e6)}, {"slower": 1.0}, {"embed": 1.0}, {"gelu": False},
