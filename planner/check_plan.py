@@ -67,14 +67,14 @@ def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) ->
     in its arena, KV that any tier leaves there, and with the CPU as accelerator its arena."""
     total = sum(_kept_nbytes(unit, [tier.placement(unit.name) for tier in rank.tiers]) for unit in spec.units)
     shape = variant.workload.state_shape
-    on_host = [u for u in spec.units if any(tier.placement(u.name).kv == "host" for tier in rank.tiers)]
+    on_host = [u for u in spec.units if any(tier.placement(u.name).has_state_on_host for tier in rank.tiers)]
     total += sum(u.state_nbytes(spec.config, shape) for u in on_host)
     return total + (max(tier.buffers.total for tier in rank.tiers) if kind == "cpu" else 0)
 
 
 def _kept_nbytes(unit: Unit, places: list[Placement]) -> int:
     """Bytes of a unit in host memory."""
-    if all(p.where == "pinned" and not p.cpu_rows and not p.kept_parts for p in places):
+    if all(p.is_whole_in_arena for p in places):
         return 0
     kept = list(unit.tensors)
     if unit.kind.parts:
@@ -129,8 +129,8 @@ def _check_same_bytes(spec: ModelSpec, rank: RankPlan) -> None:
 
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:
     """Pins and KV in VRAM of every tier are prefixes of the rank's orders, so that residency never moves."""
-    pins = [{p.unit for p in t.placements if p.where == "pinned" or p.kept_parts} for t in rank.tiers]
-    kv = [{p.unit for p in t.placements if p.kv == "vram"} for t in rank.tiers]
+    pins = [{p.unit for p in t.placements if p.in_arena} for t in rank.tiers]
+    kv = [{p.unit for p in t.placements if p.has_state_in_vram} for t in rank.tiers]
     layers = {u.name for u in spec.units if u.kind.state}
     for name, order, sets, known in (
         ("pin", rank.pin_order, pins, set().union(*pins)),
@@ -162,12 +162,12 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     streamed = [
         _nbytes(in_slot)
         for (_, in_slot), unit, p in zip(tensors, spec.units, tier.placements)
-        if p.where == "streamed" and not (tier.in_place and unit.kind.parts)
+        if p.moves_each_step and not (tier.in_place and unit.kind.parts and p.weights_home.is_readable)
     ]
     sizes = spec.state_sizes(shape)
-    kv = sum(sizes[p.unit] for p in tier.placements if p.kv == "vram")
+    kv = sum(sizes[p.unit] for p in tier.placements if p.has_state_in_vram)
     scratch = buffers.scratch_bytes(spec, tier.tokens, shape, act)
-    if any(p.kv == "host" and p.where != "cpu" for p in tier.placements):
+    if any(p.stages_state for p in tier.placements):
         scratch += max(sizes.values())
     widths = (u.kind.joins(p.cpu_rows, spec.config) for u, p in zip(spec.units, tier.placements) if p.cpu_rows)
     joined = 4 * tier.tokens * max(widths, default=0)  # float32 that the CPU sends over
@@ -188,7 +188,7 @@ def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> Non
     if not place.cpu_rows and not place.kept_parts:
         return
     many = place.cpu_rows and tokens > buffers.SMALL_BATCH and not unit.kind.parts
-    if place.where == "cpu" or not unit.kind.divide or many:
+    if not place.is_on_acc or not unit.kind.divide or many:
         raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be divided")
     if unit.kind.parts:
         _check_parts(unit, place, where)
@@ -208,7 +208,7 @@ def _check_kept_rows(unit: Unit, place: Placement, where: str) -> None:
     total = max((t.rows for t in unit.tensors if t.role in unit.kind.divided), default=0)
     if unit.kind.keep is None or not total:
         raise PlanError(f"{where}: {unit.name} has nothing of which {place.kept_parts} could be kept in VRAM")
-    if place.where == "pinned":
+    if place.site.in_arena:
         raise PlanError(f"{where}: {unit.name} is pinned, and {place.kept_parts} of its rows are kept beside a slot")
     if place.cpu_rows or not 0 < place.kept_parts < total or place.kept_parts % ROW_BLOCK:
         raise PlanError(f"{where}: {place.kept_parts} of {total} rows of {unit.name} cannot be kept beside a slot")
@@ -217,7 +217,7 @@ def _check_kept_rows(unit: Unit, place: Placement, where: str) -> None:
 def _check_parts(unit: Unit, place: Placement, where: str) -> None:
     """Of a streamed unit at least one part is copied, of a pinned one all that the CPU does not have are there."""
     total, cpu, kept = max(t.parts for t in unit.tensors), place.cpu_rows, place.kept_parts
-    if place.where == "pinned" and kept:
+    if place.site.in_arena and kept:
         raise PlanError(f"{where}: {unit.name} is pinned, and {kept} of its parts are kept beside a slot")
     if cpu < 0 or kept < 0 or cpu + kept >= total:
         raise PlanError(
@@ -227,10 +227,10 @@ def _check_parts(unit: Unit, place: Placement, where: str) -> None:
 
 def _acc_tensors(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """What of the unit lies in the arena, and what is copied to a slot."""
-    if place.where == "cpu":
+    if not place.is_on_acc:
         return (), ()
     if not place.cpu_rows and not place.kept_parts:
-        return (unit.tensors, ()) if place.where == "pinned" else ((), unit.tensors)
+        return (unit.tensors, ()) if place.site.in_arena else ((), unit.tensors)
     if unit.kind.parts:
         return _acc_parts(unit, place)
     if place.kept_parts:
@@ -244,7 +244,7 @@ def _acc_tensors(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], 
     here = tuple(
         replace(t, shape=(t.rows - place.cpu_rows, t.cols)) if t.role in unit.kind.divided else t for t in unit.tensors
     )
-    return (here, ()) if place.where == "pinned" else ((), here)
+    return (here, ()) if place.site.in_arena else ((), here)
 
 
 def _acc_parts(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -255,7 +255,7 @@ def _acc_parts(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], tu
         return [replace(t, shape=(t.rows // t.parts * count, t.cols), parts=count) for t in stacks if count]
 
     own = stacks[0].parts - place.cpu_rows
-    if place.where == "pinned":
+    if place.site.in_arena:
         return (*take(own), *others), ()
     kept, copied = take(place.kept_parts), take(own - place.kept_parts)
     return ((*kept, *others), tuple(copied)) if kept else ((), (*copied, *others))

@@ -73,7 +73,7 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
         )
         tiers.append(replace(tier, solve=solve))
     pins = max(sum(p.in_arena for p in t.placements) for t in tiers)
-    kv = max(sum(p.kv == "vram" for p in t.placements) for t in tiers)
+    kv = max(sum(p.has_state_in_vram for p in t.placements) for t in tiers)
     order = chosen.residency
     orders, caches = (order.pin_order[:pins], order.kv_order[:kv]), task.room.spec.caches
     return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches)

@@ -34,7 +34,7 @@ def llama_arguments(variant: Variant, spec: ModelSpec, program: str = "llama.cpp
     check_emit(program, len(variant.ranks), w.type_k, w.type_v)
     tier = variant.ranks[0].covering(w.sequences)
     joined = _join_parts(tier, units)
-    outside = [units[p.unit] for p in tier.placements if p.sort != "pinned" and p.unit not in joined]
+    outside = [units[p.unit] for p in tier.placements if not p.is_whole_in_arena and p.unit not in joined]
     first = _count_first(outside, units)
     words, patterns = ["-ngl", "999", *(["--n-cpu-moe", str(first)] if first else [])], []
     for kind in dict.fromkeys(unit.kind for unit in units.values() if unit.kind.llama_cpp):
@@ -66,7 +66,7 @@ def list_unsaid(variant: Variant, spec: ModelSpec) -> list[str]:
                 f"in as much VRAM it has {'all those' if parts else 'the whole FFN'} of "
                 f"{len(joined & {*there})} of these layers"
             )
-    if read := [p for p in tier.placements if p.where == "streamed" and units[p.unit].kind.parts]:
+    if read := [p for p in tier.placements if p.moves_each_step and units[p.unit].kind.parts]:
         lines.append(
             f"decoding streams experts of {len(read)} layers; llama.cpp has the CPU compute what is not in VRAM"
         )

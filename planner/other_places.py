@@ -104,8 +104,8 @@ def _redraft(room: Room, tier: TierPlan, name: str, place: Place) -> TierPlan:
     at, in_vram, share = place
     where = {p.unit: p.where for p in tier.placements} | {name: at}
     shares = {p.unit: p.share for p in tier.placements if p.share and p.unit != name} | ({name: share} if share else {})
-    kv = {p.unit for p in tier.placements if p.kv == "vram"} - {name} | ({name} if in_vram else set())
-    streams_parts = any(p.where == "streamed" and room.spec.unit(p.unit).kind.parts for p in tier.placements)
+    kv = {p.unit for p in tier.placements if p.has_state_in_vram} - {name} | ({name} if in_vram else set())
+    streams_parts = any(p.moves_each_step and room.spec.unit(p.unit).kind.parts for p in tier.placements)
     in_place = tier.in_place if streams_parts else None
     return draft_tier(room, tier.tokens, where, frozenset(kv), max(tier.buffers.slots, 1), shares, in_place)
 

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pshard.collectives import describe_sums
+from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import WhatIf
 from pshard.planner.serving.show_promise import show_rate
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "divided": "x"}
-WHERE_EXPERTS = ("in VRAM", "streamed", "read over the link", "on the CPU")  # in the order of expert_map.PLACES
+LETTERS = {PINNED: "P", STREAMED: "s", ON_CPU: "c", DIVIDED: "x"}
+WHERE_EXPERTS = ("in VRAM", STREAMED, "read over the link", "on the CPU")  # in the order of expert_map.PLACES
 
 
 def print_variant(variant: Variant, out: "Console", words: Words = WITH_GPU) -> None:
@@ -68,11 +69,11 @@ def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s)"
-    table = new_table(title, ("tokens", "pinned", "streamed", "cpu", "divided", "KV", "ms", "bound", "tok/s", "binds"))
+    table = new_table(title, ("tokens", *LETTERS, "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
         count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}
         layers = sum(p.kv is not None for p in tier.placements)
-        in_vram = sum(p.kv == "vram" for p in tier.placements)
+        in_vram = sum(p.has_state_in_vram for p in tier.placements)
         p = tier.prediction
         table.add_row(
             str(tier.tokens), *(str(n) for n in count.values()), f"{in_vram}/{layers}", show_rate(p.seconds * 1e3),
@@ -197,7 +198,7 @@ def _rows(tier: TierPlan) -> list[tuple[str, str]]:
         letters = "".join(LETTERS[p.sort] for p in places)
         (rows if "." in places[0].unit else others).append((kind, letters))
         if places[0].kv is not None:
-            rows.append(("KV", "".join("V" if p.kv == "vram" else "h" for p in places)))
+            rows.append(("KV", "".join("V" if p.has_state_in_vram else "h" for p in places)))
     return rows + others
 
 

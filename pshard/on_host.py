@@ -13,7 +13,7 @@ from pshard.units.unit import Unit
 
 def keep_on_host(unit: Unit, places: Sequence[Placement]) -> Portion | None:
     """What host memory keeps of a unit that has these places, one in each tier; None: nothing."""
-    if all(place.where == "pinned" and not place.share for place in places):
+    if all(place.is_whole_in_arena for place in places):
         return None
     first = min(_count_in_arena(unit, place) for place in places) if unit.kind.parts else 0
     return last_parts(unit, first) if first else whole_unit(unit)
@@ -43,4 +43,4 @@ def _places(plan: RankPlan, unit: str) -> tuple[Placement, ...]:
 
 def _count_in_arena(unit: Unit, place: Placement) -> int:
     """Parts of a unit that lie in the arena: its first."""
-    return count_shares(unit) - place.cpu_rows if place.where == "pinned" else place.kept_parts
+    return count_shares(unit) - place.cpu_rows if place.site.in_arena else place.kept_parts

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.homes import DIVIDED, HOST, SITES, VRAM, Home, Site
 from pshard.times.stolen_time import DISTURBED
 from pshard.units.moe.expert_cache import ExpertCache
 from pshard.units.moe.popularity import Popularity
@@ -19,9 +20,10 @@ REGISTRY_VERSION = 2
 class Placement(Divisible):
     """Where one unit lives in one tier.
 
-    `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
-    computed there) or "cpu" (weights and compute on the host). `kv` is only for attention: "vram" or "host".
-    The embedding is "cpu" (rows looked up on the host) or "pinned".
+    `where`: the name of the site (pshard/homes.py): PINNED (weights in the VRAM arena, computed there), STREAMED (in
+    host memory, copied to a staging slot before use, computed there) or ON_CPU (weights and compute on the host). `kv`:
+    the name of the home of the state, of units that keep one. The embedding is ON_CPU (rows are looked up there) or
+    PINNED.
     `cpu_rows`: of a divided unit (units/divide_unit.py), the rows of an FFN's gate and up that the CPU computes from
     host memory while the accelerator computes the others, or so many parts of a unit that has parts; `where` then says
     how the accelerator comes by its own. `kept_parts`: of a streamed unit, how many of its parts, or rows of an FFN's
@@ -34,15 +36,55 @@ class Placement(Divisible):
     cpu_rows: int = 0
     kept_parts: int = 0
 
+    @cached_property
+    def site(self) -> Site:
+        """Where the weights live, and who computes."""
+        return SITES[self.where]
+
+    @property
+    def weights_home(self) -> Home:
+        """Where the weights live, or of a divided unit what is neither in the arena beside a slot nor the CPU's."""
+        return self.site.home
+
+    @property
+    def is_on_acc(self) -> bool:
+        """Whether the accelerator computes the unit, whole or its part."""
+        return self.site.is_on_acc
+
+    @property
+    def moves_each_step(self) -> bool:
+        """Whether weights come to the accelerator for every micro-batch."""
+        return self.site.moves_each_step
+
     @property
     def sort(self) -> str:
         """`where`, or "divided"."""
-        return "divided" if self.share else self.where
+        return DIVIDED if self.share else self.where
 
     @property
     def in_arena(self) -> bool:
         """Whether the weights lie in the VRAM arena, all that the accelerator has or some."""
-        return self.where == "pinned" or self.kept_parts > 0
+        return self.site.in_arena or self.kept_parts > 0
+
+    @property
+    def is_whole_in_arena(self) -> bool:
+        """Whether the arena has all of the unit."""
+        return self.site.in_arena and not self.share
+
+    @property
+    def has_state_in_vram(self) -> bool:
+        """Whether the unit keeps a state, in VRAM."""
+        return self.kv == VRAM.name
+
+    @property
+    def has_state_on_host(self) -> bool:
+        """Whether the unit keeps a state, in host memory."""
+        return self.kv == HOST.name
+
+    @property
+    def stages_state(self) -> bool:
+        """Whether the state passes through the stage: the accelerator computes, and it lives elsewhere."""
+        return self.is_on_acc and self.has_state_on_host
 
 
 @dataclass(frozen=True)
@@ -162,15 +204,15 @@ class RankPlan:
         ranks = {p.unit: last + 1 for p in self.tiers[0].placements if p.unit not in resident}
         for i, tier in reversed([*enumerate(self.tiers)]):
             for place in tier.placements:
-                if place.unit in ranks and place.where != "cpu":
-                    copied = i if place.where == "streamed" else last
+                if place.unit in ranks and place.is_on_acc:
+                    copied = i if place.moves_each_step else last
                     ranks[place.unit] = min(ranks[place.unit], copied)
         return tuple(sorted(ranks, key=lambda unit: ranks[unit]))
 
     @property
     def kv_on_host(self) -> tuple[str, ...]:
         """Attention units whose KV cache is in host memory under some tier, in order."""
-        found = {p.unit for tier in self.tiers for p in tier.placements if p.kv == "host"}
+        found = {p.unit for tier in self.tiers for p in tier.placements if p.has_state_on_host}
         return tuple(p.unit for p in self.tiers[0].placements if p.unit in found)
 
 

@@ -5,6 +5,7 @@ from math import isinf
 from typing import Any
 
 from pshard.collectives import REDUCE_DTYPES
+from pshard.homes import SITES
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
@@ -15,7 +16,6 @@ from pshard.units.moe.in_place import ALWAYS_TOKENS
 from pshard.units.moe.popularity import check_popularity
 from pshard.workload import SPLIT_MODES, Workload
 
-WHERE = ("pinned", "streamed", "cpu")
 KV = (None, "vram", "host")
 
 
@@ -91,20 +91,20 @@ def _check_rank(rank: RankPlan, where: str) -> None:
     for i, tier in enumerate(rank.tiers):
         _check_tier(tier, f"{where}.tiers[{i}]")
         for p in tier.placements:
-            if p.where == "pinned" and rows.setdefault(p.unit, p.cpu_rows) != p.cpu_rows:
+            if p.site.in_arena and rows.setdefault(p.unit, p.cpu_rows) != p.cpu_rows:
                 raise ValueError(f"{where}.tiers[{i}] pins {p.unit!r} with other cpu_rows than a tier before it")
 
 
 def _check_tier(tier: TierPlan, where: str) -> None:
     for i, place in enumerate(tier.placements):
-        if place.where not in WHERE:
-            raise ValueError(f"{where}.placements[{i}].where is {place.where!r}, not one of {', '.join(WHERE)}")
+        if place.where not in SITES:
+            raise ValueError(f"{where}.placements[{i}].where is {place.where!r}, not one of {', '.join(SITES)}")
         if place.kv not in KV:
             raise ValueError(f"{where}.placements[{i}].kv is {place.kv!r}, not vram, host or null")
         rows, kept = place.cpu_rows, place.kept_parts
-        if rows < 0 or (rows and (place.where == "cpu" or place.kv is not None)):
+        if rows < 0 or (rows and (not place.is_on_acc or place.kv is not None)):
             raise ValueError(f"{where}.placements[{i}].cpu_rows is {rows}, which this unit or tier cannot have")
-        if kept < 0 or (kept and place.where != "streamed"):
+        if kept < 0 or (kept and not place.moves_each_step):
             raise ValueError(f"{where}.placements[{i}].kept_parts is {kept}, which this unit cannot have")
     units = [place.unit for place in tier.placements]
     if len(units) != len(set(units)):
@@ -112,7 +112,7 @@ def _check_tier(tier: TierPlan, where: str) -> None:
     for name in ("seconds", "bound_seconds", "link_bytes", "past"):
         if (value := getattr(tier.prediction, name)) < 0:
             raise ValueError(f"{where}.prediction.{name} is {value}, not 0 or more")
-    copies = any(place.where == "streamed" for place in tier.placements)
+    copies = any(place.moves_each_step for place in tier.placements)
     if tier.buffers.slots < 1 and copies and not tier.in_place and tier.tokens > ALWAYS_TOKENS:
         raise ValueError(f"{where}.buffers.slots is 0, but units are streamed")
 

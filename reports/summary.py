@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED
 from pshard.machine import MachineProfile
 from pshard.plan import TierPlan, Variant
 from pshard.predicted_times import decode_rate, first_token_seconds
@@ -10,7 +11,7 @@ from pshard.reports.figures.style import OWN_STRATEGY, format_number, name_strat
 from pshard.reports.inputs import ReportInputs
 from pshard.times.measurement import Measurement
 
-WHERE = {"pinned": "in VRAM", "streamed": "streamed", "cpu": "on the CPU", "divided": "divided between both"}
+WHERE = {PINNED: "in VRAM", STREAMED: STREAMED, ON_CPU: "on the CPU", DIVIDED: "divided between both"}
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ class Executor:
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
         sequences = self.states.sequences if self.spec.config.delta else 0
         first = self.spec.embedding
-        looks_up = bool(first.tensors) and tier.placement(first.name).where != "cpu"
+        looks_up = bool(first.tensors) and tier.placement(first.name).is_on_acc
         in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)
         self._in_force = tier, in_force
         pins, states = self.residents.settle(tier)
@@ -303,4 +303,4 @@ def _has_logits_on_device(spec: ModelSpec, plan: RankPlan) -> bool:
     """Whether this rank's columns of the logits are always on its GPU, or, of a pipeline, another rank's come there."""
     output = spec.output
     elsewhere = spec.neighbours is not None and not output.tensors
-    return elsewhere or all(t.placement(output.name).where != "cpu" for t in plan.tiers)
+    return elsewhere or all(t.placement(output.name).is_on_acc for t in plan.tiers)

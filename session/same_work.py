@@ -1,5 +1,6 @@
 """Whether two plans are one plan under two names on the machine at hand: then their rates differ by noise alone."""
 
+from pshard.homes import ON_CPU
 from pshard.plan import Placement, Variant
 
 
@@ -24,5 +25,5 @@ def _list_work(variant: Variant, accelerator: str) -> list[object]:
 
 def _name_place(place: Placement, on_host: bool) -> object:
     """The placement; on a host that is its own accelerator, what copies neither weights nor cells is one."""
-    stays = place.sort == "cpu" or (place.sort == "pinned" and place.kv != "host")
+    stays = place.sort == ON_CPU or (place.is_whole_in_arena and not place.has_state_on_host)
     return (place.unit, "in place") if on_host and stays else place

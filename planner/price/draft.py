@@ -7,12 +7,13 @@ from operator import getitem
 from typing import Any
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
+from pshard.homes import ON_CPU, PINNED, SITES
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.steps.emit import SOURCES, StepEmitter, emit_steps
+from pshard.steps.emit import StepEmitter, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.share import Share
@@ -80,7 +81,7 @@ class Room:
     def least_slot(self) -> int:
         """Bytes of the largest unit that must be on the accelerator, and be streamed if it is not pinned."""
         each = (units[0] for units in self.spec.alike)
-        bound = [u for u in each if all(where != "cpu" for where, _ in places_of(u.kind, self.sums))]
+        bound = [u for u in each if all(SITES[site].is_on_acc for site, _ in places_of(u.kind, self.sums))]
         return max((align(u.packed_nbytes, TENSOR_ALIGN) for u in bound), default=0)
 
     @cached_property
@@ -88,7 +89,7 @@ class Room:
         """The model's units by what a draft asks of all of them at once."""
         units = self.spec.units
         host, vram = (
-            tuple({at: Placement(u.name, at, side if u.kind.state else None) for at in SOURCES} for u in units)
+            tuple({at: Placement(u.name, at, side if u.kind.state else None) for at in SITES} for u in units)
             for side in ("host", "vram")
         )
         stateful = tuple((i, u.name, vram[i]) for i, u in enumerate(units) if u.kind.state)
@@ -123,7 +124,8 @@ def draft_tier(
 ) -> TierPlan:
     """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
 
-    shares: of divided units. in_place: whether streamed parts are read in place; None: as is likely to be faster.
+    shares: of divided units. in_place: whether streamed parts are read in place where that can be; None: as is likely
+    to be faster.
     """
     reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
     columns, states = room.columns, room.states
@@ -133,7 +135,7 @@ def draft_tier(
         if name in kv_vram:
             kv += states[name]
             whole[i] = with_kv
-        elif places[i] != "cpu":
+        elif places[i] != ON_CPU:
             staged = True
     placements, pinned = list(map(getitem, whole, places)), 0
     if shares:
@@ -145,9 +147,10 @@ def draft_tier(
                 pinned += divided.kept
                 joined = max(joined, joined_width(unit, share, room.spec.config))
                 placements[i] = _placement(unit.name, places[i], None, *share)
-    pinned += sum([nbytes for nbytes, place in zip(sizes, places) if place == "pinned"])
-    streamed = [i for i, place in enumerate(places) if place == "streamed"]
-    copied = [i for i in streamed if not columns.has_parts[i]] if reads else streamed
+    pinned += sum([nbytes for nbytes, place in zip(sizes, places) if place == PINNED])
+    moving = {site.name: site.home for site in SITES.values() if site.moves_each_step}
+    streamed = [i for i, place in enumerate(places) if place in moving]
+    copied = [i for i in streamed if not (reads and columns.has_parts[i] and moving[places[i]].is_readable)]
     scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
     largest = max([sizes[i] for i in copied], default=0)
@@ -210,7 +213,7 @@ def predict_ranks(
 
 
 def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, result: Simulation) -> Prediction:
-    reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
+    reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if not p.is_on_acc)
     reads += sum(costs.divided(p.unit, p.share).cpu_reads for p in tier.placements if p.cpu_rows)
     dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
     dram = min(dram, result.seconds)  # caches may serve some of it
@@ -224,7 +227,7 @@ def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, r
 def _binding(busy: dict[str, float], seconds: float, tier: TierPlan) -> str:
     """What limits the tier; "vram" when compute and link are both full, so that only more residency helps."""
     full = SATURATED * seconds
-    all_resident = all(p.sort == "pinned" for p in tier.placements if p.unit != tier.placements[0].unit)
+    all_resident = all(p.is_whole_in_arena for p in tier.placements if p.unit != tier.placements[0].unit)
     if busy["acc"] >= full or all_resident:
         return "acc"
     if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:

@@ -79,7 +79,7 @@ def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:
     for unit, *places in zip(room.spec.units, *(tier.placements for tier in tiers), strict=True):
         portion = keep_on_host(unit, places)
         weights += portion.nbytes if portion else 0
-        if any(place.kv == "host" for place in places):
+        if any(place.has_state_on_host for place in places):
             weights += room.states[unit.name]
     return weights
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pshard.homes import ON_CPU
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
@@ -97,7 +98,7 @@ class Setting:
     def may_be_on_cpu(self, unit: Unit) -> bool:
         """Whether a unit may be on the CPU beside the accelerator, also on one of several ranks."""
         sums = self.ranks > 1 and self.spec.neighbours is None and not self.waits
-        return any(where == "cpu" for where, _ in places_of(unit.kind, sums))
+        return any(site == ON_CPU for site, _ in places_of(unit.kind, sums))
 
     def correction(self, unit: Unit) -> tuple[float, float, float]:
         """Factors that trials have taught: on the accelerator, on the host, of the link."""

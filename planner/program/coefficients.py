@@ -4,6 +4,7 @@ from collections import Counter
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import row_stage_bytes
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.price.tier_costs import TierCosts
@@ -157,8 +158,8 @@ def _divided_cost(costs: TierCosts, cls: UnitClass, share: Share) -> DividedClas
 
 def _count_divided(of_class: Counter, share: Share) -> tuple[int, int]:
     """Units of that share: in the arena, not there."""
-    streamed = of_class["streamed", share]
-    return (streamed, 0) if share.kept else (of_class["pinned", share], streamed)
+    streamed = of_class[STREAMED, share]
+    return (streamed, 0) if share.kept else (of_class[PINNED, share], streamed)
 
 
 def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, ...]:
@@ -168,8 +169,8 @@ def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, 
     for cls in classes:
         of_class = Counter((p.where, p.share) for p in (places[u.name] for u in cls.units))
         in_arena = sum(places[u.name].in_arena for u in cls.units)
-        cpu = sum(n for (where, _), n in of_class.items() if where == "cpu")
-        kv = sum(places[u.name].kv == "vram" for u in cls.units) if cls.kind.state else 0
+        cpu = sum(n for (where, _), n in of_class.items() if where == ON_CPU)
+        kv = sum(places[u.name].has_state_in_vram for u in cls.units) if cls.kind.state else 0
         divided = tuple(_count_divided(of_class, share) for share in cls.shares)
         counted.append(Counts(in_arena, cpu, kv, divided))
     return tuple(counted)

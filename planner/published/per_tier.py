@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
@@ -60,12 +61,12 @@ def list_schemes(units: Sequence[Unit]) -> tuple[Scheme, ...]:
     """In the published names: LAYERPIN_LAYERSTREAM, ATTNPIN_FFNSTREAM, FFNCPU_ATTNSTREAM, ATTNPRIO."""
     first, bulk, head = ([u for u in units if u.kind.strategy == how] for how in ("first", "bulk", "head"))
     layers = tuple(sorted((*first, *bulk), key=lambda u: u.layer))  # stable: in a layer the order of execution
-    on_host = {u.name: "cpu" for u in units}
-    streamed = on_host | {u.name: "streamed" for u in layers}
+    on_host = {u.name: ON_CPU for u in units}
+    streamed = on_host | {u.name: STREAMED for u in layers}
     return (
         Scheme(layers, streamed, by_layer=True),
         Scheme((*first, *bulk), streamed, least=len(first)),
-        Scheme(layers, on_host | {u.name: "streamed" for u in first}, by_layer=True),
+        Scheme(layers, on_host | {u.name: STREAMED for u in first}, by_layer=True),
         Scheme((*first, *bulk, *head), on_host, streams=False),
     )
 
@@ -162,7 +163,7 @@ def list_choices(room: Room, classes: tuple[UnitClass, ...], cost: TierCosts) ->
         for tier in _list_tiers(room, cost.load.tokens, scheme):
             if tier.placements not in found and tier.buffers.total <= room.arena:
                 pins = {p.unit: p.share for p in tier.placements if p.in_arena}
-                kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
+                kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
                 problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
                 least = fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
                 found[tier.placements] = Choice(tier, pins, kv, least)
@@ -180,7 +181,7 @@ def _list_tiers(room: Room, tokens: int, scheme: Scheme) -> Iterator[TierPlan]:
     if scheme.by_layer and length and scheme.order[length - 1].layer == scheme.order[length].layer:
         yield _draft(room, tokens, scheme, length - 1)
     edge = scheme.order[length]
-    yield _draft(room, tokens, scheme, length, {edge.name: "streamed"})
+    yield _draft(room, tokens, scheme, length, {edge.name: STREAMED})
     may_keep = edge.kind.keep and room.host is None  # the host has a copy of all that is pinned after such a unit
     if may_keep and (tier := _keep_rows(room, tokens, scheme, length)):
         yield tier
@@ -203,14 +204,14 @@ def _keep_rows(room: Room, tokens: int, scheme: Scheme, length: int) -> TierPlan
     rows = (count_shares(edge) - 1) // ROW_BLOCK
     if rows < 1:
         return None
-    left = room.arena - _draft(room, tokens, scheme, length, {edge.name: "streamed"}).buffers.total
+    left = room.arena - _draft(room, tokens, scheme, length, {edge.name: STREAMED}).buffers.total
     one, all_of_them = (divided_sizes(edge, Share(kept=n * ROW_BLOCK)).kept for n in (1, rows))
     each = (all_of_them - one) / max(1, rows - 1)
     most = rows if left >= all_of_them else 1 + int((left - one) / max(each, 1.0))
     for blocks in (most, most - 1):  # one less where alignment takes the rest
         if blocks >= 1 and left >= one:
             kept = Share(kept=blocks * ROW_BLOCK)
-            tier = _draft(room, tokens, scheme, length, {edge.name: "streamed"}, {edge.name: kept})
+            tier = _draft(room, tokens, scheme, length, {edge.name: STREAMED}, {edge.name: kept})
             if tier.buffers.total <= room.arena:
                 return tier
     return None
@@ -225,5 +226,5 @@ def _draft(
     shares: Mapping[str, Share] | None = None,
 ) -> TierPlan:
     pinned = scheme.order[:length]
-    where = {**scheme.rest, **(edge or {}), **dict.fromkeys((u.name for u in pinned), "pinned")}
+    where = {**scheme.rest, **(edge or {}), **dict.fromkeys((u.name for u in pinned), PINNED)}
     return draft_tier(room, tokens, where, frozenset(u.name for u in pinned if u.kind.state), SLOTS, shares or {})

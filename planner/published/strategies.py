@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from pshard.errors import UserError
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
@@ -27,8 +28,8 @@ class Strategy:
     """Groups are taken into VRAM in order, each whole, until one does not fit; then `rest` places what is left.
 
     A group lists ("pin", "part" or "kv", unit name); "part" is one more part of a unit that has parts. `rest` gives
-    "streamed" or "cpu" for a unit, or for the parts of one that are left, in tiers of so many tokens. static: every
-    tier takes as many groups as the one that takes fewest.
+    the site, STREAMED or ON_CPU, of a unit, or of the parts of one that are left, in tiers of so many tokens. static:
+    every tier takes as many groups as the one that takes fewest.
     """
 
     groups: tuple[tuple[tuple[str, str], ...], ...]
@@ -91,7 +92,7 @@ def ffn_cpu_attention_stream(spec: ModelSpec) -> Strategy:
     """KV in VRAM and FFNs as they fit, the others on the CPU; attention streamed."""
     return Strategy(
         _attention_then_ffn(spec, pin_attention=False),
-        lambda u, tokens: "streamed" if u.kind.strategy == "first" else "cpu",
+        lambda u, tokens: STREAMED if u.kind.strategy == "first" else ON_CPU,
     )
 
 
@@ -99,7 +100,7 @@ def alternate_ffn(spec: ModelSpec) -> Strategy:
     """KV and attention in VRAM, then FFNs as they fit; the others by turns on the CPU and streamed."""
     return Strategy(
         _attention_then_ffn(spec),
-        lambda u, tokens: "cpu" if u.kind.strategy == "bulk" and u.layer % 2 else "streamed",
+        lambda u, tokens: ON_CPU if u.kind.strategy == "bulk" and u.layer % 2 else STREAMED,
     )
 
 
@@ -130,15 +131,15 @@ def expert_lru(spec: ModelSpec) -> Strategy:
 
 
 def _compute_on_host(unit: Unit, tokens: int) -> str:
-    return "cpu"
+    return ON_CPU
 
 
 def _stream(unit: Unit, tokens: int) -> str:
-    return "streamed"
+    return STREAMED
 
 
 def _as_llama_cpp(unit: Unit, tokens: int) -> str:
-    return "streamed" if unit.kind.parts and tokens >= COPIED_FROM else "cpu"
+    return STREAMED if unit.kind.parts and tokens >= COPIED_FROM else ON_CPU
 
 
 def has_experts(spec: ModelSpec) -> bool:
@@ -297,11 +298,11 @@ class _Order:
 def _take(order: _Order, room: Room, rest: Mapping[str, str], tokens: int, n: int) -> TierPlan:
     """The tier with the first `n` groups in VRAM and the other units as `rest` says."""
     pinned, parts, with_kv = order.first(n)
-    where = {**rest, **dict.fromkeys(pinned, "pinned")}
+    where = {**rest, **dict.fromkeys(pinned, PINNED)}
     shares = dict[str, Share]()
     for name, count in Counter(parts).items():
         where[name], shares[name] = _place_parts(count, count_shares(room.spec.unit(name)), where[name])
-    kv = frozenset(name for name in with_kv if where[name] != "cpu")
+    kv = frozenset(name for name in with_kv if where[name] != ON_CPU)
     return draft_tier(room, tokens, where, kv, SLOTS, {name: share for name, share in shares.items() if share})
 
 
@@ -310,13 +311,13 @@ def _place_rest(strategy: Strategy, room: Room, tokens: int) -> dict[str, str]:
     legal = {kind: {where for where, _ in places_of(kind, room.sums)} for kind in {u.kind for u in room.spec.units}}
     found = {}
     for unit in room.spec.units:
-        wanted = "cpu" if unit.kind.is_looked_up else strategy.rest(unit, tokens)
-        found[unit.name] = wanted if wanted in legal[unit.kind] else "streamed"
+        wanted = ON_CPU if unit.kind.is_looked_up else strategy.rest(unit, tokens)
+        found[unit.name] = wanted if wanted in legal[unit.kind] else STREAMED
     return found
 
 
 def _place_parts(count: int, total: int, rest: str) -> tuple[str, Share]:
     """A unit with its first `count` parts in VRAM and the others as `rest` says."""
     if count >= total:
-        return "pinned", WHOLE
-    return ("streamed", Share(kept=count)) if rest == "streamed" else ("pinned", Share(cpu=total - count))
+        return PINNED, WHOLE
+    return (STREAMED, Share(kept=count)) if rest == STREAMED else (PINNED, Share(cpu=total - count))

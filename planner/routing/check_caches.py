@@ -35,7 +35,7 @@ def _check_units(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> None:
     if not follows:
         raise ValueError(f"rank {rank.rank}: no tier is small enough to use the caches")
     for tier in follows:
-        if not tier.in_place and any(tier.placement(name).where == "streamed" for name in cache.units):
+        if not tier.in_place and any(tier.placement(name).moves_each_step for name in cache.units):
             raise ValueError(f"rank {rank.rank}, tier {tier.tokens}: experts that may lie in slots are copied whole")
     places = len(cache.hits_by_place)
     if places not in (0, stacks[0].parts):

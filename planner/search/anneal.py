@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import exp, inf
 from random import Random
 
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
@@ -73,7 +74,7 @@ def place_around(
     counts = [count_tier(classes, tier) for tier in found.tiers]
     counts[main] = count_tier(classes, refined)
     pinned = {p.unit: p.share for p in refined.placements if p.in_arena}
-    kv = {p.unit for p in refined.placements if p.kv == "vram"}
+    kv = {p.unit for p in refined.placements if p.has_state_in_vram}
     shares = {unit: share for unit, share in pinned.items() if share}
     residency = limit_host(room, order_around(classes, counts, set(pinned), kv, shares), counts)
     tiers = []
@@ -135,7 +136,7 @@ class UnitSearch:
     def anneal(self, tier: TierPlan, heat: float, rng: Random) -> TierPlan:
         """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
         units, choices = self.units, self._choices
-        now = [(p.where, p.kv == "vram", p.share) for p in tier.placements]
+        now = [(p.where, p.has_state_in_vram, p.share) for p in tier.placements]
         slots = max(1, tier.buffers.slots)
         best, best_seconds = tier, simulated_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)
         seconds = first = best_seconds
@@ -167,17 +168,17 @@ class UnitSearch:
             took = self._time(tried, slots)
             if took is not None:
                 return took if took < inf else None
-            inside = [i for i, (place, vram, share) in enumerate(tried) if place == "pinned" or vram or share.kept]
+            inside = [i for i, (place, vram, share) in enumerate(tried) if place == PINNED or vram or share.kept]
             if not inside:
                 return None
             out = rng.choice(inside)
             is_looked_up = self.units[out].kind.is_looked_up
-            tried[out] = ("cpu" if is_looked_up else rng.choice(("cpu", "streamed")), False, WHOLE)
+            tried[out] = (ON_CPU if is_looked_up else rng.choice((ON_CPU, STREAMED)), False, WHOLE)
         return None
 
     def _time(self, places: list[Place], slots: int) -> float | None:
         """Simulated seconds, infinite where host memory does not hold the places; None where the arena does not."""
-        streamed = sum([where == "streamed" for where, _, _ in places])
+        streamed = sum([where == STREAMED for where, _, _ in places])
         key = tuple(places), min(slots, streamed)  # with slots for all, more of them are no other tier
         if key not in self._known:
             draft = self._draft(places, slots)
@@ -206,4 +207,4 @@ def _swap(rng: Random, units, tried: list[Place]) -> None:
         tried[a], tried[b] = tried[b], tried[a]
         return
     for at, place in ((a, tried[b][0]), (b, tried[a][0])):
-        tried[at] = (place, tried[at][1] and place != "cpu", WHOLE)
+        tried[at] = (place, tried[at][1] and place != ON_CPU, WHOLE)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pshard.errors import Shortage, UserError
+from pshard.homes import ON_CPU, PINNED
 from pshard.plan import RankPlan, TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
@@ -129,7 +130,7 @@ def reads_unlocked(candidate: Candidate, costs: tuple[TierCosts, ...]) -> bool:
     if costs[0].tables.kind == "cpu":
         return False
     return any(
-        placed.where == "streamed" and placed.unit in cost.staged and cost.spec.unit(placed.unit).kind.parts
+        placed.moves_each_step and placed.unit in cost.staged and cost.spec.unit(placed.unit).kind.parts
         for tier, cost in zip(candidate.tiers, stage_under(candidate, costs))
         if tier.in_place
         for placed in tier.placements
@@ -263,11 +264,11 @@ def price_baseline(
 def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
     """Every unit pinned, all KV in VRAM; the embedding too where it fits and its rows are faster looked up there."""
     found = []
-    for embedding in ("cpu", "pinned"):
+    for embedding in (ON_CPU, PINNED):
         tiers = tuple(whole_tier(room, c.load.tokens, embedding) for c in costs)
-        if embedding == "pinned" and any(tier.buffers.total > room.arena for tier in tiers):
+        if embedding == PINNED and any(tier.buffers.total > room.arena for tier in tiers):
             break
-        pins = tuple(u.name for u in room.spec.units if not u.kind.is_looked_up or embedding == "pinned")
+        pins = tuple(u.name for u in room.spec.units if not u.kind.is_looked_up or embedding == PINNED)
         kv = tuple(u.name for u in room.spec.units if u.kind.state)
         seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
         total = plan_seconds(room, tiers, seconds, costs)
@@ -275,7 +276,7 @@ def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
     return min(found, key=lambda candidate: candidate.total)
 
 
-def whole_tier(room: Room, tokens: int, embedding: str = "cpu") -> TierPlan:
+def whole_tier(room: Room, tokens: int, embedding: str = ON_CPU) -> TierPlan:
     """The tier that keeps everything in VRAM, but for an embedding that is on the host, whether it fits or not."""
-    where = {u.name: embedding if u.kind.is_looked_up else "pinned" for u in room.spec.units}
+    where = {u.name: embedding if u.kind.is_looked_up else PINNED for u in room.spec.units}
     return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind.state), 0)

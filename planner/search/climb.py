@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.tier_costs import TierCosts
@@ -161,7 +162,7 @@ class TierSearch:
 
     @cached_property
     def _streamed(self) -> dict[str, str]:
-        return {u.name: "streamed" for u in self.room.spec.units}
+        return {u.name: STREAMED for u in self.room.spec.units}
 
     @cached_property
     def _prefixes(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -215,10 +216,10 @@ class TierSearch:
                 return None
             counts.append(cpu)
         on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)
-        where = self._streamed | dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(pinned, "pinned")
+        where = self._streamed | dict.fromkeys(on_cpu, ON_CPU) | dict.fromkeys(pinned, PINNED)
         held = [name for name in self.residency.shares if name in pinned]
         shares = {name: share for name in held if (share := self.share_of(name, state.copies))}
-        where |= {name: "streamed" for name, share in shares.items() if share.kept}
+        where |= {name: STREAMED for name, share in shares.items() if share.kept}
         if state.divided:
             if any(min(n, default=0) < 0 for n in state.divided):
                 return None

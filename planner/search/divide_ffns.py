@@ -155,7 +155,7 @@ def _place(
     small = tiers[min(tiers)]
     for i, before in enumerate(found.tiers):
         if costs[i].load.rare:  # like the smallest entered one where the order pins what `before` has elsewhere
-            starts = rank_starts(searches[i], sum(p.kv == "vram" for p in before.placements))
+            starts = rank_starts(searches[i], sum(p.has_state_in_vram for p in before.placements))
             tier = starts[0].tier if starts else arrange_tier(searches[i], classes, small)
             if tier is None:
                 return None

@@ -6,6 +6,7 @@ Branch and bound over units in order of execution, on simulated time.
 from dataclasses import dataclass, field
 from math import inf
 
+from pshard.homes import PINNED, STREAMED
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
@@ -46,9 +47,9 @@ def residents(room: Room, tier: TierPlan) -> Residents:
     pins = set[tuple[str, int]]()
     for unit, place in zip(room.spec.units, tier.placements):
         if place.in_arena:
-            own = count_shares(unit) - place.cpu_rows if place.where == "pinned" else place.kept_parts
+            own = count_shares(unit) - place.cpu_rows if place.site.in_arena else place.kept_parts
             pins.add((unit.name, own if place.share else -1))
-    return frozenset(pins), frozenset(p.unit for p in tier.placements if p.kv == "vram")
+    return frozenset(pins), frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
 
 
 def list_places(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> tuple[tuple[Place, ...], ...]:
@@ -108,7 +109,7 @@ class ExactSearch:
             where, in_vram, share = place
             busy, link = least_times(unit, place, self.costs)
             pins = self.costs.divided(unit.name, share).nbytes if share else unit.packed_nbytes
-            held = (pins if where == "pinned" else divided_sizes(unit, share).kept) + (
+            held = (pins if where == PINNED else divided_sizes(unit, share).kept) + (
                 self.room.states[unit.name] if in_vram else 0
             )
             options.append((place, busy, link, held))
@@ -145,7 +146,7 @@ class ExactSearch:
 
     def _bound_slots(self, places: tuple[Place, ...]) -> list[tuple[int, float]]:
         """Numbers of slots that fit, each with the seconds that no order of these places beats."""
-        streamed, found = sum(where == "streamed" for where, _, _ in places), []
+        streamed, found = sum(where == STREAMED for where, _, _ in places), []
         for slots in [n for n in SLOT_CHOICES if 2 * n <= streamed] if streamed else [0]:
             tier = self._draft(places, slots)
             if tier.buffers.total <= self.room.arena and holds(self.room, (tier,)):

@@ -65,7 +65,7 @@ def _adopt(task: RankTask, owner: RankTask, plan: Candidate) -> tuple[TierPlan, 
                     return None
                 shares[place.unit] = same[place.share]
         where = {p.unit: p.where for p in tier.placements}
-        kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
+        kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
         tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, shares, tier.in_place))
     return tuple(tiers)
 

@@ -1,5 +1,6 @@
 """Places: how a search may have one unit, and what that takes at least."""
 
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, UnitKind
@@ -15,10 +16,7 @@ def place_choices(kind: UnitKind) -> tuple[Place, ...]:
 def divided_choices(shares: tuple[Share, ...]) -> tuple[Place, ...]:
     """Places of divided units; of one with parts kept in the arena others are streamed."""
     return tuple(
-        (where, False, share)
-        for where in ("pinned", "streamed")
-        for share in shares
-        if where == "streamed" or not share.kept
+        (where, False, share) for where in (PINNED, STREAMED) for share in shares if where == STREAMED or not share.kept
     )
 
 
@@ -30,6 +28,6 @@ def least_times(unit: Unit, place: Place, costs: TierCosts) -> tuple[float, floa
         part = costs.divided(unit.name, share)
         busy, link = max(part.acc, part.cpu) + part.join + part.rest, costs.over_link(unit.kind, part)
     else:
-        busy, link = cost.cpu if where == "cpu" else cost.acc, costs.over_link(unit.kind, cost)
-    fetched = cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
-    return busy, (link if where == "streamed" else 0.0) + fetched
+        busy, link = cost.cpu if where == ON_CPU else cost.acc, costs.over_link(unit.kind, cost)
+    fetched = cost.kv_fetch if unit.kind.state and where != ON_CPU and not in_vram else 0.0
+    return busy, (link if where == STREAMED else 0.0) + fetched

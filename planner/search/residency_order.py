@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from pshard.homes import STREAMED
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.program.counts import Counts
@@ -166,7 +167,7 @@ def order_nested(room: Room, tiers: Sequence[TierPlan]) -> Residency:
     in part come last of what a tier adds."""
     at = {u.name: i for i, u in enumerate(room.spec.units)}
     held = [{p.unit: p.share for p in tier.placements if p.in_arena} for tier in tiers]
-    cells = [{p.unit for p in tier.placements if p.kv == "vram"} for tier in tiers]
+    cells = [{p.unit for p in tier.placements if p.has_state_in_vram} for tier in tiers]
     shares = dict[str, Share]()
     for of_tier in sorted(held, key=lambda of: any(share.cpu for share in of.values())):  # what the CPU has says more
         shares |= {unit: share for unit, share in of_tier.items() if share}
@@ -245,7 +246,7 @@ def spread_parts(
     for cls, total in zip(classes, parts):
         if not total:
             continue
-        free = [u for u in cls.units if where[u.name] == "streamed" and not shares.get(u.name, WHOLE).cpu]
+        free = [u for u in cls.units if where[u.name] == STREAMED and not shares.get(u.name, WHOLE).cpu]
         if not free:
             return None
         brought = [count_shares(u) - shares.get(u.name, WHOLE).kept for u in free]

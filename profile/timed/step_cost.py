@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.homes import HOST, ON_CPU, PINNED, STREAMED, VRAM
 from pshard.machine import ElementwiseTiming
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig, Rope
@@ -108,12 +109,12 @@ def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: 
     lanes = device.kind != "cpu"  # else both sides meet the same caches, and copies are other threads' work
     kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if lanes else None)
     wide = _small_model(TURNS, HIDDEN)
-    walks = {where: _time_walk(where, 1, device, kernels, wide) for where in ("pinned", "cpu", "turns")}
-    thin = _time_walk("pinned", 1, device, kernels)
+    walks = {where: _time_walk(where, 1, device, kernels, wide) for where in (PINNED, ON_CPU, "turns")}
+    thin = _time_walk(PINNED, 1, device, kernels)
     if not lanes:
         return _on_one_side(side, walks, thin)
-    walks |= {where: _time_walk(where, 1, device, kernels, wide) for where in ("streamed", "pairs")}
-    step = max(LEAST, (thin - _time_walk("pinned", 1, device, kernels, _small_model(LAYERS // 2))) / LAYERS)
+    walks |= {where: _time_walk(where, 1, device, kernels, wide) for where in (STREAMED, "pairs")}
+    step = max(LEAST, (thin - _time_walk(PINNED, 1, device, kernels, _small_model(LAYERS // 2))) / LAYERS)
     busy = NoKernels(fast[0], Fills(device)), kernels[1]
     half, whole = (_time_decoding(n, device, busy) for n in (LAYERS // 2, LAYERS))
     return _between_lanes(side, walks, step, 2 * half - whole)
@@ -124,9 +125,9 @@ def _on_one_side(side: str, walks: dict[str, float], thin: float) -> StepFigures
     units, on_cpu = 2 * TURNS + 2, TURNS + 1  # by turns: the FFNs and the embedding, which always is
     share = (units - on_cpu) / (units - 1)  # of the pinned walk's other units, and of its half a hand-off
     # by turns a unit of the host may cost less, hand-off included, than one of many behind each other
-    host = min(walks["cpu"] / units, max(LEAST, (walks["turns"] - share * walks["pinned"]) / (on_cpu - share)))
+    host = min(walks[ON_CPU] / units, max(LEAST, (walks["turns"] - share * walks[PINNED]) / (on_cpu - share)))
     # a walk with n units on the host, of which the embedding is one, has n - 1/2 hand-offs there and back
-    pinned = walks["pinned"] - host
+    pinned = walks[PINNED] - host
     handoff = max(LEAST, (walks["turns"] - on_cpu * host - share * pinned) / (on_cpu - 0.5 - 0.5 * share))
     seconds = {(side, "step"): thin / (2 * LAYERS + 2), ("host", "step"): host}
     return StepFigures(_rows(seconds), handoff)
@@ -140,11 +141,11 @@ def _between_lanes(side: str, walks: dict[str, float], step: float, begun: float
     with the logits, and its other units add a `step` each.
     """
     units = 2 * TURNS + 2
-    trip = max(2 * LEAST, (walks["turns"] - walks["pinned"]) / TURNS + step)  # a unit of the host with its hand-off
-    alone = max(0.0, walks["pinned"] - trip - (units - 1) * step)  # what these walks take beside their units
+    trip = max(2 * LEAST, (walks["turns"] - walks[PINNED]) / TURNS + step)  # a unit of the host with its hand-off
+    alone = max(0.0, walks[PINNED] - trip - (units - 1) * step)  # what these walks take beside their units
     # by turns a unit of the host may cost less than one of many behind each other
-    host = min(max(LEAST, (walks["cpu"] - alone) / units), trip - LEAST)
-    copy = max(LEAST, (walks["streamed"] - walks["turns"]) / TURNS)
+    host = min(max(LEAST, (walks[ON_CPU] - alone) / units), trip - LEAST)
+    copy = max(LEAST, (walks[STREAMED] - walks["turns"]) / TURNS)
     on_cpu, copied = TURNS // 2 + 1, 3 * TURNS // 2  # in pairs; a unit that is copied begins a run
     others = alone + on_cpu * trip + (units - on_cpu) * step + copied * copy
     run = max(LEAST, (walks["pairs"] - others) / (copied - on_cpu + 1))
@@ -160,7 +161,7 @@ def time_launch(side: str, device: Device, fast: tuple[Kernels, Kernels]) -> Ele
     """Seconds that launching a unit's kernels takes on an accelerator ("acc") where no graph holds them: for a prompt
     that is not a full micro-batch, over matrices so small that computing takes less time."""
     spec = _small_model()
-    return ElementwiseTiming(side, "launch", 1, 1, _time_walk("pinned", PROMPT, device, fast) / len(spec.units))
+    return ElementwiseTiming(side, "launch", 1, 1, _time_walk(PINNED, PROMPT, device, fast) / len(spec.units))
 
 
 def _time_walk(
@@ -175,7 +176,7 @@ def _time_walk(
     ids = [0] * tokens
     segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
     samples: list[float] = []
-    many = AGAIN if where == "pinned" and tokens == 1 else 1  # short ones, of which differences are taken
+    many = AGAIN if where == PINNED and tokens == 1 else 1  # short ones, of which differences are taken
     with _open_executor(where, tokens, device, kernels, spec or _small_model()) as executor:
         for _ in range(many * WALKS):
             start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
@@ -187,7 +188,7 @@ def _time_walk(
 def _time_decoding(layers: int, device: Device, kernels: tuple[Any, Any]) -> float:
     """Seconds of a token by an engine over a small model of so many layers, all of it pinned."""
     samples: list[float] = []
-    with _open_executor("pinned", 1, device, kernels, _small_model(layers)) as executor:
+    with _open_executor(PINNED, 1, device, kernels, _small_model(layers)) as executor:
         workload = Workload((executor.plan.budget_mib,), CONTEXT, max_ubatch=1, prompt=1, generated=1)
         variant, store = Variant(workload, True, (executor.plan,)), cast(KVStore, None)  # nothing is saved
         engine = Engine(executor, variant, None, (), lambda: None, store)
@@ -252,27 +253,27 @@ def _tensor(name: str, *shape: int) -> TensorSpec:
 
 
 def _one_tier(where: str, spec: ModelSpec, tokens: int) -> RankPlan:
-    """All units "pinned" or on the "cpu", or by "turns": attention pinned, FFNs on the CPU; "streamed": attention
-    streamed instead; "pairs": of every second layer the FFN as well. The output is pinned but with "cpu", and the
+    """All units PINNED or ON_CPU, or by "turns": attention pinned, FFNs on the CPU; STREAMED: attention streamed
+    instead; "pairs": of every second layer the FFN as well. The output is pinned but with ON_CPU, and the
     embedding is looked up on the host."""
     places = {u.name: _place(where, u) for u in spec.units}
-    kv = {u.name: "host" if where == "cpu" else "vram" for u in spec.units if u.kind.state}
+    kv = {u.name: HOST.name if where == ON_CPU else VRAM.name for u in spec.units if u.kind.state}
     placements = tuple(Placement(name, at, kv.get(name)) for name, at in places.items())
-    pins = tuple(u for u, at in places.items() if at == "pinned")
-    slots = SLOTS if "streamed" in places.values() else 0
-    slot = max((u.packed_nbytes for u in spec.units if places[u.name] == "streamed"), default=0)
+    pins = tuple(u for u, at in places.items() if at == PINNED)
+    slots = SLOTS if STREAMED in places.values() else 0
+    slot = max((u.packed_nbytes for u in spec.units if places[u.name] == STREAMED), default=0)
     unknown = Prediction(0.0, 0.0, (), "", 0, 0)
     buffers = Buffers(0, 0, slots, slot, 0)
     tier = TierPlan(tokens, placements, buffers, unknown, Solve("", 0.0, 0.0, ""))
     arena = SPARE_MIB + (spec.packed_nbytes >> 20)
-    return RankPlan(0, arena, 1.0, pins, tuple(u for u, at in kv.items() if at == "vram"), (tier,))
+    return RankPlan(0, arena, 1.0, pins, tuple(u for u, at in kv.items() if at == VRAM.name), (tier,))
 
 
 def _place(where: str, unit: Unit) -> str:
-    if where == "cpu" or unit.kind.is_looked_up:
-        return "cpu"
-    if where == "pinned" or unit.kind.gives_logits:
-        return "pinned"
+    if where == ON_CPU or unit.kind.is_looked_up:
+        return ON_CPU
+    if where == PINNED or unit.kind.gives_logits:
+        return PINNED
     if not unit.kind.state and (where != "pairs" or unit.layer % 2):
-        return "cpu"
-    return "pinned" if where == "turns" else "streamed"
+        return ON_CPU
+    return PINNED if where == "turns" else STREAMED

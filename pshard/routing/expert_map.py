@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pshard.cuts.rank_parts import cut_ranks
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
 from pshard.routing.expert_uses import Uses, chosen_share
@@ -12,7 +13,7 @@ from pshard.units.divide_unit import count_shares
 from pshard.units.moe.expert_cache import ExpertCache
 from pshard.units.unit import Unit
 
-PLACES = ("pinned", "streamed", "in_place", "cpu")
+PLACES = (PINNED, STREAMED, "in_place", ON_CPU)
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _map_tier(spec: ModelSpec, tier: TierPlan, units: list[Unit]) -> TierExperts
 def _hits_of(spec: ModelSpec, tier: TierPlan, unit: Unit) -> tuple[float, ...]:
     """By place the share of choices of a unit that find their expert in a slot; none where a tier uses no slots."""
     place = tier.placement(unit.name)
-    if place.where == "cpu" or (place.where == "pinned" and not place.cpu_rows):
+    if not place.site.is_on_acc or place.is_whole_in_arena:
         return ()
     return next((c.hits_by_place for c in spec.caches if unit.name in c.units and tier.tokens <= c.tokens), ())
 
@@ -155,10 +156,10 @@ def _share_choices(layer: LayerExperts, uses: Uses, hits: tuple[float, ...] = ()
 
 def _count_places(unit: Unit, place: Placement, reads: bool) -> LayerExperts:
     total = count_shares(unit)
-    if place.where == "cpu":
+    if not place.site.is_on_acc:
         return LayerExperts(unit.layer, 0, 0, 0, total)
     on_acc = total - place.cpu_rows
-    if place.where == "pinned":
+    if place.site.in_arena:
         return LayerExperts(unit.layer, on_acc, 0, 0, place.cpu_rows)
     brought = on_acc - place.kept_parts
     streamed, in_place = (0, brought) if reads else (brought, 0)

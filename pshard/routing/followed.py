@@ -37,9 +37,9 @@ def outside_vram(unit: Unit, place: Placement) -> range:
     """Places of a layer's experts that lie outside VRAM in a tier of few tokens. None where the accelerator computes
     nothing of the layer: what lay in a slot would not be used."""
     total = count_shares(unit)
-    if place.where == "streamed":
-        return range(place.kept_parts, total)
-    return range(total - place.cpu_rows, total) if place.where == "pinned" else range(0)
+    if not place.site.is_on_acc:
+        return range(0)
+    return range(total - place.cpu_rows if place.site.in_arena else place.kept_parts, total)
 
 
 def expect_hits(rank: RankPlan) -> float | None:

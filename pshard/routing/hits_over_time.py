@@ -93,7 +93,6 @@ def _find_staying(spec: ModelSpec, tier: TierPlan, record: RoutingRecord) -> np.
     for unit in spec.units:
         if unit.kind.parts and unit.tensors:
             place = tier.placement(unit.name)
-            total = record.experts if place.where == "pinned" else place.kept_parts
-            staying = total - place.cpu_rows if place.where == "pinned" else total
+            staying = record.experts - place.cpu_rows if place.site.in_arena else place.kept_parts
             found[record.layers.index(unit.layer), list(numbers_of(unit)[:staying])] = True
     return found

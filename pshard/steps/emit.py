@@ -49,7 +49,6 @@ _hand_off = lru_cache(1 << 14)(Handoff)
 _gather = lru_cache(1 << 14)(Gather)
 _expect_read = lru_cache(1 << 14)(read_nbytes)
 
-SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
 PART = "branch"  # the buffer of a rank's part of a sum
 _unit_of = attrgetter("unit")
 Placed = tuple[Unit, Placement]
@@ -78,18 +77,23 @@ class _Form(NamedTuple):
     """A unit and where it is: units of which one stands for the others have the same forms."""
 
     unit: Unit
-    where: str
-    kv: str | None
-    share: Share
+    place: Placement
 
     @property
-    def moves(self) -> bool:
-        """Whether its state passes through the stage."""
-        return self.kv == "host" and self.where != "cpu"
+    def share(self) -> Share:
+        """How the unit is divided."""
+        return self.place.share
 
     def is_copied(self, in_place: bool) -> bool:
         """Whether it is streamed through a slot."""
-        return self.where == "streamed" and not (in_place and self.unit.kind.parts)
+        is_read = in_place and self.unit.kind.parts and self.place.weights_home.is_readable
+        return self.place.moves_each_step and not is_read
+
+    def find_source(self, slot: int | None) -> str:
+        """Where whoever computes the unit finds its weights; see Compute."""
+        if self.place.moves_each_step:
+            return "link" if slot is None else "slot"
+        return "arena" if self.place.site.in_arena else "host"
 
 
 class _Piece(NamedTuple):
@@ -179,9 +183,9 @@ class StepEmitter:
         unit = self._units[place.unit]
         number = self._numbers.setdefault((unit.name, place.where, place.kv, place.share), len(self._forms))
         if number == len(self._forms):
-            form = _Form(unit, place.where, place.kv, place.share)
+            form = _Form(unit, place)
             self._forms.append(form)
-            if form.moves:
+            if place.stages_state:
                 self._moving.add(number)
             for in_place in (False, True):
                 if form.is_copied(in_place):
@@ -189,13 +193,13 @@ class StepEmitter:
         return number
 
     def _emit_unit(self, form: _Form, tier: TierPlan, slot: int | None, at: _At) -> _Piece:
-        unit, where, state, share = form
+        unit, place, share = form.unit, form.place, form.share
         name, kind, tokens, stays = unit.name, unit.kind, self.shape.tokens, self._sums and not self.shape.sums_on_host
-        on, source, reads = "cpu" if where == "cpu" else "acc", SOURCES[where], 0
+        on, source, reads = place.site.computer, form.find_source(slot), 0
         now = _Whereabouts(self.spec, tokens, stays, at)
-        if where == "streamed" and slot is None:
+        if source == "link":
             uses = self.spec.uses_outside(name, tier.tokens)
-            source, reads = "link", _expect_read(unit, share, self.spec.config, tokens, uses)
+            reads = _expect_read(unit, share, self.spec.config, tokens, uses)
         steps: list[Step] = []
         if share.cpu:
             steps += [*now.bring("acc", unit.ports), *now.bring("cpu", unit.ports, share=True)]
@@ -205,7 +209,7 @@ class StepEmitter:
             kept = {"kept_parts": share.kept} if share.kept else {}
             if reads:
                 kept["reads"] = reads
-            steps.append(_compute(name, on, source, slot, "", 0, kind.position, state, **kept))
+            steps.append(_compute(name, on, source, slot, "", 0, kind.position, place.kv, **kept))
         grows = name in self._growing
         now.leave(on, unit.ports, grows)
         if stays and on == "cpu" and not kind.gives_logits and not grows:
@@ -213,7 +217,7 @@ class StepEmitter:
             now.hidden = "acc"
         if self._sums and unit.ports.adds and not grows:
             steps.append(_all_reduce(name, self._hidden))
-        if form.moves:
+        if place.stages_state:
             steps.append(self._move_state(name)[1])
         return _Piece(tuple(steps), now.at)
 
@@ -297,7 +301,7 @@ def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
     for unit, place in _placed(spec, tier):
         if place.in_arena:
             found.append(Bring(unit.name, "weights", place.cpu_rows, place.kept_parts))
-        if place.kv == "vram":
+        if place.has_state_in_vram:
             found.append(Bring(unit.name, "state"))
     return tuple(found)
 

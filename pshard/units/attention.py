@@ -17,7 +17,7 @@ from pshard.units.operations import Attend, GateRows, Norm, Operation, Product, 
 from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
-from pshard.units.unit import Cut, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE_WITH_STATE, Cut, Tensors, UnitKind
 
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV = tuple(f"attn_{part}.weight" for part in "qkv")
@@ -126,7 +126,7 @@ _Q, _K, _V = QKV
 ATTENTION = UnitKind(
     "attention",
     position="layer",
-    places=(("pinned", "vram"), ("pinned", "host"), ("streamed", "vram"), ("streamed", "host"), ("cpu", "host")),
+    places=ANYWHERE_WITH_STATE,
     operations=_operations,
     cut=Cut(
         {

@@ -14,7 +14,7 @@ from pshard.units.operations import DeltaNet, Norm, Operation, Product, ProductG
 from pshard.units.ranges import Targets, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import FixedState, StateShape
-from pshard.units.unit import Cut, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE_WITH_STATE, Cut, Tensors, UnitKind
 
 NORM, OUT = "attn_norm.weight", "ssm_out.weight"
 QUERY_KEY, VALUE, GATE = "delta_qk.weight", "delta_v.weight", "attn_gate.weight"
@@ -103,7 +103,7 @@ def _widths(tensors: Tensors, config: ModelConfig) -> dict[str, int]:
 DELTA_NET = UnitKind(
     "delta net",
     position="layer",
-    places=(("pinned", "vram"), ("pinned", "host"), ("streamed", "vram"), ("streamed", "host"), ("cpu", "host")),
+    places=ANYWHERE_WITH_STATE,
     operations=_operations,
     cut=Cut(
         {

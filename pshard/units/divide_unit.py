@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from pshard.homes import SITES
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
@@ -188,7 +189,8 @@ def _join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 def arena_portion(unit: Unit, where: str, share: Share) -> Portion | None:
     """What of a unit lies in the arena; None when nothing does."""
     parts = divide_unit(unit, share)
-    return parts.brought if where == "pinned" else parts.kept if where == "streamed" else None
+    site = SITES[where]
+    return parts.brought if site.in_arena else parts.kept if site.is_on_acc else None
 
 
 @dataclass(frozen=True)

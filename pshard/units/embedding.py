@@ -1,5 +1,6 @@
 """The embedding: rows of a table by token id, looked up where the table is."""
 
+from pshard.homes import ON_CPU, PINNED
 from pshard.model_config import ModelConfig
 from pshard.units.operations import LookUp, Operation
 from pshard.units.ports import LOOKS_UP
@@ -15,7 +16,7 @@ def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
 EMBEDDING = UnitKind(
     "embedding",
     position="first",
-    places=(("cpu", None), ("pinned", None)),
+    places=((ON_CPU, None), (PINNED, None)),
     operations=_operations,
     cut=keep_whole(TABLE),
     ports=LOOKS_UP,

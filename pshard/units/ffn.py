@@ -11,7 +11,7 @@ from pshard.units.operations import GatedProduct, Norm, Operation, PlaceRows, Pr
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import Cut, Division, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE, Cut, Division, Tensors, UnitKind
 
 NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
 AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
@@ -52,7 +52,7 @@ def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[in
 FFN = UnitKind(
     "ffn",
     position="layer",
-    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    places=ANYWHERE,
     operations=_operations,
     cut=Cut(
         {

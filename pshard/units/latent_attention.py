@@ -14,7 +14,7 @@ from pshard.units.kv_cells import longest_sequence
 from pshard.units.operations import AttendLatent, HeadProducts, Norm, Operation, Product, ProductGroup, StoreLatent
 from pshard.units.scratch import Buffer
 from pshard.units.state import LatentState, StateShape
-from pshard.units.unit import Tensors, UnitKind
+from pshard.units.unit import ANYWHERE_WITH_STATE, Tensors, UnitKind
 
 NORM, OUT = "attn_norm.weight", "attn_output.weight"
 QUERY, KV_A, KV_NORM = "attn_q.weight", "attn_kv_a_mqa.weight", "attn_kv_a_norm.weight"
@@ -72,7 +72,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
 LATENT_ATTENTION = UnitKind(
     "mla",
     position="layer",
-    places=(("pinned", "vram"), ("pinned", "host"), ("streamed", "vram"), ("streamed", "host"), ("cpu", "host")),
+    places=ANYWHERE_WITH_STATE,
     operations=_operations,
     cut=None,
     state=_state,

@@ -5,7 +5,7 @@ from pshard.quant import ROW_BLOCK
 from pshard.units.operations import Norm, Operation, Product
 from pshard.units.ports import GIVES_LOGITS
 from pshard.units.ranges import Targets, place_rows
-from pshard.units.unit import Cut, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE, Cut, Tensors, UnitKind
 
 NORM, HEADS = "output_norm.weight", ("output.weight", "token_embd.weight")
 
@@ -22,7 +22,7 @@ def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[in
 OUTPUT = UnitKind(
     "output",
     position="last",
-    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    places=ANYWHERE,
     operations=_operations,
     cut=Cut(
         {NORM: ("none", "all")} | dict.fromkeys(HEADS, ("rows", "cut")),

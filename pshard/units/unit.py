@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pshard.errors import UserError
+from pshard.homes import HOST, ON_CPU, PINNED, SITES, STREAMED, VRAM, list_far_homes
 from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
@@ -18,7 +19,12 @@ from pshard.units.ranges import place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import State, StateShape
 
-Place = tuple[str, str | None]  # where weights are ("pinned", "streamed", "cpu"), and the state ("vram", "host")
+Place = tuple[str, str | None]  # the site of weights and the home of the state, by their names
+ANYWHERE: tuple[Place, ...] = ((PINNED, None), (STREAMED, None), (ON_CPU, None))
+ANYWHERE_WITH_STATE: tuple[Place, ...] = (
+    *((site, home.name) for site in (PINNED, STREAMED) for home in (VRAM, HOST)),
+    (ON_CPU, HOST.name),
+)
 Tensors = Mapping[str, TensorSpec]  # a unit's tensors by role
 
 
@@ -200,12 +206,16 @@ class Unit:
 
 
 def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
-    """Legal placements of units of a kind. sums: on one of several ranks that sum their parts.
+    """Legal placements of units of a kind; what may be streamed may also live beyond host memory. sums: on one of
+    several ranks that sum their parts.
 
     Of these each has a router on its accelerator: a CPU rounds otherwise than a GPU, and where scores are nearly equal
     ranks would choose different experts and add up slices of both.
     """
-    return tuple(place for place in kind.places if not (sums and kind.routes and place[0] == "cpu"))
+    far = (home.name for home in list_far_homes())
+    places = (*kind.places, *((name, state) for name in far for site, state in kind.places if site == STREAMED))
+    router = sums and kind.routes
+    return tuple(place for place in places if not router or SITES[place[0]].is_on_acc)
 
 
 def goes_on(unit: Unit, following: Unit) -> bool:

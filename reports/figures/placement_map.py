@@ -4,6 +4,7 @@ import re
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.reports.figures.style import (
     BLUE,
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"pinned": BLUE, "streamed": ORANGE, "cpu": FAINT, "divided": GREEN}
+COLOURS = {PINNED: BLUE, STREAMED: ORANGE, ON_CPU: FAINT, DIVIDED: GREEN}
 MEANINGS = {
-    "pinned": "pinned: weights stay in VRAM",
-    "streamed": "streamed: copied before use",
-    "cpu": "cpu: computed on the host",
+    PINNED: "pinned: weights stay in VRAM",
+    STREAMED: "streamed: copied before use",
+    ON_CPU: "cpu: computed on the host",
     "divided": "divided: rows on both sides",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -63,7 +64,7 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     figure.suptitle(f"{title}\n{fill(terms, 85)}", fontweight="bold", fontsize=11)
     used = {p.sort for tier in rank.tiers for p in tier.placements}
     handles: list = [Patch(color=COLOURS[w], label=MEANINGS[w]) for w in COLOURS if w in used]
-    anywhere = any(p.kv == "vram" for tier in rank.tiers for p in tier.placements)
+    anywhere = any(p.has_state_in_vram for tier in rank.tiers for p in tier.placements)
     dot = "KV cache in VRAM (else host)" if anywhere else "KV cache in VRAM (no layer's here)"
     handles.append(Line2D([], [], marker="o", color="black", linestyle="", markersize=3.5, label=dot))
     figure.legend(handles=handles, loc="outside lower center", ncols=4 if width > 9.5 else 2, fontsize=9)
@@ -82,8 +83,8 @@ def _draw_tier(ax: "Axes", tier: TierPlan, kinds: list[str], layers: int, at: fl
 
 def _draw_unit(ax: "Axes", place: Placement, x: float, y: float, height: float) -> None:
     ax.bar(x, height * 0.9, 0.9, y - height * 0.45, color=COLOURS[place.sort])
-    if place.kv == "vram":
-        ax.plot(x, y, "o", color="white" if place.where == "pinned" else "black", markersize=3.5)
+    if place.has_state_in_vram:
+        ax.plot(x, y, "o", color="white" if place.site.in_arena else "black", markersize=3.5)
 
 
 def _name_tier(tier: TierPlan, variant: Variant) -> str:

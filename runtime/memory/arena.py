@@ -68,7 +68,7 @@ class Arena:
     def state_units(self, tier: TierPlan) -> tuple[str, ...]:
         """Units whose state is in VRAM in the tier, in the plan's order. Raises ValueError when they are no prefix of
         it."""
-        return _prefix(self._plan.kv_order, {p.unit for p in tier.placements if p.kv == "vram"})
+        return _prefix(self._plan.kv_order, {p.unit for p in tier.placements if p.has_state_in_vram})
 
     def state(self, unit: str) -> torch.Tensor:
         """The place of a unit's state when it is in VRAM."""
@@ -134,7 +134,7 @@ class Carved:
 
 def stages_states(tier: TierPlan) -> bool:
     """Whether some unit of the tier runs on the accelerator and keeps its state on the host."""
-    return any(p.kv == "host" and p.where != "cpu" for p in tier.placements)
+    return any(p.stages_state for p in tier.placements)
 
 
 def _prefix(order: tuple[str, ...], names: set[str] | Mapping) -> tuple[str, ...]:

@@ -107,6 +107,6 @@ def _tokens_on_cpu(spec: ModelSpec, plan: RankPlan) -> int:
     on_cpu = (
         tier.tokens
         for tier in plan.tiers
-        if any(p.cpu_rows or (p.where == "cpu" and not spec.unit(p.unit).kind.is_looked_up) for p in tier.placements)
+        if any(p.cpu_rows or (not p.is_on_acc and not spec.unit(p.unit).kind.is_looked_up) for p in tier.placements)
     )
     return max(on_cpu, default=1)

@@ -32,7 +32,18 @@ ARROWS = {
 }
 # files and folders of pshard/, from the bottom up: each may import those before it
 NOUNS = (
-    *("errors", "paths", "print_table", "file_lock", "jsonio", "batch_sizes", "quant", "tensor", "model_config"),
+    *(
+        "errors",
+        "paths",
+        "print_table",
+        "file_lock",
+        "jsonio",
+        "batch_sizes",
+        "quant",
+        "tensor",
+        "model_config",
+        "homes",
+    ),
     *("times", "machine", "collectives", "units", "model", "workload", "cuts", "plan", "predicted_times"),
     *("on_host", "routing", "buffers", "steps"),
 )
@@ -235,10 +246,26 @@ def find_variations() -> list[str]:
     return found
 
 
+def find_site_names() -> list[str]:
+    """Files with "streamed" as a text: others ask a placement, or name the site by the constant in homes.py."""
+    return [str(path.relative_to(ROOT)) for path in list_sources() if '"streamed"' in path.read_text(encoding="utf-8")]
+
+
+def find_compared_sites() -> list[str]:
+    """Lines that compare a placement's `where` with something, instead of asking what is to be known of it."""
+    found = []
+    for path in list_sources():
+        for node in ast.walk(parse(path)):
+            sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
+            if any(isinstance(side, ast.Attribute) and side.attr == "where" for side in sides):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return found
+
+
 if __name__ == "__main__":
     arrows = (find_missing_modules, find_wrong_links, find_circles, find_upward_arrows, find_arrows_among_nouns)
-    sizes = (find_long_code, find_long_calls)
-    for rule in (*arrows, *sizes, find_kind_names, find_kind_imports, find_variations):
+    sizes, homes = (find_long_code, find_long_calls), (find_site_names, find_compared_sites)
+    for rule in (*arrows, *sizes, find_kind_names, find_kind_imports, find_variations, *homes):
         lines = rule()
         print(f"{rule.__name__}: {len(lines)}")
         for line in lines:

@@ -43,6 +43,11 @@ def test_few_lines_ask_which_variations_a_model_has_instead_of_its_units() -> No
     assert len(code_rules.find_variations()) <= 26
 
 
+def test_code_asks_a_placement_what_it_must_know_instead_of_comparing_names() -> None:
+    assert len(code_rules.find_site_names()) <= 2
+    assert len(code_rules.find_compared_sites()) <= 1  # whether the name in a file is one of a site
+
+
 def test_every_folder_of_the_package_is_installed() -> None:
     with open(code_rules.ROOT / "pyproject.toml", "rb") as file:
         installed = tomllib.load(file)["tool"]["setuptools"]["packages"]

@@ -8,6 +8,7 @@ import pytest
 from planner_cases import make_model
 
 from pshard.commands.cli_plan import main
+from pshard.homes import SITES
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
@@ -17,7 +18,6 @@ from pshard.planner.price.draft import draft_tier, simulated_seconds
 from pshard.planner.price_plan import price_plan
 from pshard.planner.time_steps import time_steps
 from pshard.registries.profile_store import load_profile
-from pshard.steps.emit import SOURCES
 from pshard.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ def test_no_legal_place_that_fits_is_faster_than_the_next_best(planned) -> None:
         if why.tokens != tier.tokens or why.next_best is None:
             continue
         best, now = why.next_best, {p.unit: p for p in tier.tiers[0].placements}
-        for at in SOURCES:
+        for at in SITES:
             where = {name: p.where for name, p in now.items()} | {why.unit: at}
             kv = frozenset(name for name, p in now.items() if p.kv == "vram")
             shares = {name: p.share for name, p in now.items() if p.share and name != why.unit}

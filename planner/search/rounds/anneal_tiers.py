@@ -75,7 +75,7 @@ class JointSearch:
     def state_of(self, tiers: Sequence[TierPlan]) -> State:
         """What tiers say."""
         ways = tuple(
-            tuple(of.make(u, (p.where, p.kv == "vram", p.share)) for u, p in zip(self.units, tier.placements))
+            tuple(of.make(u, (p.where, p.has_state_in_vram, p.share)) for u, p in zip(self.units, tier.placements))
             for of, tier in zip(self.tiers, tiers)
         )
         return State(ways, tuple(max(1, tier.buffers.slots) for tier in tiers))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.plan import Placement, TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
@@ -138,16 +139,16 @@ class Borrower:
     def _list_outside(self, lender: TierPlan) -> dict[str, Place]:
         """Where each unit is when it is not in VRAM: as the lender has it, or others like it that it has not there."""
         places = list(zip(self._units, lender.placements))
-        copied = {u.likeness for u, p in places if p.where == "streamed" and not p.in_arena}
-        computed = {u.likeness for u, p in places if p.where == "cpu"} - copied
+        copied = {u.likeness for u, p in places if p.moves_each_step and not p.in_arena}
+        computed = {u.likeness for u, p in places if not p.is_on_acc} - copied
         found: dict[str, Place] = {}
         for unit, place in places:
-            on_cpu = unit.likeness in computed if place.in_arena else place.where == "cpu"
+            on_cpu = unit.likeness in computed if place.in_arena else not place.is_on_acc
             keeps = not place.in_arena and (may_divide(self.costs) or unit.kind.parts)
             if unit.kind.is_looked_up or on_cpu:
-                found[unit.name] = "cpu", False, WHOLE
+                found[unit.name] = ON_CPU, False, WHOLE
             else:
-                found[unit.name] = "streamed", False, place.share if keeps else WHOLE
+                found[unit.name] = STREAMED, False, place.share if keeps else WHOLE
         return found
 
     def _list_inside(self, lender: TierPlan) -> dict[str, Place]:
@@ -167,7 +168,7 @@ class Borrower:
             took, copies = self._time_least(unit, (where, True, share), way)
             if unit.name in pins:
                 shared = self.order.shares.get(unit.name)
-                took = 0.0 if shared else min(took, self._time_least(unit, ("pinned", True, WHOLE), way)[0])
+                took = 0.0 if shared else min(took, self._time_least(unit, (PINNED, True, WHOLE), way)[0])
                 copies = 0.0
             busy, link = busy + took, link + copies
         return max(busy, link)
@@ -178,7 +179,7 @@ class Borrower:
         for unit, place in zip(self._units, tier.placements):
             known = self._placed.get((id(place), way.in_place))
             if known is None:
-                times = self._time_least(unit, (place.where, place.kv == "vram", place.share), way)
+                times = self._time_least(unit, (place.where, place.has_state_in_vram, place.share), way)
                 known = self._placed[id(place), way.in_place] = place, *times  # with it, as no other has its identity
             busy, link = busy + known[1], link + known[2]
         return max(busy, link)
@@ -212,12 +213,12 @@ class Borrower:
         """None where it does not fit."""
         where, shares = dict(loan.where), dict(loan.shares)
         kv = frozenset(self.order.kv_order[: max(self.order.least_kv, loan.cells)])
-        where |= {name: "streamed" for name in kv if where[name] == "cpu"}
+        where |= {name: STREAMED for name in kv if where[name] == ON_CPU}
         for name in self.order.pin_order[:pins]:
             share = self.search.share_of(name, False) if self.order.shares else WHOLE
             if share is None:  # a tier of many tokens ends before units that are divided by rows
                 return None
-            where[name] = "streamed" if share.kept else "pinned"
+            where[name] = STREAMED if share.kept else PINNED
             if name in loan.inside:
                 where[name], _, share = loan.inside[name]
             shares.pop(name, None)
@@ -248,4 +249,4 @@ class _Loan:
 
 def _count_cells(tier: TierPlan) -> int:
     """Of how many layers the KV is in VRAM."""
-    return sum(p.kv == "vram" for p in tier.placements)
+    return sum(p.has_state_in_vram for p in tier.placements)

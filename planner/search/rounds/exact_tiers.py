@@ -116,7 +116,7 @@ def _beside(
 ) -> tuple[tuple[Place, ...], ...]:
     """The ways of a tier that has in VRAM what all these tiers have at most (`within`), or at least."""
     others = [
-        [hold(unit, (p.where, p.kv == "vram", p.share)) for unit, p in zip(room.spec.units, tier.placements)]
+        [hold(unit, (p.where, p.has_state_in_vram, p.share)) for unit, p in zip(room.spec.units, tier.placements)]
         for tier in tiers
     ]
     return tuple(

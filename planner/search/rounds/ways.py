@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import may_divide
@@ -37,7 +38,7 @@ class Way(NamedTuple):
 def hold(unit: Unit, place: Place) -> Held:
     """What a unit holds in VRAM at a place."""
     where, in_vram, share = place
-    if where == "pinned":
+    if where == PINNED:
         return (count_shares(unit) - share.cpu if share else -1), in_vram
     return share.kept, in_vram
 
@@ -52,7 +53,7 @@ class TierWays:
 
     def __init__(self, room: Room, costs: TierCosts, places: tuple[tuple[Place, ...], ...]) -> None:
         self._room, self._costs, self._scratch = room, costs, room.scratch(costs.load.tokens)
-        self._away = dict.fromkeys(room.columns.names, "cpu")
+        self._away = dict.fromkeys(room.columns.names, ON_CPU)
         known: dict[tuple, tuple[Way, ...]] = {}
         for unit, of in zip(room.spec.units, places):
             if (unit.likeness, of) not in known:
@@ -127,6 +128,6 @@ def list_ways(
     for unit in room.spec.units:
         some = shares[unit.name]
         kept = {without_cpu(unit, share) for share in some} - {None, *some}
-        beside = (("streamed", False, share) for share in sorted(share for share in kept if share))
+        beside = ((STREAMED, False, share) for share in sorted(share for share in kept if share))
         found.append((*place_choices(unit.kind), *(divided_choices(some) if may else ()), *beside))
     return tuple(found)

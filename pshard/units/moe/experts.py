@@ -11,7 +11,7 @@ from pshard.units.ports import IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import Cut, Division, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE, Cut, Division, Tensors, UnitKind
 
 GATE, UP, DOWN = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
 BIASES = tuple(f"ffn_{part}_exps.bias" for part in ("gate", "up", "down"))
@@ -44,7 +44,7 @@ def count_inner(tensors: Tensors) -> int:
 EXPERTS = UnitKind(
     "experts",
     position="layer",
-    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    places=ANYWHERE,
     operations=_operations,
     cut=Cut(
         {

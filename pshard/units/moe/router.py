@@ -11,7 +11,7 @@ from pshard.units.operations import Norm, Operation, Route
 from pshard.units.ports import ROUTES
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import Tensors, UnitKind, keep_whole
+from pshard.units.unit import ANYWHERE, Tensors, UnitKind, keep_whole
 
 NORM, WEIGHT, BIAS, CHOICE_BIAS = "ffn_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias"
 
@@ -28,7 +28,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
 ROUTER = UnitKind(
     "router",
     position="layer",
-    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    places=ANYWHERE,
     operations=_operations,
     cut=keep_whole(NORM, WEIGHT, BIAS, CHOICE_BIAS),
     scratch=_scratch,

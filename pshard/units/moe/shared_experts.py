@@ -7,7 +7,7 @@ from pshard.units.ports import IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import Cut, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE, Cut, Tensors, UnitKind
 
 GATE, UP, DOWN = (f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down"))
 SCALE = "ffn_gate_inp_shexp.weight"  # [d_model]: the sigmoid of its product with a token multiplies the result
@@ -28,7 +28,7 @@ def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[in
 SHARED_EXPERTS = UnitKind(
     "shared",
     position="layer",
-    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    places=ANYWHERE,
     operations=_operations,
     cut=Cut(
         {GATE: ("rows", "cut"), UP: ("rows", "cut"), DOWN: ("cols", "cut"), SCALE: ("none", "all")},

@@ -1,0 +1,1 @@
+../../pshard/homes.py

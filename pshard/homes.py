@@ -1,0 +1,120 @@
+"""Homes: where bytes live. Lanes: the queues that copies between homes take. Sites: a home of weights together with who
+computes from it, which is what a plan says of a unit. All that there are of each are declared here. No torch.
+
+A home that is added with `declare_home` is planned, simulated, checked and run like these; see docs/architecture.md.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+ACC, CPU = "acc", "cpu"  # who computes: the accelerator, or the host's CPU
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A queue of copies that run one after the other, beside all other lanes.
+
+    Attributes:
+        name: as simulations and figures call it.
+        timed: the `direction` of those copies in a profile that say how long one takes, its latency included.
+        shares_dram: whether its copies and the CPU slow each other down, as both read host memory.
+    """
+
+    name: str
+    timed: str
+    shares_dram: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where bytes live.
+
+    Attributes:
+        name: as plans call it.
+        way_in: the lanes by which its bytes come to the accelerator's memory, in turn; none where they are there.
+        way_out: the lane by which they come back; None where nothing does.
+        is_readable: whether kernels of the accelerator can read it in place.
+        in_host_memory: whether what lies there takes host memory.
+    """
+
+    name: str
+    way_in: tuple[Lane, ...] = ()
+    way_out: Lane | None = None
+    is_readable: bool = False
+    in_host_memory: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Where a unit's weights live and who computes it; `name` is what a plan's `where` says."""
+
+    name: str
+    home: Home
+    computer: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def is_on_acc(self) -> bool:
+        """Whether the accelerator computes."""
+        return self.computer == ACC
+
+    @property
+    def in_arena(self) -> bool:
+        """Whether the weights lie in the accelerator's arena."""
+        return not self.home.way_in
+
+    @property
+    def moves_each_step(self) -> bool:
+        """Whether weights come to the accelerator for every micro-batch: through a staging slot, or read in place."""
+        return self.is_on_acc and not self.in_arena
+
+
+LINK = Lane("link", "h2d", shares_dram=True)
+BACK = Lane("d2h", "d2h")
+
+VRAM = Home("vram")
+HOST = Home("host", (LINK,), BACK, is_readable=True, in_host_memory=True)
+
+PINNED, STREAMED, ON_CPU = "pinned", "streamed", "cpu"  # names of the sites that there always are
+DIVIDED = "divided"  # what is said of a unit that has several
+
+HOMES: dict[str, Home] = {home.name: home for home in (VRAM, HOST)}
+SITES: dict[str, Site] = {
+    site.name: site for site in (Site(PINNED, VRAM, ACC), Site(STREAMED, HOST, ACC), Site(ON_CPU, HOST, CPU))
+}
+
+
+def list_lanes() -> tuple[Lane, ...]:
+    """All lanes of copies, each once."""
+    lanes = [lane for home in HOMES.values() for lane in (*home.way_in, home.way_out) if lane is not None]
+    return tuple(dict.fromkeys(lanes))
+
+
+def list_far_homes() -> tuple[Home, ...]:
+    """Homes beyond host memory, from which weights come through further lanes, the first declared first."""
+    return tuple(home for home in HOMES.values() if home.way_in and not home.in_host_memory)
+
+
+@contextmanager
+def declare_home(home: Home) -> Iterator[Site]:
+    """Add a home that lies beyond host memory, for as long as the context lasts. Its weights are called by its name in
+    plans, and come to the accelerator for every micro-batch. Raises ValueError for a name that is taken, or a way that
+    does not end in the link."""
+    if home.name in HOMES or home.name in SITES:
+        raise ValueError(f"there is a home or a site called {home.name!r} already")
+    if not home.way_in or home.way_in[-1] is not LINK:
+        raise ValueError(f"what lives in {home.name!r} must come to the accelerator over the link")
+    HOMES[home.name], SITES[home.name] = home, Site(home.name, home, ACC)
+    try:
+        yield SITES[home.name]
+    finally:
+        del HOMES[home.name], SITES[home.name]
