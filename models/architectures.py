@@ -43,8 +43,9 @@ class Architecture:
     they use or "tiled", one of each in turn; the others' attention is gated, and folders have norms' weights less 1.
     `routing`: its layers have experts.
 
-    As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own, `still_every`,
-    `activation`, `wide_qk_norm`, `norms`, `centred`, `parallel`. `fused`: q, k and v are one tensor, or gate and up.
+    As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own unless the others
+    are still, `still_every`, `activation`, `wide_qk_norm`, `norms`, `centred`, `parallel`. `fused`: q, k and v are one
+    tensor, or gate and up.
     `multiplied`: what is multiplied by a number that files give: "embedding", "residual" (what layers add), "score",
     "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
     give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights
@@ -112,6 +113,7 @@ _GEMMA3 = _defaults(  # of google/gemma-3-4b-it: Gemma3TextConfig of transformer
     rope_theta=1e6,
     tie_word_embeddings=True,
 )
+_COHERE2 = _defaults(logit_scale=0.0625, sliding_window=4096, layer_norm_eps=1e-5, tie_word_embeddings=True)
 _DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
 _QWEN3_NEXT = Routing(shared=True, shared_gate=True)
 
@@ -202,6 +204,18 @@ ARCHITECTURES = (
         hf_pairing="adjacent",
         norms="both",
         fused=True,
+    ),
+    Architecture(
+        "cohere2",
+        "cohere2",
+        "adjacent",
+        hf_pairing="adjacent",
+        full_every=4,
+        still_every=4,
+        centred=True,
+        parallel=True,
+        multiplied=("logits",),
+        defaults=_COHERE2,
     ),
     Architecture("olmo2", "olmo2", "halves", qk_norm=True, wide_qk_norm=True, norms="after"),
     Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),

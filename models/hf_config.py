@@ -24,6 +24,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
     keys.refuse_unless("swiglu_limit", 7.0)
+    if not arch.optional_qk_norm:
+        keys.refuse_unless("use_qk_norm", False)
     if (method := _quant_method(config)) and not (method == "mxfp4" and arch.sinks):
         what = f"quantised safetensors are not supported (quant_method {method!r})"
         raise UserError(f"{where}: {what}; use a GGUF file of the model")

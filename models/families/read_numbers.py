@@ -37,7 +37,7 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
         config = replace(config, embedding_scale=math.sqrt(config.d_model))
         if config.n_layers == _LAYERS_OF_27B:
             config = replace(config, score_scale=(config.d_model / config.n_heads) ** -0.5)
-    if arch.full_every:
+    if arch.full_every and not arch.still_every:
         base = keys.real("rope.freq_base_swa", 10000.0, BASES)
         return replace(config, window_rope=Rope(config.rope.dims, base, config.rope.pairing))
     if not arch.warmed:
@@ -58,7 +58,7 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
         keys.refuse_unless("use_bidirectional_attention", False)
         scale = keys.real("query_pre_attn_scalar", span=FACTORS) ** -0.5
         config = replace(config, embedding_scale=math.sqrt(config.d_model), score_scale=scale)
-    if arch.full_every:
+    if arch.full_every and not arch.still_every:
         local = hf_rope(split_positions(keys.values)[1], arch.rotated, config.head_dim, config.context, keys.where)
         return replace(config, window_rope=replace(local, pairing=config.rope.pairing))
     positions = position_keys(keys.values, keys.where)

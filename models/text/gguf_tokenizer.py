@@ -86,6 +86,7 @@ PRE_TOKENIZERS = {
     "smollm": _SMOLLM,
     "starcoder": _SMOLLM,
     "refact": _SMOLLM,
+    "command-r": PreTokenizer(_SMOLLM.patterns, nfc=True),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
@@ -99,6 +100,7 @@ _TURN_ENDS = (
     "<|end_of_text|>",
     "</s>",
     "<end_of_turn>",
+    "<|END_OF_TURN_TOKEN|>",
 )
 # Where both of these are, as in gpt-oss, a turn ends with one of them, and "<|end|>" only a message within it.
 _HARMONY_ENDS = ("<|return|>", "<|call|>")

@@ -49,15 +49,21 @@ class TensorCut:
 
 @dataclass(frozen=True)
 class UnitCut:
-    """How the tensors of one unit lie over the ranks, in the order of `Unit.tensors`."""
+    """How the tensors of one unit lie over the ranks, in the order of `Unit.tensors`. enters: a rank without a part of
+    the unit's work needs what is whole of it all the same, as the unit leaves to others what it has normalised."""
 
     unit: str
     tensors: tuple[TensorCut, ...]
+    enters: bool = False
 
     def holds(self, rank: int) -> bool:
         """Whether the rank has a part of the unit's work. A unit without a cut tensor is on every rank."""
         cut = [t for t in self.tensors if t.axis not in ("none", "sum")]
         return not cut or any(t.ranges[rank][0] < t.ranges[rank][1] for t in cut)
+
+    def needs(self, tensor: TensorCut, rank: int) -> bool:
+        """Whether the rank has some of a tensor, as far as this is the unit's to say."""
+        return self.holds(rank) or (self.enters and tensor.axis == "none")
 
 
 @dataclass(frozen=True)

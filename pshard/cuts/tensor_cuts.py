@@ -16,6 +16,7 @@ from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.kinds import kinds_by_flag
+from pshard.units.ports import ENTERED
 from pshard.units.unit import Cut, Unit, UnitKind
 from pshard.workload import Limits
 
@@ -54,7 +55,7 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
             tensors = tuple(_cut_tensor(spec, unit, t, ranges) for t in unit.tensors)
             check_cut(spec, unit, UnitCut(unit.name, tensors))
             alike[unit.likeness, ranges] = tensors
-        cuts.append(UnitCut(unit.name, alike[unit.likeness, ranges]))
+        cuts.append(UnitCut(unit.name, alike[unit.likeness, ranges], ENTERED in unit.ports.writes))
     return tuple(cuts)
 
 
@@ -127,7 +128,7 @@ def source_ranges(
     for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
         for tensor, part in zip(unit.tensors, cut.tensors):
             start, stop = _range(tensor, part, rank)
-            if cut.holds(rank) and start < stop:
+            if cut.needs(part, rank) and start < stop:
                 across = part.axis == "cols" or len(tensor.shape) == 1
                 row0, row1, col0, col1 = whole_range(tensor)
                 table[unit.name][tensor.name] = (row0, row1, start, stop) if across else (start, stop, col0, col1)
@@ -164,10 +165,10 @@ def _slice_unit(unit: Unit, shapes: tuple[tuple[int, ...], ...]) -> Unit:
 
 def _cut_shapes(unit: Unit, cut: UnitCut, rank: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the rank's parts of a unit's tensors; () of one of which it has nothing."""
-    pairs = list(zip(unit.tensors, cut.tensors))
-    if not cut.holds(rank):
-        return ((),) * len(pairs)
-    return tuple(_cut_shape(t, c, rank) if _range(t, c, rank) != (0, 0) else () for t, c in pairs)
+    return tuple(
+        _cut_shape(t, c, rank) if cut.needs(c, rank) and _range(t, c, rank) != (0, 0) else ()
+        for t, c in zip(unit.tensors, cut.tensors)
+    )
 
 
 def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]:

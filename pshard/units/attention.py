@@ -66,6 +66,8 @@ def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
 
 
 def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple[Operation, ...]:
+    if OUT not in tensors:  # a rank without heads, which needs what it takes for its part of others
+        return (enter(tensors.get(NORM), config),)
     after = tensors.get(AFTER)
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)

@@ -55,6 +55,9 @@ class AttentionBlock(Block):
         assert rows is not None
         k, space, config, n = side.kernels, side.space, side.config, rows.tokens
         normed = enter(side, v.get(NORM), n, residual)
+        if OUT not in m:
+            self.contribute_nothing(work, residual)
+            return
         # a rank's slice may hold fewer heads in this layer than in its widest one
         q_width, kv_width = m[QKV[0]].rows, m[QKV[1]].rows
         heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)

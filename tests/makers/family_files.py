@@ -27,6 +27,17 @@ RECIPES = {
     "glm4": Recipe(adjacent=True, rotated=16, after=True, biases=True),
     "phi3": Recipe(rotated=24, longrope=LongRope(_SHORT, _LONG, 128, _GROWS)),
     "gemma3": _GEMMA,
+    "cohere2": Recipe(
+        layers=4,
+        adjacent=True,
+        centred=True,
+        parallel=True,
+        still=(False, False, False, True),
+        logits=0.25,
+        windows=(48, 48, 48, 0),
+        thetas=(5e4, 5e4),
+        tied=True,
+    ),
     "olmo2": Recipe(before=False, after=True, wide_norms=True, thetas=(5e5, 5e5)),
 }
 WIDTH = {"qwen3vlmoe": 128**0.5}  # of embeddings: tokens must differ for routers
@@ -56,7 +67,7 @@ def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
             if (r.head_norms or r.wide_norms) and part != "v":
                 norm(f"{b}attn_{part}_norm", rows if r.wide_norms else r.head)
         matrix(b + "attn_output", r.d, q)
-        if r.before:
+        if r.before and not r.parallel:
             norm(b + "ffn_norm", r.d)
         stack = (count,) if count else ()
         for role, rows, cols in (("gate", r.ffn, r.d), ("up", r.ffn, r.d), ("down", r.d, r.ffn)):
@@ -67,7 +78,8 @@ def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
             norm(b + "post_attention_norm", r.d)
             norm(b + "post_ffw_norm", r.d)
     norm("output_norm", r.d)
-    matrix("output", r.vocab, r.d)
+    if not r.tied:
+        matrix("output", r.vocab, r.d)
     return {name: values.astype(np.float32).astype(np.float64) for name, values in made.items()}
 
 
@@ -103,7 +115,7 @@ def _common(r: Recipe) -> dict[str, Any]:
         "block_count": r.layers, "context_length": r.context, "embedding_length": r.d, "feed_forward_length": r.ffn,
         "attention.head_count": r.heads, "attention.head_count_kv": r.kv, "attention.key_length": r.head,
         "attention.value_length": r.head, "rope.dimension_count": r.rotated, "rope.freq_base": r.thetas[0],
-        "attention.layer_norm_rms_epsilon": r.eps, "vocab_size": r.vocab,
+        f"attention.layer_norm_{'' if r.centred else 'rms_'}epsilon": r.eps, "vocab_size": r.vocab,
     }  # fmt: skip
 
 
@@ -128,6 +140,9 @@ _OWN_KEYS: dict[str, Any] = {
     "phi3": lambda r: {
         "rope.scaling.original_context_length": r.longrope.original, "rope.scaling.attn_factor": r.longrope.grows,
         "attention.sliding_window": max(r.windows, default=r.context),
+    },
+    "cohere2": lambda r: {
+        "logit_scale": r.logits, "attention.sliding_window": max(r.windows), "rope.scaling.type": "none",
     },
     "olmo2": lambda r: {},
     "gemma3": lambda r: {
@@ -164,6 +179,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
 }
 _HF_NAMES = {
@@ -212,7 +228,7 @@ def write_bare_folder(folder: Path, family: str, settings: dict[str, Any], prefi
     (folder / "config.json").write_text(json.dumps(settings))
     recipe = RECIPES[family]
     tensors = dict(_hf_tensors(family, recipe, make_weights(recipe, WIDTH.get(family, 2.0))))
-    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")} if not recipe.tied else {}
     named = head | {prefix + name: values for name, values in tensors.items()}
     arrays = {name: np.ascontiguousarray(v, dtype=np.float32) for name, v in named.items()}
     if prefix != "model.":
@@ -237,6 +253,9 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
     if family == "granite":
         settings |= {"embedding_multiplier": r.embed, "residual_multiplier": r.residual,
                      "attention_multiplier": r.score, "logits_scaling": 1 / r.logits}  # fmt: skip
+    if r.centred:
+        settings |= {"layer_norm_eps": r.eps, "sliding_window": max(r.windows), "logit_scale": r.logits}
+    settings["tie_word_embeddings"] = r.tied
     if r.yarn:
         rope |= {"rope_type": "yarn", "factor": r.yarn.factor, "mscale": 1.0, "mscale_all_dim": 1.0,
                  "original_max_position_embeddings": r.yarn.original, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -272,12 +291,13 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
 
 def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.ndarray]]:
     """Names below `model.`: rows as transformers rotates them, fused where it has them so, norms of gemma3 less 1."""
-    found = [("embed_tokens.weight", weights["token_embd.weight"]), ("norm.weight", weights["output_norm.weight"]),
-             ("lm_head.weight", weights["output.weight"])]  # fmt: skip
+    found = [("embed_tokens.weight", weights["token_embd.weight"]), ("norm.weight", weights["output_norm.weight"])]
+    if not r.tied:
+        found.append(("lm_head.weight", weights["output.weight"]))
     names = _HF_NAMES | _AFTER_NAMES.get(family, {})
     for i in range(r.layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{i}.")}
-        if r.adjacent and family != "glm4":  # which transformers turns by neighbours too
+        if r.adjacent and family not in ("glm4", "cohere2"):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
                 own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)
         if family == "phi3":

@@ -36,7 +36,8 @@ class Recipe:
 
     thetas: of layers without a window, and of those with one. temperature: scale and span. embed, residual, score,
     logits: what these are multiplied by. experts: how many of how many. before, after:
-    norms there of attention and FFN. wide_norms: of q and k, over all heads at once.
+    norms there of attention and FFN. wide_norms: of q and k, over all heads at once. centred: norms
+    take the mean away. parallel: attention and FFN take the same.
     """
 
     layers: int = 2
@@ -65,8 +66,11 @@ class Recipe:
     before: bool = True
     after: bool = False
     wide_norms: bool = False
+    centred: bool = False
+    parallel: bool = False
     head_norms: bool = False
     biases: bool = False
+    tied: bool = False
     experts: tuple[int, int] = (0, 0)
 
     def window(self, layer: int) -> int:
@@ -78,16 +82,24 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
     x = weights["token_embd.weight"][ids] * recipe.embed
     for layer in range(recipe.layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
+        if recipe.parallel:
+            h = _normalise(recipe, x, own["attn_norm.weight"])
+            x = x + _attend(recipe, own, h, layer) + _gate(recipe, own, h)
+            continue
         for norm, after, branch in (
             ("attn_norm", "post_attention_norm", lambda h, own=own, layer=layer: _attend(recipe, own, h, layer)),
             ("ffn_norm", "post_ffw_norm", lambda h, own=own: _gate(recipe, own, h)),
         ):
-            added = branch(_norm(x, own.get(f"{norm}.weight", 1.0), recipe.eps) if recipe.before else x)
+            added = branch(_normalise(recipe, x, own.get(f"{norm}.weight", 1.0)) if recipe.before else x)
             if recipe.after:
                 added = _norm(added, own[f"{after}.weight"], recipe.eps)
             x = x + recipe.residual * added
-    x = _norm(x, weights["output_norm.weight"], recipe.eps)
+    x = _normalise(recipe, x, weights["output_norm.weight"])
     return recipe.logits * (x @ weights.get("output.weight", weights["token_embd.weight"]).T)
+
+
+def _normalise(recipe: Recipe, x: np.ndarray, weight: np.ndarray | float) -> np.ndarray:
+    return _norm(x - x.mean(-1, keepdims=True) if recipe.centred else x, weight, recipe.eps)
 
 
 def _norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:

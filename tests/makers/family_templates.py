@@ -278,6 +278,20 @@ OLMO = """{{ bos_token }}
     {%- if loop.last and add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}
 {%- endfor -%}"""
 
+COHERE = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set rest = messages[1:] %}
+{%- else %}{%- set system = false %}{%- set rest = messages %}{%- endif %}
+{%- if system != false %}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system + '<|END_OF_TURN_TOKEN|>' }}{%- endif %}
+{%- for message in rest %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{%- endif %}
+    {%- if message['role'] == 'user' %}
+        {{- '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + message['content'] | trim + '<|END_OF_TURN_TOKEN|>' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + message['content'] | trim + '<|END_OF_TURN_TOKEN|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"""
+
 GPT_OSS = """{%- macro type_of(spec, required) -%}
     {%- if spec.type == 'array' -%}{{ type_of(spec['items'] or {}, false) ~ '[]' }}
     {%- elif spec.enum -%}{{ spec.enum | map('tojson') | join(' | ') }}
@@ -324,5 +338,5 @@ GPT_OSS = """{%- macro type_of(spec, required) -%}
 
 FAMILY_TEMPLATES = {
     "chatml": CHATML_TOOLS, "mistral3": MISTRAL, "gemma3": GEMMA, "glm4": GLM, "phi3": PHI, "smollm3": SMOL,
-    "granite": GRANITE, "seed_oss": SEED, "olmo2": OLMO, "gpt-oss": GPT_OSS,
+    "granite": GRANITE, "seed_oss": SEED, "olmo2": OLMO, "cohere2": COHERE, "gpt-oss": GPT_OSS,
 }  # fmt: skip

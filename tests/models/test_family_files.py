@@ -112,6 +112,8 @@ def test_experts_lie_either_way_round(tmp_path: Path) -> None:
         ("granite", {"granite.rope.scaling.finetuned": False}, "rope.scaling.finetuned is False"),
         ("glm4", {"glm4.rope.dimension_sections": [4, 2, 2, 0]}, r"rope.dimension_sections is \[4"),
         ("smollm3", {"smollm3.attention.temperature_scale": 0.1}, "attention.temperature_scale is 0.1"),
+        ("cohere2", {"cohere2.attention.scale": 0.5}, "attention.scale is 0.5"),
+        ("olmo2", {"olmo2.attention.sliding_window": 64}, "a window of 64 tokens in a context of 512"),
         ("seed_oss", {"seed_oss.attention.scale": 0.5}, "attention.scale is 0.5"),
     ],
 )
@@ -128,6 +130,8 @@ def test_what_metadata_says_and_is_not_computed_is_refused(
         ("gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 5}, "layer_types has windows in other"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("cohere2", {"sliding_window_pattern": 3}, "sliding_window_pattern is 3"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers names other layers"),
         ("smollm3", {"no_rope_layer_interval": 2}, "no_rope_layer_interval is 2"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor is no list"),

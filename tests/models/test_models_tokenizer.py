@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -129,6 +129,7 @@ def test_a_harmony_turn_does_not_end_with_a_message_in_it() -> None:
     ("pre", "cuts"),
     [
         ("smollm", [" a", "1", "2", "!"]),
+        ("command-r", [" a", "1", "2", "!"]),
         ("refact", [" a", "1", "2", "!"]),  # granite
         ("dbrx", [" a", "12", "!"]),  # Phi-4
         ("seed-coder", [" a", "1", "2", "!"]),
@@ -175,6 +176,7 @@ def test_qwen35_leaves_marks_in_the_words_that_they_stand_in() -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=TEXTS)
 def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, text: str) -> None:
+    assume("<|endoftext|>" not in text)  # a token of the reference alone, which hypothesis finds in sources
     ids = QWEN2.encode(text, add_special=False)
     assert ids == qwen2_reference.encode(text)
     assert QWEN2.decode(ids) == qwen2_reference.decode(ids)

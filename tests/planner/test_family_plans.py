@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from family_files import RECIPES, write_family
+from plan_samples import make_tier
 from test_planner_ratios import PAIR, workload
 
 from pshard.buffers import SUM_NORMS, scratch_buffers
@@ -17,7 +18,8 @@ from pshard.planner.choose_mode import plan_mode
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.profile_tables import Tables
-from pshard.steps.step import AllReduce
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import AllReduce, StepShape
 from pshard.units.state import StateShape
 from pshard.workload import Split
 
@@ -63,6 +65,18 @@ def test_a_norm_over_all_heads_keeps_a_layer_s_attention_on_one_rank(tmp_path: P
     changed = tuple(halves.get(t.role, t) for t in cut.tensors)
     with pytest.raises(UserError, match=r"attn_q_norm.weight normalises over heads that lie on 2 ranks"):
         check_cut(spec, unit, UnitCut(unit.name, changed))
+
+
+@pytest.mark.parametrize(("family", "sums"), [("cohere2", 1), ("olmo2", 2)])
+def test_ranks_sum_a_parallel_layer_once(family: str, sums: int, tmp_path: Path) -> None:
+    spec = cut_model(read_spec(tmp_path, family), (1.0, 1.0), 0)
+    for place in ("pinned", "cpu"):
+        where = {u.name: ("cpu" if u.kind.is_looked_up else place, "host" if u.kind.state else None)
+                 for u in spec.units}  # fmt: skip
+        steps = emit_steps(spec, make_tier(spec, 4, where, 2, 64, 1), StepShape(4, 0, 1, 1, "f32", "f32", ranks=2))
+        found = [step.unit for step in steps.body if isinstance(step, AllReduce)]
+        assert len(found) == sums * spec.config.n_layers
+        assert {f"blk.{i}.ffn" for i in range(spec.config.n_layers)} <= set(found)
 
 
 def test_a_sum_takes_longer_by_its_norm(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ TEXT = [RNG.randrange(RECIPES["glm4"].vocab) for _ in range(73)]
 SHARES = [(1.0, 1.0), (3.0, 1.0), (2.0, 0.0, 5.0), (0.0, 1.0)]
 
 
-@pytest.fixture(scope="module", params=["glm4", "gemma3", "olmo2"])
+@pytest.fixture(scope="module", params=["glm4", "gemma3", "olmo2", "cohere2"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family(tmp_path_factory.mktemp("m") / "m.gguf", request.param).path
 

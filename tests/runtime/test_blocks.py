@@ -80,7 +80,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("like", ["qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "next", "dense"])
+@pytest.mark.parametrize(
+    "like", ["qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"]
+)
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:
     path = tmp_path / "tiny.gguf"
     if like == "qwen3":

@@ -58,6 +58,10 @@ MISTAKES = {
         {"rotated": 32, "longrope": None}, {"context": 128},
         {"longrope": LongRope(*RECIPES["phi3"].longrope[:3], 1.0)},
     ],
+    "cohere2": [
+        {"centred": False}, {"parallel": False}, {"still": ()}, {"windows": ()}, {"windows": (47, 47, 47, 0)},
+        {"windows": (0, 48, 48, 48)}, {"logits": 1.0}, {"adjacent": False}, {"thetas": (1e4, 1e4)},
+    ],
     "olmo2": [{"before": True}, {"after": False}, {"wide_norms": False}, {"thetas": (1e4, 1e4)}],
     "gemma3": [
         {"windows": (47,) * 5 + (0,)}, {"windows": (49,) * 5 + (0,)}, {"windows": (0,) + (48,) * 5},
@@ -91,6 +95,23 @@ def test_every_placement_gives_the_same_logits(family: str, tmp_path: Path) -> N
         with open_engine(path, tiers, "fast", LONG) as engine:
             got = run(engine)
         assert difference(got, expected) < 1e-5, weights_at
+
+
+@pytest.mark.parametrize("on_cpu", ["attention", "ffn", "turns"])
+def test_units_of_a_parallel_layer_hand_over_what_both_take(on_cpu: str, tmp_path: Path) -> None:
+    """Wherever the one is that normalises, the other finds it, and adds to the same residual stream."""
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "cohere2")
+    with open_model(path) as file:
+        spec = file.spec
+    where = {}
+    for unit in spec.units:
+        kind = "attention" if unit.kind.state else "ffn"
+        cpu = unit.layer >= 0 and on_cpu in (kind, "turns") and (on_cpu != "turns" or unit.layer % 2 == (kind == "ffn"))
+        state = ("host" if cpu else "vram") if unit.kind.state else None
+        where[unit.name] = ("cpu" if cpu or unit.kind.is_looked_up else "pinned", state)
+    tiers = tuple(make_tier(spec, n, where, 2, LONG, 1, batch=64) for n in (1, 64))
+    with open_engine(path, tiers, "fast", LONG) as engine:
+        assert difference(run(engine), family_logits(recipe, weights, IDS)) < 1e-5
 
 
 def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None:
