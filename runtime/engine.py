@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.ranks.gather import gather_nouns, gather_record
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
-from pshard.runtime.sequences import Sequences
+from pshard.runtime.texts.numbered_texts import NumberedTexts
+from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.runtime.texts.text_pool import TextPool
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
 
@@ -67,14 +67,14 @@ class Engine:
         checkpoint_bytes: int = 0,
     ) -> None:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
-        self._on_close, self._store = on_close, store
+        self._on_close = on_close
         self._checkpoints = Checkpoints(executor, checkpoint_bytes)
         self.notes += self._checkpoints.in_words
         context, sequences = variant.workload.context, variant.workload.sequences
         self.longest = longest_sequence(executor.spec.config, context)
-        last, blocks = self._checkpoints.last if self._checkpoints.each else None, kv_blocks(context, sequences)
-        self._sequences = Sequences(sequences, self.longest, blocks, last, _recent_blocks(executor))
-        self.texts = TextPool(executor, self._sequences, self._checkpoints, store, self._guard)
+        blocks = TextBlocks(sequences, self.longest, kv_blocks(context, sequences), _recent_blocks(executor))
+        self.texts = TextPool(executor, blocks, self._checkpoints, store, self._guard)
+        self._sequences = NumberedTexts(self.texts)
         self._broken: BaseException | None = None
         self._closed, self._told = False, 0  # told: tiles that were passed over and stand in the notes
 
@@ -94,11 +94,12 @@ class Engine:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
-        return self._sequences.lengths
+        return self.texts.lengths
 
     def tokens(self, sequence: int = 0) -> tuple[int, ...]:
         """Ids of the tokens of a sequence. Raises UserError when there is no such one."""
-        return tuple(self._sequences[sequence].tokens)
+        with self._sequences.use([sequence]) as (text,):
+            return tuple(text.ids)
 
     @property
     def link_bytes(self) -> int:
@@ -143,12 +144,7 @@ class Engine:
 
         Raises UserError when there is no such one.
         """
-        again = self._sequences.cut_back(sequence, length)
-        for number in range(len(self.lengths)) if sequence is None else [sequence]:
-            self._checkpoints.go_back(number, self.lengths[number])
-        if again:
-            self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
-        return sum(map(len, again.values()))
+        return self._sequences.cut(sequence, length)
 
     def save(self, path: str | Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
@@ -156,10 +152,8 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        text = self._sequences[sequence]
-        self._store.save(
-            Path(path), self._sequences.whole(sequence), text.tokens, self._checkpoints.up_to(text.number, text.length)
-        )
+        with self._sequences.use([sequence]) as (text,):
+            self.texts.save(text, Path(path))
 
     def load(self, path: str | Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -168,15 +162,7 @@ class Engine:
         then.
         """
         self._check_alive()
-        self.reset(sequence)
-        try:
-            tokens, states = self._store.load(Path(path), lambda cells: self._sequences.begin(sequence, cells))
-            self._checkpoints.replace(sequence, states)
-        except BaseException:
-            self.reset(sequence)
-            raise
-        self._sequences.replace(sequence, tokens)
-        return tokens
+        return self._sequences.load(Path(path), sequence)
 
     def record_routing(self, fingerprint: str) -> RoutingRecord:
         """Which experts all tokens so far have used, of a model with that fingerprint (registries/routing_file.py); of
@@ -211,21 +197,7 @@ class Engine:
         single = len(tokens) > 0 and not isinstance(tokens[0], Sequence)
         lists = _whole_numbers([tokens] if single else tokens)  # type: ignore[list-item, arg-type]
         self._check_alive()
-        self._sequences.admit(lists, self.vocab)
-        parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
-        spans, most = self._sequences.spans(lists), self.rank_plan.tiers[-1].tokens
-        with self._guard():
-            for new in self._sequences.cut(lists, most, all_logits):
-                rows, follow = [row for row, _ in new.wanted], partial(self._sequences.foresee, new.segments)
-                with self.device.current():  # this thread need not be the one that loaded
-                    logits = self._executor.run(
-                        new.ids, new.segments, rows, self._sequences.used, best_only, foresee=follow
-                    )
-                for i, (_, sequence) in enumerate(new.wanted):
-                    parts[sequence].append(logits[i])
-                for segment in new.segments:
-                    self._sequences.extend(segment, new.ids)
-                self._checkpoints.note(new.segments, spans, most)
+        parts = self._sequences.extend(lists, all_logits, best_only)
         results = _join_rows(parts, all_logits, 2 if best_only else self.vocab)
         return results[0] if single else results
 
@@ -267,7 +239,7 @@ class Engine:
         ids = _encode(self.tokenizer, prompt)
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         sampler = Sampler(sampling or Sampling(), constraint, self.vocab)
-        sampler.see((*self._sequences[0].tokens, *ids))
+        sampler.see((*self.tokens(), *ids))
         decoder = self.tokenizer.stream() if text and self.tokenizer else None
         token = _draw(self, ids, sampler)
         for made in range(max_tokens):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pshard.runtime.executor import Executor
-from pshard.runtime.kernels.api import Segment
 from pshard.runtime.residents import Snapshot
 
 CHECKPOINT_BYTES = 1 << 30  # of host memory, for those of all sequences
@@ -52,21 +51,21 @@ class Checkpoints:
         """A sequence's, by length."""
         return tuple(self._kept[number])
 
-    def note(self, segments: Sequence[Segment], spans: Sequence[tuple[int, int]], most: int) -> None:
-        """Make those that are due after a micro-batch of these segments. spans: from and to which length the new tokens
-        of each sequence reach, in micro-batches of at most so many."""
-        for segment in segments if self.most else ():
-            length, (start, end) = segment.past + segment.tokens, spans[segment.sequence]
-            last = self.last(segment.sequence, length)
-            if (end - start > 1 and end - length <= most) or length - last >= EVERY:
-                self.keep(segment.sequence, length)
+    def note(self, number: int, length: int, span: tuple[int, int], most: int) -> None:
+        """Make one of a sequence that has so many tokens now, where it is due. span: from and to which length the new
+        tokens reach, which come in micro-batches of at most so many."""
+        if not self.most:
+            return
+        start, end = span
+        if (end - start > 1 and end - length <= most) or length - self.last(number, length) >= EVERY:
+            self.keep(number, length)
 
-    def keep(self, number: int, length: int) -> None:
-        """Make one of a sequence that has so many tokens now; where there are too many, the one goes without which
-        fewest tokens would have to be computed again."""
+    def keep(self, number: int, length: int) -> bool:
+        """Make one of a sequence that has so many tokens now, if it has none; where there are too many, the one goes
+        without which fewest tokens would have to be computed again. Whether one was made."""
         kept = self._kept[number]
         if kept and kept[-1].length == length:
-            return
+            return False
         kept.append(self.take(number, length))
         while self._count() > self.most:
             if self._shared:
@@ -74,6 +73,11 @@ class Checkpoints:
                 continue
             first = min(self._list_spare(kept[-1]), key=lambda found: found[0])
             self._kept[first[1]].pop(first[2])
+        return True
+
+    def drop(self, number: int, length: int) -> None:
+        """Forget a sequence's checkpoint of that length."""
+        self._kept[number][:] = [one for one in self._kept[number] if one.length != length]
 
     def _count(self) -> int:
         return len(self._shared) + sum(map(len, self._kept))

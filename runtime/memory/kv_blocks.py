@@ -84,12 +84,29 @@ class BlockPool:
         if block not in self._idle:
             return False
         del self._idle[block]
-        key = self._keys[block]
-        assert key is not None
-        del self._known[key]
-        self._keys[block] = None
+        self._forget_key(block)
         heapq.heappush(self._free, block)
         return True
+
+    def _forget_key(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._known[key]
+            self._keys[block] = None
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has several holders."""
+        return self._holders[block] > 1
+
+    def own(self, block: int) -> int:
+        """A block that a holder of this one may change: this one, without its key, or where others hold it too another
+        one, which is to be filled; for that there must be room."""
+        if not self.is_shared(block):
+            self._forget_key(block)
+            return block
+        other = self.take()
+        self.leave(block)
+        return other
 
     def leave(self, block: int) -> None:
         """Be one holder of a block less."""
@@ -112,10 +129,14 @@ class BlockPool:
 
 class RecentBlocks:
     """Blocks of layers whose tokens see a window, of all sequences. What lies before the window of a sequence's next
-    token stays until somebody needs the room: then the sequence that has most of it loses its first block."""
+    token stays until somebody needs the room: then the sequence that has most of it loses its first block.
+
+    Attributes:
+        pool: of these blocks.
+    """
 
     def __init__(self, blocks: int, sequences: int, window: int) -> None:
-        self._pool, self._window = BlockPool(blocks), window
+        self.pool, self._window = BlockPool(blocks), window
         self._held: list[list[int]] = [[] for _ in range(sequences)]
         self._lost = [0] * sequences  # blocks of each that it had before those
 
@@ -137,33 +158,33 @@ class RecentBlocks:
         held = self._held[number]
         while self._lost[number] + len(held) < blocks_of(cells):
             self._make_room(lengths)
-            self._pool.resize(held, (len(held) + 1) * KV_BLOCK)
+            self.pool.resize(held, (len(held) + 1) * KV_BLOCK)
 
     def missing(self, lengths: Sequence[int], wanted: Mapping[int, int]) -> int:
         """How many blocks are lacking for sequences of these lengths to have so many cells instead, in one
         micro-batch."""
         ends = (wanted.get(number, length) for number, length in enumerate(lengths))
         needed = (blocks_of(end) - window_start(length, self._window) // KV_BLOCK for length, end in zip(lengths, ends))
-        return max(0, sum(needed) - self._pool.blocks)
+        return max(0, sum(needed) - self.pool.blocks)
 
     def share(self, number: int, at: int, key: bytes) -> None:
         """Give a sequence's block number `at`, which is full, a key."""
         held, at = self._held[number], at - self._lost[number]
         if at >= 0:
-            held[at] = self._pool.share(held[at], key)
+            held[at] = self.pool.share(held[at], key)
 
     def find(self, key: bytes) -> int | None:
         """As `BlockPool.find`."""
-        return self._pool.find(key)
+        return self.pool.find(key)
 
     def adopt(self, number: int, keys: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
         """Let a sequence without blocks hold those with these keys that its next token sees, and empty ones in place of
         those that are not there: returns at which places, for `block` and `share`. As `extend` it raises ValueError."""
         lost = self._lost[number] = window_start(len(keys) * KV_BLOCK, self._window) // KV_BLOCK
-        found = [self._pool.find(key) for key in keys[lost:]]
+        found = [self.pool.find(key) for key in keys[lost:]]
         for block in found:
             if block is not None:
-                self._pool.hold(block)
+                self.pool.hold(block)
         held = self._held[number] = []
         for at, block in enumerate(found):
             if block is None:
@@ -172,21 +193,27 @@ class RecentBlocks:
                 except ValueError:
                     held += [b for b in found[at:] if b is not None]
                     raise
-            held.append(self._pool.take() if block is None else block)
+            held.append(self.pool.take() if block is None else block)
         return [lost + at for at, block in enumerate(found) if block is None]
 
     def block(self, number: int, at: int) -> int:
         """A sequence's block number `at`, which it has."""
         return self._held[number][at - self._lost[number]]
 
+    def own(self, number: int, at: int) -> int:
+        """Let a sequence's block number `at`, which it has, be its own; as `BlockPool.own`."""
+        held, at = self._held[number], at - self._lost[number]
+        held[at] = self.pool.own(held[at])
+        return held[at]
+
     @property
     def idle(self) -> tuple[int, ...]:
         """As `BlockPool.idle`."""
-        return self._pool.idle
+        return self.pool.idle
 
     def _make_room(self, lengths: Sequence[int]) -> None:
         """Let sequences leave blocks behind their windows until one is free: one that others have too frees nothing."""
-        while not self._pool.room:
+        while not self.pool.room:
             spare = {
                 number: window_start(lengths[number], self._window) // KV_BLOCK - self._lost[number]
                 for number, held in enumerate(self._held)
@@ -195,7 +222,7 @@ class RecentBlocks:
             number = max(spare, key=spare.__getitem__, default=None)
             if number is None or spare[number] <= 0:
                 raise ValueError("there is no room for the windows of all sequences")
-            self._pool.take_back(self._held[number])
+            self.pool.take_back(self._held[number])
             self._lost[number] += 1
 
     def cut_back(self, number: int, length: int) -> bool:
@@ -203,9 +230,9 @@ class RecentBlocks:
         is not, nothing is left of the sequence."""
         there = self._lost[number] <= window_start(length, self._window) // KV_BLOCK
         if length and there:
-            self._pool.resize(self._held[number], max(0, length - self.first(number)))
+            self.pool.resize(self._held[number], max(0, length - self.first(number)))
         else:
-            self._pool.resize(self._held[number], 0)
+            self.pool.resize(self._held[number], 0)
             self._lost[number] = 0
         return there or not length
 

@@ -38,6 +38,13 @@ class BlockCopies:
         with self._executor.device.current(), self._executor.device.computing(), torch.inference_mode():
             _fill((cache[block] for cache in self._caches(window)), raw)
 
+    def copy(self, source: int, target: int, window: bool = False) -> None:
+        """Make the cells of a block those of another one."""
+        self._executor.device.synchronize()
+        with self._executor.device.current(), self._executor.device.computing(), torch.inference_mode():
+            for cache in self._caches(window):
+                cache[target].copy_(cache[source])
+
     def read_states(self, states: Snapshot) -> bytes:
         """A snapshot's bytes."""
         parts = chain.from_iterable(states[unit] for unit in sorted(states))

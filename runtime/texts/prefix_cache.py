@@ -11,11 +11,12 @@ from pshard.errors import UserError
 from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.executor import Executor
 from pshard.runtime.residents import Snapshot
-from pshard.runtime.sequences import Sequences, TokenSequence
 from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.block_keys import list_keys
 from pshard.runtime.texts.block_record import BlockRecord
 from pshard.runtime.texts.prefix_files import PrefixFiles
+from pshard.runtime.texts.text import Text
+from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.units.kv_cells import KV_BLOCK, window_start
 
 SHARE_OF_STEP = 0.05  # of a step's time, for copies of blocks that are to be kept
@@ -35,10 +36,10 @@ class KnownBlock:
 class PrefixCache:
     """Those of one engine; ranks make the same calls, and take up the same."""
 
-    def __init__(self, executor: Executor, sequences: Sequences, checkpoints: Checkpoints) -> None:
-        self._sequences, self._checkpoints = sequences, checkpoints
-        self._copies, self._group = BlockCopies(executor), executor.group
-        self._window = executor.spec.config.window if sequences.recent else 0
+    def __init__(self, copies: BlockCopies, executor: Executor, blocks: TextBlocks, checkpoints: Checkpoints) -> None:
+        self._blocks, self._checkpoints = blocks, checkpoints
+        self._copies, self._group = copies, executor.group
+        self._window = executor.spec.config.window if blocks.recent else 0
         self._files: PrefixFiles | None = None
         self._until = 0.0  # on the clock: cells are read so long
         self._waiting: OrderedDict[bytes, tuple[bytes, tuple[int, ...]]] = OrderedDict()  # to be copied, by key
@@ -76,31 +77,30 @@ class PrefixCache:
 
     # --- taking up ----------------------------------------------------------------------------------------------
 
-    def take_up(
-        self, sequence: TokenSequence, root: bytes, ids: Sequence[int], seconds: float
-    ) -> tuple[list[bytes], int]:
-        """Let an empty sequence have the longest known prefix of these tokens, all but the last one, of which cells
-        can be read in so many seconds; returns the keys of its blocks, and of how many blocks the cells were known."""
+    def take_up(self, text: Text, root: bytes, ids: Sequence[int], seconds: float) -> int:
+        """Let an empty text have the longest known prefix of these tokens, all but the last one, of which cells can be
+        read in so many seconds; returns of how many blocks the cells were known."""
         self._until = time.monotonic() + seconds
         known = self._find(root, ids)
         n = self._agree(known, len(known))
         if not n:
-            return [], len(known)
-        filled = self._fill_cells(sequence, known[:n])
+            return len(known)
+        filled = self._fill_cells(text, known[:n])
         n = self._agree(known, filled)
-        if n and not self._take_window(sequence, known[:n]):
+        if n and not self._take_window(text, known[:n]):
             n = 0
         states = None
         if n and self._checkpoints.each and not self._checkpoints.has_shared(known[n - 1].key):
             states = self._load_states(known[n - 1])
             n = n if states is not None else 0
-        if not n and self._sequences.recent:
-            self._sequences.recent.cut_back(sequence.number, 0)
-        self._sequences.pool.resize(sequence.blocks, n * KV_BLOCK)
-        sequence.tokens[:] = ids[: n * KV_BLOCK]
+        if not n and self._blocks.recent:
+            self._blocks.recent.cut_back(text.number, 0)
+        self._blocks.pool.resize(text.blocks, n * KV_BLOCK)
+        text.ids[:], text.keys[:] = ids[: n * KV_BLOCK], [one.key for one in known[:n]]
+        text.cached = text.committed = len(text.ids)
         if n and self._checkpoints.each:
-            self._checkpoints.adopt(sequence.number, n * KV_BLOCK, known[n - 1].key, states)
-        return [one.key for one in known[:n]], len(known)
+            self._checkpoints.adopt(text.number, n * KV_BLOCK, known[n - 1].key, states)
+        return len(known)
 
     def _find(self, root: bytes, ids: Sequence[int]) -> list[KnownBlock]:
         """The blocks, from the first on, whose cells are known."""
@@ -114,8 +114,8 @@ class PrefixCache:
         return found
 
     def _names(self, key: bytes) -> frozenset[str]:
-        recent, names = self._sequences.recent, set[str]()
-        if self._sequences.pool.find(key) is not None:
+        recent, names = self._blocks.recent, set[str]()
+        if self._blocks.pool.find(key) is not None:
             names.add("cells")
         if not recent or recent.find(key) is not None:
             names.add("window")
@@ -146,10 +146,10 @@ class PrefixCache:
         first = window_start(n * KV_BLOCK, self._window) // KV_BLOCK
         return "states" in known[n - 1].names and all("window" in one.names for one in known[first:n])
 
-    def _fill_cells(self, sequence: TokenSequence, known: Sequence[KnownBlock]) -> int:
-        """Let a sequence hold these blocks, those that are not in the KV cache filled with what was kept; how many, as
+    def _fill_cells(self, text: Text, known: Sequence[KnownBlock]) -> int:
+        """Let a text hold these blocks, those that are not in the KV cache filled with what was kept; how many, as
         far as that goes."""
-        pool = self._sequences.pool
+        pool = self._blocks.pool
         there = [pool.find(one.key) for one in known]
         for block in there:
             if block is not None:
@@ -162,7 +162,7 @@ class PrefixCache:
                     if other is not None:
                         pool.leave(other)
                 return at
-            sequence.blocks.append(block)
+            text.blocks.append(block)
         return len(known)
 
     def _load_cells(self, one: KnownBlock) -> int | None:
@@ -171,9 +171,9 @@ class PrefixCache:
         record = self._load(one, "cells", in_time)
         if record is None:
             return None
-        block = self._sequences.pool.take()
+        block = self._blocks.pool.take()
         self._copies.write(block, record.parts["cells"])
-        return self._sequences.pool.share(block, one.key)
+        return self._blocks.pool.share(block, one.key)
 
     def _load(self, one: KnownBlock, name: str, in_time: bool = True) -> BlockRecord | None:
         """A kept block that has a part, when every rank has it in time, whole and of these tokens."""
@@ -190,21 +190,21 @@ class PrefixCache:
         sizes = self._copies.sizes
         return record.is_of(one.parent, one.ids) and all(len(p) == sizes[name] for name, p in record.parts.items())
 
-    def _take_window(self, sequence: TokenSequence, known: Sequence[KnownBlock]) -> bool:
-        """Let a sequence have the blocks of layers with a window; whether that went well."""
-        recent = self._sequences.recent
+    def _take_window(self, text: Text, known: Sequence[KnownBlock]) -> bool:
+        """Let a text have the blocks of layers with a window; whether that went well."""
+        recent = self._blocks.recent
         if not recent:
             return True
         try:
-            lacking = recent.adopt(sequence.number, [one.key for one in known], self._sequences.lengths)
+            lacking = recent.adopt(text.number, [one.key for one in known], self._blocks.committed)
         except ValueError:
             return False
         for at in lacking:
             record = self._load(known[at], "window")
             if record is None:
                 return False
-            self._copies.write(recent.block(sequence.number, at), record.parts["window"], window=True)
-            recent.share(sequence.number, at, known[at].key)
+            self._copies.write(recent.block(text.number, at), record.parts["window"], window=True)
+            recent.share(text.number, at, known[at].key)
         return True
 
     def _load_states(self, one: KnownBlock) -> Snapshot | None:
@@ -218,7 +218,7 @@ class PrefixCache:
         if self._files is not None:
             self._waiting[key] = parent, tuple(ids)
             self._waiting.move_to_end(key)
-            while len(self._waiting) > self._sequences.pool.blocks:  # as many cannot be there
+            while len(self._waiting) > self._blocks.pool.blocks:  # as many cannot be there
                 self._waiting.popitem(last=False)
 
     def keep_some(self, seconds: float) -> bool:
@@ -227,7 +227,7 @@ class PrefixCache:
         end = time.monotonic() + seconds
         while self._waiting and self._files is not None:
             key, (parent, ids) = next(iter(self._waiting.items()))
-            block = self._sequences.pool.find(key)
+            block = self._blocks.pool.find(key)
             lacking = self._list_lacking(key) if block is not None else ()
             if block is not None and lacking:
                 if not self._files.has_room(sum(self._copies.sizes[name] for name in lacking)):
@@ -241,7 +241,7 @@ class PrefixCache:
     def _list_lacking(self, key: bytes) -> tuple[str, ...]:
         """The parts of a block that are known now, where some of them are not kept yet."""
         assert self._files is not None
-        recent, names = self._sequences.recent, ["cells"]
+        recent, names = self._blocks.recent, ["cells"]
         if recent and recent.find(key) is not None:
             names.append("window")
         if self._checkpoints.each and self._checkpoints.has_shared(key):
@@ -250,8 +250,8 @@ class PrefixCache:
 
     def _copy(self, key: bytes, block: int, names: Sequence[str]) -> dict[str, bytes]:
         parts = {"cells": self._copies.read(block)}
-        if "window" in names and self._sequences.recent:
-            found = self._sequences.recent.find(key)
+        if "window" in names and self._blocks.recent:
+            found = self._blocks.recent.find(key)
             assert found is not None
             parts["window"] = self._copies.read(found, window=True)
         if "states" in names:

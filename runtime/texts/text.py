@@ -5,20 +5,33 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.runtime.sequences import TokenSequence
 
 
 @dataclass(eq=False)
 class Text:
     """A handle. ids: the tokens whose cells are computed, also after it was closed; cached: how many of them were
-    adopted from shared blocks when it was opened; salt: texts share with those of an equal one."""
+    adopted from shared blocks when it was opened; salt: texts share with those of an equal one, None: with nobody.
+
+    number: its place among the plan's sequences; blocks: that hold its cells, in order; keys: of its blocks that are
+    shared. committed: tokens that are no drafts. borders: lengths at which its states are kept for others; before: the
+    length of the checkpoint that was made for its drafts.
+    """
 
     ids: list[int]
     cached: int
-    salt: str
-    sequence: TokenSequence | None  # None once it is closed
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks
-    borders: frozenset[int] = frozenset()  # lengths at which its states are kept for others
+    salt: str | None
+    number: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    committed: int = 0
+    borders: frozenset[int] = frozenset()
+    before: int | None = None
+    is_open: bool = True
+
+    @property
+    def drafts(self) -> int:
+        """Tokens at its end that `TextPool.commit` has not been told of."""
+        return len(self.ids) - self.committed
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,8 @@ class Piece:
     rows: of which of them, "none", "last" or "all". best: so many of the largest, the first of equal ones first (1:
     greedy). full: all of them, on the host. mask: uint32 words [ceil(vocab / 32)], bit i % 32 of word i // 32 says
     whether token i may come among the best. of: ids whose logits are wanted too; with rows="all" one of each row, else
-    any number.
+    any number. drafts: the tokens are drafts: nothing of them is shared or kept before `TextPool.commit` says how many
+    hold.
     """
 
     text: Text
@@ -38,6 +52,7 @@ class Piece:
     full: bool = False
     mask: np.ndarray | None = None
     of: tuple[int, ...] = ()
+    drafts: bool = False
 
     @property
     def needs_total(self) -> bool:

@@ -230,7 +230,7 @@ def test_captured_graphs_follow_the_blocks_that_sequences_take(tmp_path: Path, w
             outputs = [rows for _, rows in sorted(outputs, key=lambda found: found[0])]
             for _ in range(80):  # every sequence takes a block or two
                 outputs += engine.forward([[rng.randrange(320)] for _ in range(n)])
-            held = [tuple(engine._sequences[s].blocks) for s in range(n)]
+            held = [tuple(engine._sequences._texts[s].blocks) for s in range(n)]
         found.append((held, outputs))
     (straight, expected), (turned, got) = found
     assert straight != turned

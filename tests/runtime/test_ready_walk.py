@@ -10,7 +10,7 @@ from model_files import write_gguf
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.lent_rows import LentRows
-from pshard.runtime.sequences import Sequences
+from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.runtime.walks.ready_walk import WalkMaker
 from pshard.units.kv_cells import KV_BLOCK
 
@@ -39,7 +39,7 @@ def talk(path: Path, sequences: int = 2) -> list[torch.Tensor]:
 def test_what_was_made_ready_gives_the_bits_of_what_was_not(tmp_path: Path, monkeypatch, arch: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", arch)
     got = talk(path)
-    monkeypatch.setattr(Sequences, "foresee", lambda self, segments: None)
+    monkeypatch.setattr(TextBlocks, "foresee", lambda self, segments: None)
     for one, other in zip(got, talk(path), strict=True):
         assert torch.equal(one, other)
 

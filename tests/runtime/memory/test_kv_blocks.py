@@ -78,9 +78,9 @@ def scatter(engine) -> None:
     """Leave the pool's free blocks in no order, and the sequences empty."""
     for sequence, n in ((0, 70), (1, 10), (2, 130), (3, 100), (1, 80)):
         engine.forward([[] if s != sequence else [1] * n for s in range(SEQUENCES)])
-    engine._sequences.pool._free.reverse()
+    engine.texts._blocks.pool._free.reverse()
     engine.reset()
-    engine._sequences.pool._free.reverse()
+    engine.texts._blocks.pool._free.reverse()
 
 
 def talk(engine, mixed_up: bool) -> list[torch.Tensor]:
@@ -140,10 +140,10 @@ def test_a_saved_sequence_finds_other_blocks(model: Path, tmp_path: Path) -> Non
         engine.reset()
         scatter(engine)
         engine.load(tmp_path / "cache", 2)
-        assert engine._sequences[2].blocks != [0, 1]
+        assert engine._sequences._texts[2].blocks != [0, 1]
         assert torch.equal(engine.forward([[], [], [7]])[2], expected)
         engine.reset()
         engine.forward([[1] * 512, [1] * 200])
         with pytest.raises(UserError, match="do not fit the KV cache"):
             engine.load(tmp_path / "cache", 2)
-        assert engine.lengths == (512, 200, 0, 0) and engine._sequences[2].blocks == []
+        assert engine.lengths == (512, 200, 0, 0) and 2 not in engine._sequences._texts

@@ -109,9 +109,9 @@ def test_another_salt_shares_nothing_and_what_is_not_kept_is_gone(engine) -> Non
 
 def reset(engine: Engine) -> None:
     """Close whatever is open."""
-    for sequence in engine._sequences._texts:
-        if sequence.is_lent:
-            engine._sequences.give_back(sequence)
+    for text in engine.texts._blocks._open:
+        if text and text.salt is not None:
+            engine.texts.close(text)
 
 
 STEPS = st.lists(
@@ -225,7 +225,7 @@ def test_sequences_of_lists_and_texts_stand_on_one_pool(engine) -> None:
     reset(engine)
     engine.forward([[], [], ids])
     texts = [engine.texts.open(ids) for _ in range(3)]
-    assert {t.sequence.number for t in texts} == {0, 1, 3} and texts[0].cached == 0
+    assert {t.number for t in texts} == {0, 1, 3} and texts[0].cached == 0
     with pytest.raises(UserError, match="sequence 1 belongs to a text"):
         engine.forward([[], [3]])
     with pytest.raises(UserError, match="sequence 1 belongs to a text"):

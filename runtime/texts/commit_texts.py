@@ -1,0 +1,99 @@
+"""What becomes of tokens that texts have computed for good: full blocks are shared, states are kept."""
+
+from collections.abc import Callable
+
+from pshard.runtime.checkpoints.checkpoints import EVERY, Checkpoints
+from pshard.runtime.texts.block_keys import next_key
+from pshard.runtime.texts.prefix_cache import PrefixCache
+from pshard.runtime.texts.text import Text
+from pshard.runtime.texts.text_blocks import TextBlocks
+from pshard.units.kv_cells import KV_BLOCK
+
+
+class Commits:
+    """Those of one engine's texts."""
+
+    def __init__(
+        self, blocks: TextBlocks, checkpoints: Checkpoints, cache: PrefixCache, root: Callable[[str], bytes], most: int
+    ) -> None:
+        """root: the key that the first block of a text with a salt follows; most: tokens of a micro-batch."""
+        self._blocks, self._checkpoints, self._cache = blocks, checkpoints, cache
+        self._root, self._most = root, most
+
+    def commit_all(self, text: Text, start: int, end: int) -> None:
+        """All that a text has holds. start, end: from and to which length the tokens reach that it is being given."""
+        text.committed = len(text.ids)
+        if not text.ids:
+            return
+        if text.salt is None:
+            self._checkpoints.note(text.number, text.committed, (start, end), self._most)
+            return
+        self._share(text, text.salt)
+        if self._checkpoints.most:
+            self._keep_states(text, text.salt)
+
+    def expect_drafts(self, text: Text) -> None:
+        """Keep what states are before drafts come, where they cannot be cut back."""
+        if (
+            self._checkpoints.most
+            and text.ids
+            and not text.drafts
+            and self._checkpoints.keep(text.number, len(text.ids))
+        ):
+            text.before = len(text.ids)
+
+    def forget_drafts(self, text: Text) -> None:
+        """A text has no drafts any more."""
+        if text.before is not None:
+            self._checkpoints.drop(text.number, text.before)
+            text.before = None
+
+    def find_length(self, text: Text, length: int) -> int:
+        """The largest length up to this one that a text can be cut back to: its states say, and where its last block
+        would be one that others hold too, whether there is room for a copy of it."""
+        while length < len(text.ids):
+            found = self._find_states(text, length)
+            if not self._blocks.can_own(text, found):
+                found = found // KV_BLOCK * KV_BLOCK
+            if found == length:
+                break
+            length = found
+        return length
+
+    def _find_states(self, text: Text, length: int) -> int:
+        if not self._checkpoints.each:
+            return length
+        at = self._checkpoints.last(text.number, length)
+        ends = range(min(length // KV_BLOCK, len(text.keys)), at // KV_BLOCK, -1)
+        return next((n * KV_BLOCK for n in ends if self._checkpoints.has_shared(text.keys[n - 1])), at)
+
+    def cut_states(self, text: Text, length: int) -> None:
+        """Make a text's states what they were at a length that `find_length` has found. It has its keys still."""
+        kept = self._checkpoints.last(text.number, length)
+        self._checkpoints.go_back(text.number, length)
+        if self._checkpoints.each and kept < length:
+            self._checkpoints.adopt(text.number, length, text.keys[length // KV_BLOCK - 1])
+
+    def _share(self, text: Text, salt: str) -> None:
+        """Give blocks that are full now their keys."""
+        keys = text.keys
+        for at in range(len(keys), text.committed // KV_BLOCK):
+            parent, ids = self._parent(text, at, salt), text.ids[at * KV_BLOCK : (at + 1) * KV_BLOCK]
+            keys.append(next_key(parent, ids))
+            self._cache.offer(keys[-1], parent, ids)
+            text.blocks[at] = self._blocks.pool.share(text.blocks[at], keys[-1])
+            if self._blocks.recent:
+                self._blocks.recent.share(text.number, at, keys[-1])
+
+    def _parent(self, text: Text, at: int, salt: str) -> bytes:
+        """The key of what block number `at` of a text follows."""
+        return text.keys[at - 1] if at else self._root(salt)
+
+    def _keep_states(self, text: Text, salt: str) -> None:
+        """Make a checkpoint at a block's end: where prompts end or part, and every so many tokens."""
+        length = text.committed
+        if length in text.borders or length % EVERY == 0:
+            key = text.keys[-1]
+            if not self._checkpoints.has_shared(key):
+                self._cache.offer(key, self._parent(text, length // KV_BLOCK - 1, salt), text.ids[-KV_BLOCK:])
+            self._checkpoints.share(text.number, length, key)

@@ -1,0 +1,92 @@
+"""Runs micro-batches of texts: what is new of them goes in, they have it then, and what holds of it is committed."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Segment
+from pshard.runtime.texts.choose_rows import RowChooser
+from pshard.runtime.texts.commit_texts import Commits
+from pshard.runtime.texts.split_pieces import split_at_borders, split_by_tables
+from pshard.runtime.texts.text import Piece, Row, Text
+from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
+
+
+class PieceRunner:
+    """Runs those of one engine. Texts have the blocks that their new tokens need."""
+
+    def __init__(self, executor: Executor, blocks: TextBlocks, commits: Commits) -> None:
+        self._executor, self._blocks, self._commits = executor, blocks, commits
+
+    def run_pieces(self, pieces: Sequence[Piece]) -> list[list[Row]]:
+        """Compute pieces, in one micro-batch where that can be; what is wanted of the logits, by piece and token."""
+        results: list[list[Row]] = []
+        for some in split_by_tables(pieces, self._blocks.pool.blocks, self._table_room):
+            results += self._run_to_borders(some)
+        return results
+
+    def run_batch(
+        self, batch: NewTokens, spans: Mapping[Text, tuple[int, int]], best_only: bool = False
+    ) -> torch.Tensor:
+        """Compute a micro-batch of tokens that hold; logits as `Executor.run`. spans: from and to which length the
+        tokens of each text reach, in this micro-batch and others."""
+        with self._executor.device.current():  # this thread need not be the one that loaded
+            logits = self._compute(batch, best_only=best_only)
+            for text in batch.texts:
+                self._commits.commit_all(text, *spans[text])
+        return logits
+
+    def _table_room(self, tokens: int) -> int:
+        """Blocks that the tables have room for in the tier for so many tokens."""
+        executor = self._executor
+        return executor.arena.table_room(executor.plan.covering(max(tokens, executor.least)))
+
+    def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:
+        """As `_run`; prompts in several micro-batches, where their states are to be kept between them."""
+        firsts, rests = split_at_borders(pieces)
+        results = self._run(firsts)
+        if rests:
+            for i, rows in zip(rests, self._run_to_borders(list(rests.values()))):
+                results[i] += rows
+        return results
+
+    def _run(self, pieces: Sequence[Piece]) -> list[list[Row]]:
+        """One micro-batch."""
+        ids: list[int] = []
+        segments: list[Segment] = []
+        rows: list[int] = []
+        wishes: list[tuple[Piece, tuple[int, ...]]] = []
+        counts: list[int] = []
+        for piece in pieces:
+            n = len(piece.ids)
+            if piece.drafts:
+                self._commits.expect_drafts(piece.text)
+            segments.append(self._blocks.new_segment(piece.text, len(ids), n, len(piece.text.ids)))
+            ids += piece.ids
+            if piece.rows == "all":
+                rows += range(len(ids) - n, len(ids))
+                wishes += [(piece, piece.of[i : i + 1]) for i in range(n)]
+            elif piece.rows == "last":
+                rows.append(len(ids) - 1)
+                wishes.append((piece, piece.of))
+            counts.append(n if piece.rows == "all" else int(piece.rows == "last"))
+        chooser = RowChooser(wishes)
+        batch = NewTokens(tuple(p.text for p in pieces), ids, tuple(segments), [(row, 0) for row in rows])
+        with self._executor.device.current():
+            self._compute(batch, chooser)
+            for piece in pieces:
+                if not piece.drafts:
+                    end = len(piece.text.ids)
+                    self._commits.commit_all(piece.text, end - len(piece.ids), end)
+        found = iter(chooser.rows)
+        return [[next(found) for _ in range(n)] for n in counts]
+
+    def _compute(self, batch: NewTokens, chooser: RowChooser | None = None, best_only: bool = False) -> torch.Tensor:
+        rows, follow = [row for row, _ in batch.wanted], partial(self._blocks.foresee, batch.segments)
+        found = self._executor.run(
+            batch.ids, batch.segments, rows, self._blocks.used, best_only, chooser=chooser, foresee=follow
+        )
+        batch.append()
+        return found
