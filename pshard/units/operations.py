@@ -201,7 +201,7 @@ class DeltaNet:
             return 0
         rows = min(max(DELTA_ROWS, DELTA_CHUNK * sequences), -(-tokens // DELTA_CHUNK) * DELTA_CHUNK * sequences)
         keys = 2 * self.key_heads * self.head
-        return rows * (element * (keys + self.value_heads * (2 * self.head + DELTA_CHUNK)) + 4 * self.value_heads)
+        return rows * element * (keys + self.value_heads * (2 * self.head + DELTA_CHUNK + 2))  # sums: twice the bytes
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,13 @@ def _divide(scratch: torch.Tensor | None, weights: DeltaWeights, rows: int, kind
     """The scratch as what it is used for."""
     each = (2 * weights.key_heads * weights.head, *(weights.value_heads * n for n in (weights.head,) * 2))
     sizes = [rows * n * kind.itemsize for n in (*each, weights.value_heads * DELTA_CHUNK)]
-    sizes.append(rows * weights.value_heads * 4)
+    sizes.append(rows * weights.value_heads * 2 * kind.itemsize)
     if scratch is None or scratch.numel() < sum(sizes):
         have = 0 if scratch is None else scratch.numel()
         raise ValueError(f"chunks of {rows} rows need {sum(sizes)} bytes of scratch, not {have}")
+    sums = torch.float32 if kind == torch.bfloat16 else torch.float64
     keys, w, u, p, c = scratch[: sum(sizes)].split(sizes)
-    return Chunked(keys.view(kind), w.view(kind), u.view(kind), p.view(kind), c.view(torch.float32))
+    return Chunked(keys.view(kind), w.view(kind), u.view(kind), p.view(kind), c.view(sums))
 
 
 def _columns(states: int, head: int, programs: int) -> int:

@@ -197,7 +197,8 @@ def prepare_chunks_kernel(
 ):  # fmt: skip
     """Program (chunk, value head, sequence): of `together` rows a sequence from its row `start` on, what chunks need
     not wait for. With R = sequences * together: keys [2, KEYS, R, D], q and k, normed; w, u [VALUES, R, D], where u
-    comes as v; p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g."""
+    comes as v; p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g, in float64 but where products are HALF: they
+    reach -1000, and the differences of the last ones count."""
     head, i = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
     first = begin + start + tl.program_id(0) * C
@@ -216,16 +217,16 @@ def prepare_chunks_kernel(
         b = tl.load(beta + row.to(tl.int64) * beta_stride + head, mask=live, other=0.0).to(tl.float32)
         share = tl.where(live, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         g = tl.load(decay + head) * _softplus(a + tl.load(dt_bias + head))
-        sums = tl.cumsum(tl.where(live, g, 0.0), axis=0)
+        sums = tl.cumsum(tl.where(live, g, 0.0).to(c.dtype.element_ty), axis=0)
         tl.store(c + mine + place, sums)
         seen = place[:, None] >= place[None, :]
-        between = tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
+        between = tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0).to(tl.float32)), 0.0)
         scores = _dot(tl.load(at_q + tile), tl.trans(k), HALF) * between
         tl.store(p + mine * C + place[:, None] * C + place[None, :], scores.to(kind))
         system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
         system = tl.where(place[:, None] > place[None, :], system, 0.0)
         inverse = _invert(system, C, HALF)
-        tl.store(w + mine * D + tile, _dot(inverse * (share * tl.exp(sums))[None, :], k, HALF).to(kind))
+        tl.store(w + mine * D + tile, _dot(inverse * (share * tl.exp(sums.to(tl.float32)))[None, :], k, HALF).to(kind))
         v = tl.load(u + mine * D + tile)
         tl.store(u + mine * D + tile, _dot(inverse * share[None, :], v, HALF).to(kind))
 
@@ -263,12 +264,12 @@ def advance_states_kernel(
             sums = tl.load(c + head * rows + at)
             whole = tl.load(c + head * rows + i.to(tl.int64) * together + chunk * C + (C - 1))
             new = tl.load(at_u + at[:, None] * D).to(tl.float32) - _dot(ws, state, HALF)
-            o = _dot(qs, state, HALF) * tl.exp(sums)[:, None] + _dot(ps, new, HALF)
+            o = _dot(qs, state, HALF) * tl.exp(sums.to(tl.float32))[:, None] + _dot(ps, new, HALF)
             row = begin + chunk * C + place
             at_out = out + row.to(tl.int64)[:, None] * out_stride + head * D + column[None, :]
             tl.store(at_out, o.to(out.dtype.element_ty), mask=(row < end)[:, None])
-            left = new * tl.exp(whole - sums)[:, None]
-            state = state * tl.exp(whole) + _dot(tl.trans(ks), left, HALF)
+            left = new * tl.exp((whole - sums).to(tl.float32))[:, None]
+            state = state * tl.exp(whole.to(tl.float32)) + _dot(tl.trans(ks), left, HALF)
         tl.store(at_state, state)
 
 
