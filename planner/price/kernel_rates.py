@@ -42,19 +42,19 @@ RTX_4060 = CardRates("NVIDIA GeForce RTX 4060", 86, 24, 2.46e9, 30.2e12, 272e9)
 H100 = CardRates("NVIDIA H100 80GB HBM3", 90, H100_PROCESSORS, H100_CLOCK, 989.4e12, 3350e9)
 
 MEMORY = {86: 0.85, 90: 0.725}  # copies reach 91% of a GeForce's, our kernels for one token 78 to 108% of copies
-_AS_SM86, _H100 = "h100-as-sm86-attention-0125.json", "h100-gpu-kernels-0041.json"
+_AS_SM86, _H100 = "h100-as-sm86-attention-0711.json", "h100-gpu-kernels-0041.json"
 # Attention of prompts by numbers of a head, bf16 cells: 0.8 is what FlashAttention's loops reach of a GeForce's tensor
 # rate; slots from 4096 tokens and from 1024 behind 15360, both together.
 KERNELS: dict[tuple[str, int], Reached] = {
     ("products of many tokens", 86): Reached(1.0, 0.0, "docs/published.md"),
     ("products of many tokens", 90): Reached(0.805, 0.0, _H100),
     ("experts of many tokens", 86): Reached(1 / 3, 0.0, "h200-gpu-experts-0307.json"),
-    ("prompts, heads of 64", 86): Reached(0.8, 1104.0, _AS_SM86),
-    ("prompts, heads of 128", 86): Reached(0.8, 1060.0, _AS_SM86),
-    ("prompts, heads of 256", 86): Reached(0.8, 399.0, _AS_SM86),
-    ("prompts, heads of 64", 90): Reached(0.8, 1390.0, _AS_SM86),
-    ("prompts, heads of 128", 90): Reached(0.8, 1923.0, _AS_SM86),
-    ("prompts, heads of 256", 90): Reached(0.8, 914.0, _AS_SM86),
+    ("prompts, heads of 64", 86): Reached(0.8, 966.0, _AS_SM86),
+    ("prompts, heads of 128", 86): Reached(0.8, 1025.0, _AS_SM86),
+    ("prompts, heads of 256", 86): Reached(0.8, 844.0, _AS_SM86),
+    ("prompts, heads of 64", 90): Reached(0.8, 1383.0, _AS_SM86),
+    ("prompts, heads of 128", 90): Reached(0.8, 1916.0, _AS_SM86),
+    ("prompts, heads of 256", 90): Reached(0.8, 910.0, _AS_SM86),
 }
 
 

@@ -54,8 +54,8 @@ def test_a_large_card_keeps_the_large_tiles() -> None:
 
 
 def test_a_geforce_takes_tiles_that_fit_it() -> None:
-    assert prompt_tiles(RTX_3060, 128, 4.0)[0] == Tile(128, 64, 8, 3)
-    assert prompt_tiles(RTX_3060, 256, 4.0)[0] == Tile(128, 32, 8, 2)
+    assert prompt_tiles(RTX_3060, 128, 4.0)[0] == Tile(64, 64, 4, 2)
+    assert prompt_tiles(RTX_3060, 256, 4.0)[0] == Tile(64, 64, 4, 2)
     assert decode_tiles(RTX_3060, 256, 4.0, 16)[0] == Tile(16, 32, 4, 3)
     assert decode_tiles(RTX_3060, 128, 4.0, 16)[0] == Tile(16, 64, 4, 3)
     assert latent_prompt_tiles(RTX_3060, 512, 64, 2.0)[0] == Tile(32, 32, 8, 2)

@@ -56,9 +56,10 @@ def test_the_share_of_products_is_what_the_library_reached() -> None:
 
 def test_the_least_limit_counts() -> None:
     for card in (RTX_5080, RTX_4060):
-        assert rate_of(card, "prompts, heads of 128") == 0.8 * card.tensor
-        assert rate_of(card, "prompts, heads of 256") == 399 * card.processors * card.clock < 0.8 * card.tensor
+        for size in (64, 128, 256):
+            assert rate_of(card, f"prompts, heads of {size}") == 0.8 * card.tensor
         assert 512 * card.processors * card.clock == pytest.approx(card.tensor, rel=0.005)  # by its tensor cores
+    assert rate_of(H100, "prompts, heads of 256") == 910 * H100_PROCESSORS * H100_CLOCK < 0.8 * H100.tensor
     with pytest.raises(KeyError):
         rate_of(H100, "experts of many tokens")
 

@@ -14,11 +14,11 @@ _HELD = 1 << 17  # cells of a tile times heads times numbers of one, of q8_0, th
 _MARGIN = 2048  # barriers and the like of cards that multiply asynchronously
 
 _PROMPT = {  # by numbers of a head, a power of two
-    128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    128: (Tile(128, 128, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     256: (
         Tile(64, 64, 8, 2),
-        Tile(128, 32, 8, 2),
         Tile(64, 64, 4, 2),
+        Tile(128, 32, 8, 2),
         Tile(64, 32, 8, 2),
         Tile(64, 16, 4, 2),
         Tile(32, 16, 4, 2),
