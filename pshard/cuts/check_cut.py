@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
+from pshard.units.operands import Rows
 from pshard.units.operations import (
     Attend,
     DeltaNet,
@@ -25,6 +26,7 @@ from pshard.units.operations import (
     Route,
     Take,
 )
+from pshard.units.ports import BESIDE, HIDDEN, IDS
 from pshard.units.unit import Unit
 
 Range = tuple[int, int]
@@ -76,7 +78,7 @@ class Spread:
     stacks: int = 1
 
 
-HEADS = ("attn_q.weight", "attn_k.weight", "attn_v.weight")
+PORTS = (IDS, HIDDEN, *BESIDE)  # every rank has all of what stands there
 MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
 
 
@@ -86,43 +88,48 @@ def check_cut(spec: ModelSpec, unit: Unit, cut: UnitCut) -> None:
     What is added to the residual stream must end in a partial sum (an all-reduce follows), logits in slices (a gather).
     """
     flow = _Flow(spec, unit, cut)
-    values: tuple[Spread, ...] = (MIRRORED,)
-    for operation in unit.kind.operations(unit.by_role, spec.config) if unit.tensors else ():
-        values = flow.follow(operation, values)
+    for operation in unit.operations(spec.config):
+        read = tuple(map(flow.find, operation.reads))
+        flow.values.update(zip(operation.writes, flow.follow(operation, read)))
     flow.expect_all_used()
 
 
 class _Flow:
-    """The operations of one unit, each from states to a state."""
+    """The operations of one unit, each from the states of what it reads to those of what it writes: `values`, by
+    operand."""
 
     def __init__(self, spec: ModelSpec, unit: Unit, cut: UnitCut) -> None:
         self.spec, self.unit = spec, unit
         self.cuts = {t.role: t for t in cut.tensors}
         self.tensors: dict[str, TensorSpec] = {t.role: t for t in unit.tensors}
         self.used: set[str] = set()
-        self.order: list[str] = []  # of values that a group of products has left: the roles of its matrices
+        self.values: dict[Rows, Spread] = {}
+
+    def find(self, operand: Rows) -> Spread:
+        """How an operand lies: as it was written, or as ports lie. Raises ValueError where nothing has written it."""
+        if operand not in self.values and operand.buffer not in PORTS:
+            raise ValueError(f"{self.unit.name} reads {operand}, which none of its operations has written")
+        return self.values.get(operand, MIRRORED)
 
     def follow(self, operation: Operation, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
-        """What an operation makes of the values that the one before it left."""
+        """What an operation makes of what it reads, by what it writes."""
         match operation:
             case LookUp(table):
                 self.expect(self.cut(table.role).axis == "none", table.role, "is looked up by whole rows but is cut")
             case Norm():
                 return self.norm(operation, values)
             case Take():
-                return (MIRRORED,)  # what stands in a port every rank has
+                return values
             case ProductGroup(matrices):
-                self.order = [matrix.role for matrix in matrices]
                 return tuple(self.linear(values[0], matrix) for matrix in matrices)
             case Rotate():
                 for norm in operation.norms:
                     self.head_norm(norm.role)
             case Attend(sinks=sinks):
-                named = dict(zip(self.order, values))
-                q, k, v, *gates = (*map(named.pop, HEADS), *named.values())
+                q, k, v = values
                 if sinks:
                     self.cut_with_heads(sinks.role, q)
-                return self.attend(q, k, v), *gates
+                return (self.attend(q, k, v),)
             case GateRows():
                 mixed, gate = values
                 self.expect(mixed == gate, self.unit.tensors[0].role, "is of a unit whose gate is cut elsewhere")
@@ -181,9 +188,7 @@ class _Flow:
             return values
         self.expect(norm.weight is not None, role, "is missing")
         self.expect(self.cut(role).axis == "none", role, "normalises over the whole vector but is cut")
-        if norm.of not in self.order:
-            return (MIRRORED,)
-        x = values[self.order.index(norm.of)]
+        (x,) = values
         held = sum(start < stop for start, stop in x.ranges) if x.kind == "split" else 1
         self.expect(x.kind != "partial" and held == 1, role, f"normalises over heads that lie on {held} ranks")
         return values

@@ -11,9 +11,10 @@ from math import lcm
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES
-from pshard.units.enter import enter, entered_buffers
+from pshard.units.enter import enter, entered_buffers, leave
 from pshard.units.kv_cells import longest_sequence
-from pshard.units.operations import Attend, GateRows, Norm, Operation, Product, ProductGroup, Rotate
+from pshard.units.operands import Rows
+from pshard.units.operations import Attend, GateRows, Norm, Operation, ProductGroup, Rotate
 from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
@@ -26,6 +27,7 @@ GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for e
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
 ROPES = ("rope", "window_rope", "still_rope")  # scratch: sines and cosines, by position
+PRODUCTS, MIXED = "qkv", "mixed"  # scratch: q, k and v, and what heads give
 TEMPERATURE = "temperature"  # scratch: what queries are multiplied by, by their position
 ATTENTION_PIECES = 64  # most pieces that one decode attention is cut into along the context
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
@@ -67,21 +69,27 @@ def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
 
 def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple[Operation, ...]:
     if OUT not in tensors:  # a rank without heads, which needs what it takes for its part of others
-        return (enter(tensors.get(NORM), config),)
-    after = tensors.get(AFTER)
+        return enter(tensors.get(NORM), config)
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
-    wide = tuple(Norm(n, n.cols, of=role) for n, role in zip(norms, QKV)) if config.wide_qk_norm else ()
-    gate, group = tensors.get(GATE), group_roles(tensors, config)
+    group = tuple(tensors[role] for role in group_roles(tensors, config))
+    q, kv = tensors[QKV[0]].rows, tensors[QKV[1]].rows
+    heads_at, mixed = Rows(PRODUCTS), Rows(MIXED, 0, q)
+    products = Rows(PRODUCTS, q + kv if config.wide_qk_norm else 0)
+    biases = tuple(tensors.get(bias_of(matrix.role)) for matrix in group)
+    multiply = ProductGroup(group, biases, out=products)
+    wide: tuple[Norm, ...] = ()
+    if config.wide_qk_norm:
+        raw, where = multiply.writes[1:], heads_at.beside(q, kv)
+        wide = tuple(Norm(n, n.cols, x=x, out=out) for n, x, out in zip(norms, raw, where))
     return (
-        enter(tensors.get(NORM), config),
-        ProductGroup(tuple(tensors[role] for role in group), tuple(tensors.get(bias_of(role)) for role in group)),
+        *enter(tensors.get(NORM), config),
+        multiply,
         *wide,
-        Rotate(*heads, () if wide else norms, config.qk_norm and not wide),
-        Attend(*heads, window, tensors.get(SINKS)),
-        *((GateRows(gate.rows),) if gate else ()),
-        Product(tensors[OUT], tensors.get(OUT_BIAS), adds=after is None),
-        *((Norm(after, config.d_model, adds=True),) if after else ()),
+        Rotate(*heads, () if wide else norms, config.qk_norm and not wide, heads_at),
+        Attend(*heads, window, tensors.get(SINKS), heads_at, mixed),
+        *((GateRows(q, mixed, multiply.writes[3]),) if GATE in tensors else ()),
+        *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
     )
 
 
@@ -103,8 +111,8 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     # q and k, once they are normalised whole, stand before v, q and k
     width = 2 * (heads + kv) + kv if config.wide_qk_norm else (2 if config.gated else 1) * heads + 2 * kv
     return (
-        Buffer("qkv", (tokens, width), "act"),
-        Buffer("mixed", (tokens, heads), "act"),
+        Buffer(PRODUCTS, (tokens, width), "act"),
+        Buffer(MIXED, (tokens, heads), "act"),
         *entered_buffers(config, tokens),
         Buffer(table, (2, longest, rope.dims // 2), "f32"),
         *((Buffer(TEMPERATURE, (longest,), "f32"),) if warms else ()),

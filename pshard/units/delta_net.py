@@ -10,6 +10,7 @@ from math import lcm
 from pshard.model_config import Delta, ModelConfig
 from pshard.quant import QUANT_TYPES
 from pshard.tensor import TensorSpec
+from pshard.units.operands import Rows
 from pshard.units.operations import DeltaNet, Norm, Operation, Product, ProductGroup
 from pshard.units.ranges import Targets, place_rows
 from pshard.units.scratch import Buffer
@@ -42,15 +43,18 @@ def count_delta_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
 def _scan(tensors: Tensors, config: ModelConfig) -> DeltaNet:
     conv = tuple(tensors[role] for role in CONV)
     heads = *count_delta_heads(tensors, config), delta_of(config).head
-    return DeltaNet(conv, tensors[STEP_BIAS], tensors[DECAY], tensors[HEAD_NORM], *heads, delta_of(config).tiled)
+    places = Rows("delta_in"), Rows("delta_out", 0, tensors[VALUE].rows)
+    net = conv, tensors[STEP_BIAS], tensors[DECAY], tensors[HEAD_NORM], *heads, delta_of(config).tiled
+    return DeltaNet(*net, *places)
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    scan = _scan(tensors, config)
     return (
         Norm(tensors[NORM], config.d_model),
-        ProductGroup(tuple(tensors[role] for role in PRODUCTS), (None,) * len(PRODUCTS)),
-        _scan(tensors, config),
-        Product(tensors[OUT], adds=True),
+        ProductGroup(tuple(tensors[role] for role in PRODUCTS), (None,) * len(PRODUCTS), out=scan.x),
+        scan,
+        Product(tensors[OUT], adds=True, x=scan.out),
     )
 
 

@@ -6,26 +6,30 @@ else lies in the arena.
 """
 
 from pshard.model_config import ModelConfig
-from pshard.units.enter import enter
-from pshard.units.operations import GatedProduct, Norm, Operation, PlaceRows, Product
+from pshard.units.enter import enter, leave
+from pshard.units.operands import Rows
+from pshard.units.operations import GatedProduct, Operation, PlaceRows
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import ANYWHERE, Cut, Division, Tensors, UnitKind
 
 NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
+GATED = "gate_up"  # scratch: gate's and up's products side by side, of which the gated one takes the first half
 AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
 
 
 def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return enter(tensors.get(NORM), config, follows=True), GatedProduct(tensors[GATE], tensors[UP])
+    return *enter(tensors.get(NORM), config, follows=True), _gate(tensors)
+
+
+def _gate(tensors: Tensors, first: int = 0) -> GatedProduct:
+    """Of the rows of gate and up that are here, which are number `first` and those after it."""
+    return GatedProduct(tensors[GATE], tensors[UP], out=Rows(GATED, first, tensors[UP].rows))
 
 
 def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    after = tensors.get(AFTER)
-    if after is None:
-        return (Product(tensors[DOWN], adds=True),)
-    return Product(tensors[DOWN]), Norm(after, config.d_model, adds=True)
+    return leave(tensors[DOWN], None, tensors.get(AFTER), Rows(GATED, 0, tensors[DOWN].cols))
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
@@ -33,16 +37,17 @@ def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
 
 
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
-    joined = PlaceRows(on_cpu[GATE].rows)
+    own = on_acc[GATE].rows
+    joined = PlaceRows(on_cpu[GATE].rows, Rows(GATED, own, on_cpu[GATE].rows))
     return Division(_begin(on_acc, config), _begin(on_cpu, config), (joined, *_end(on_acc, config)))
 
 
 def _keep(in_arena: Tensors, in_slot: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return *_begin(in_arena, config), GatedProduct(in_slot[GATE], in_slot[UP]), *_end(in_arena, config)
+    return *_begin(in_arena, config), _gate(in_slot, in_arena[GATE].rows), *_end(in_arena, config)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
-    return (Buffer("gate_up", (tokens, 2 * config.d_ffn), "act"),)
+    return (Buffer(GATED, (tokens, 2 * config.d_ffn), "act"),)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:

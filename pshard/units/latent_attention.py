@@ -11,6 +11,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import Latent, ModelConfig
 from pshard.units.attention import decode_pieces
 from pshard.units.kv_cells import longest_sequence
+from pshard.units.operands import NORMED, Rows
 from pshard.units.operations import AttendLatent, HeadProducts, Norm, Operation, Product, ProductGroup, StoreLatent
 from pshard.units.scratch import Buffer
 from pshard.units.state import LatentState, StateShape
@@ -37,18 +38,26 @@ def latent_pieces(tokens: int, n_heads: int) -> int:
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     latent, heads = sizes_of(config), config.n_heads
     first = tensors[QUERY_A if latent.q_rank else QUERY]
-    queries: tuple[Operation, ...] = ()
+    multiply = ProductGroup((first, tensors[KV_A]), (None, None), out=Rows("latent_in"))
+    queries, kept = multiply.writes
+    lower: tuple[Operation, ...] = ()
     if latent.q_rank:
-        queries = Norm(tensors[QUERY_NORM], latent.q_rank), Product(tensors[QUERY_B])
+        lowered, made = Rows(NORMED.buffer, 0, latent.q_rank), Rows("latent_rows", 0, tensors[QUERY_B].rows)
+        lower = (
+            Norm(tensors[QUERY_NORM], latent.q_rank, x=queries, out=lowered),
+            Product(tensors[QUERY_B], x=lowered, out=made),
+        )
+        queries = made
+    absorbed, mixed, values = Rows("latent_heads"), Rows("latent_mixed"), Rows("latent_rows", 0, heads * latent.value)
     return (
         Norm(tensors[NORM], config.d_model),
-        ProductGroup((first, tensors[KV_A]), (None, None)),
-        *queries,
-        HeadProducts(tensors[KEY_B]),
-        StoreLatent(tensors[KV_NORM], heads, latent.rank, latent.rope),
-        AttendLatent(heads, latent.rank, latent.rope),
-        HeadProducts(tensors[VALUE_B]),
-        Product(tensors[OUT], adds=True),
+        multiply,
+        *lower,
+        HeadProducts(tensors[KEY_B], queries, absorbed),
+        StoreLatent(tensors[KV_NORM], heads, latent.rank, latent.rope, kept, queries, absorbed),
+        AttendLatent(heads, latent.rank, latent.rope, absorbed, mixed),
+        HeadProducts(tensors[VALUE_B], mixed, values),
+        Product(tensors[OUT], adds=True, x=values),
     )
 
 

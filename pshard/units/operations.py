@@ -2,13 +2,34 @@
 
 Each is one call of a device's kernels (`runtime/kernels/api.py`). The profile times them, the planner prices a unit as
 the sum of its own, and the blocks of the runtime make the same calls. Tensors that a model does not have are None.
+
+An operation names its operands: `reads` and `writes` are columns of buffers (operands.py). What a unit does is the list
+of its operations in order, and who cuts, rewrites or carries out that list follows these names.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
 from pshard.tensor import TensorSpec
-from pshard.units.ports import HIDDEN
+from pshard.units.operands import CHOSEN, JOINED, NORMED, NOWHERE, STREAM, TOKENS, Rows
+
+
+class Onward:
+    """An operation of one operand and one result."""
+
+    x: Rows
+    out: Rows
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operands."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """What it leaves."""
+        return (self.out,)
 
 
 @dataclass(frozen=True)
@@ -16,54 +37,72 @@ class LookUp:
     """Rows of a table by token id."""
 
     table: TensorSpec
+    reads: ClassVar[tuple[Rows, ...]] = (TOKENS,)
+    writes: ClassVar[tuple[Rows, ...]] = (STREAM,)
 
 
 @dataclass(frozen=True)
-class Norm:
-    """RMS norm of `of`, `width` elements a token; `adds`: of what a unit gives, onto the residual stream. centred: the
-    mean of each row is taken from it first, in place, so that this is a layer norm.
-    """
+class Norm(Onward):
+    """RMS norm of x, `width` elements a token; `adds`: onto what is there. centred: the mean of each row of x is taken
+    from it first, in place, so that this is a layer norm."""
 
     weight: TensorSpec | None
     width: int
     adds: bool = False
-    of: str = HIDDEN
     centred: bool = False
+    x: Rows = STREAM
+    out: Rows = NORMED
 
 
 @dataclass(frozen=True)
-class Take:
+class Take(Onward):
     """What is in a port, `width` elements a token, in the type of activations."""
 
-    port: str
+    x: Rows
     width: int
+    out: Rows = NORMED
 
 
 @dataclass(frozen=True)
-class Product:
-    """x[tokens, cols] @ W[rows, cols].T of one matrix; `adds`: onto the residual stream."""
+class Product(Onward):
+    """x[tokens, cols] @ W[rows, cols].T of one matrix; `adds`: onto what is there."""
 
     matrix: TensorSpec
     bias: TensorSpec | None = None
     adds: bool = False
+    x: Rows = NORMED
+    out: Rows = STREAM
 
 
 @dataclass(frozen=True)
 class ProductGroup:
-    """Products of one input with several matrices, in one launch where their types allow it."""
+    """Products of one input with several matrices, in one launch where their types allow it; side by side from the
+    first column of `out` on."""
 
     matrices: tuple[TensorSpec, ...]
     biases: tuple[TensorSpec | None, ...] = ()
+    x: Rows = NORMED
+    out: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return self.out.beside(*(matrix.rows for matrix in self.matrices))
 
 
 @dataclass(frozen=True)
-class GatedProduct:
+class GatedProduct(Onward):
     """silu(gate x) * (up x): two matrices, and the product of what they give, with `scale` times a number of each
     token."""
 
     gate: TensorSpec
     up: TensorSpec
     scale: TensorSpec | None = None
+    x: Rows = NORMED
+    out: Rows = NOWHERE
 
 
 @dataclass(frozen=True)
@@ -71,6 +110,12 @@ class PlaceRows:
     """What another side computed of an activation, put where this side has its own: `width` elements a token."""
 
     width: int
+    out: Rows = STREAM
+    reads: ClassVar[tuple[Rows, ...]] = (JOINED,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
 
 
 @dataclass(frozen=True)
@@ -82,6 +127,15 @@ class Rotate:
     head_dim: int
     norms: tuple[TensorSpec, ...] = ()
     normed: bool = False
+    x: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return heads_of(self.x, self)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return self.reads
 
     @property
     def width(self) -> int:
@@ -99,6 +153,16 @@ class Attend:
     head_dim: int
     window: int = 0
     sinks: TensorSpec | None = None
+    x: Rows = NOWHERE
+    out: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return heads_of(self.x, self)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -106,18 +170,35 @@ class Attend:
         return self.n_heads, self.n_kv_heads, self.head_dim
 
 
+def heads_of(x: Rows, of: Rotate | Attend) -> tuple[Rows, ...]:
+    """Queries, keys and values, which stand side by side from the first column of x on."""
+    return x.beside(of.n_heads * of.head_dim, *(2 * (of.n_kv_heads * of.head_dim,)))
+
+
 @dataclass(frozen=True)
 class GateRows:
     """An activation times the sigmoid of another one, `width` elements a token each."""
 
     width: int
+    x: Rows = NOWHERE
+    gate: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x, self.gate
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.x,)
 
 
 @dataclass(frozen=True)
-class HeadProducts:
+class HeadProducts(Onward):
     """A product of each head's own numbers with its own matrix, of those that stand in `stack` (TensorSpec.parts)."""
 
     stack: TensorSpec
+    x: Rows = NOWHERE
+    out: Rows = NOWHERE
 
 
 @dataclass(frozen=True)
@@ -128,6 +209,17 @@ class StoreLatent:
     n_heads: int
     rank: int
     rope: int
+    x: Rows = NOWHERE
+    queries: Rows = NOWHERE
+    out: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x, self.queries
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
 
     @property
     def width(self) -> int:
@@ -136,13 +228,15 @@ class StoreLatent:
 
 
 @dataclass(frozen=True)
-class AttendLatent:
+class AttendLatent(Onward):
     """Attention of the new tokens' absorbed queries over the cells of their sequences: a latent, which is the value
     too, and the shared key behind it."""
 
     n_heads: int
     rank: int
     rope: int
+    x: Rows = NOWHERE
+    out: Rows = NOWHERE
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -166,6 +260,18 @@ class DeltaNet:
     value_heads: int
     head: int
     tiled: bool = False
+    x: Rows = NOWHERE
+    out: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """q and k, v, z, beta and alpha, which stand side by side from the first column of x on."""
+        keys, values = 2 * self.key_heads * self.head, self.value_heads * self.head
+        return self.x.beside(keys, values, values, self.value_heads, self.value_heads)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -211,6 +317,8 @@ class Route:
     router: TensorSpec
     chosen: int
     biases: tuple[TensorSpec, ...] = ()
+    reads: ClassVar[tuple[Rows, ...]] = (CHOSEN,)
+    writes: ClassVar[tuple[Rows, ...]] = (CHOSEN,)
 
 
 @dataclass(frozen=True)
@@ -225,6 +333,12 @@ class ExpertProducts:
     of: int
     biases: tuple[TensorSpec, ...] = ()
     first: int = 0
+    out: Rows = STREAM
+    reads: ClassVar[tuple[Rows, ...]] = (CHOSEN,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
 
     @property
     def places(self) -> range:

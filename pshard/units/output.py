@@ -2,6 +2,7 @@
 
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK
+from pshard.units.operands import FOUND
 from pshard.units.operations import Norm, Operation, Product
 from pshard.units.ports import GIVES_LOGITS
 from pshard.units.ranges import Targets, place_rows
@@ -12,7 +13,7 @@ NORM, HEADS = "output_norm.weight", ("output.weight", "token_embd.weight")
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     head = next(tensors[role] for role in HEADS if role in tensors)
-    return Norm(tensors.get(NORM), config.d_model, centred=config.centred), Product(head)
+    return Norm(tensors.get(NORM), config.d_model, centred=config.centred), Product(head, out=FOUND)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:

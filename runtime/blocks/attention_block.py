@@ -12,9 +12,11 @@ from pshard.units.attention import (
     AFTER,
     GATE,
     HEAD_NORMS,
+    MIXED,
     NORM,
     OUT,
     OUT_BIAS,
+    PRODUCTS,
     QKV,
     SINKS,
     TEMPERATURE,
@@ -62,9 +64,9 @@ class AttentionBlock(Block):
         q_width, kv_width = m[QKV[0]].rows, m[QKV[1]].rows
         heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
         group, width = group_roles(m, config), q_width + 2 * kv_width
-        whole, first = space.rows("qkv", n), q_width + kv_width if config.wide_qk_norm else 0
+        whole, first = space.rows(PRODUCTS, n), q_width + kv_width if config.wide_qk_norm else 0
         products = whole[:, first : first + sum(m[role].rows for role in group)]
-        qkv, gate, mixed = whole[:, :width], products[:, width:], space.rows("mixed", n)[:, :q_width]
+        qkv, gate, mixed = whole[:, :width], products[:, width:], space.rows(MIXED, n)[:, :q_width]
         biases = tuple(v.get(bias_of(role)) for role in group)
         k.linear_group(normed, tuple(m[role] for role in group), products, space.tile, biases)
         q_norm, k_norm = (v.get(role) for role in HEAD_NORMS)

@@ -4,7 +4,7 @@ import torch
 
 from pshard.runtime.blocks.block import Block, Residual, Side, Work, add_normed, enter, leave_normed
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.ffn import AFTER, DOWN, GATE, NORM, UP
+from pshard.units.ffn import AFTER, DOWN, GATE, GATED, NORM, UP
 
 
 class FfnBlock(Block):
@@ -45,11 +45,11 @@ def _gate(
     """The gated product of the rows that `weights` holds, number `first` and those after it; out None: where `_gated`
     finds it."""
     m, width = weights.matrices, weights.matrices[UP].rows
-    both = side.space.rows("gate_up", n)[:, first : first + 2 * width]
+    both = side.space.rows(GATED, n)[:, first : first + 2 * width]
     out, tile = both[:, :width] if out is None else out, side.space.tile
     side.kernels.gate_up(normed, m[GATE], m[UP], out, both, tile, side.config.activation)
 
 
 def _gated(side: Side, weights: UnitWeights, n: int) -> torch.Tensor:
     """All rows of the gated product in the side's scratch."""
-    return side.space.rows("gate_up", n)[:, : weights.matrices[DOWN].cols]
+    return side.space.rows(GATED, n)[:, : weights.matrices[DOWN].cols]

@@ -6,6 +6,7 @@ same micro-batch: each side adds up what the experts that it has give. A rank ha
 
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import expert_buffers, rule_of
+from pshard.units.operands import STREAM
 from pshard.units.operations import ExpertProducts, Operation, PlaceRows
 from pshard.units.ports import IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
@@ -25,7 +26,7 @@ def _operations(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[
 
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
     last = _operations(on_cpu, config, on_acc[GATE].parts)
-    return Division(_operations(on_acc, config), last, (PlaceRows(config.d_model),))
+    return Division(_operations(on_acc, config), last, (PlaceRows(config.d_model, STREAM),))
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:

@@ -7,6 +7,7 @@ What it finds stands in `routed`, for the layer's units that follow; the residua
 
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import routed_buffer, rule_of
+from pshard.units.operands import CHOSEN
 from pshard.units.operations import Norm, Operation, Route
 from pshard.units.ports import ROUTES
 from pshard.units.scratch import Buffer
@@ -18,7 +19,7 @@ NORM, WEIGHT, BIAS, CHOICE_BIAS = "ffn_norm.weight", "ffn_gate_inp.weight", "ffn
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     biases = tuple(tensors[role] for role in (BIAS, CHOICE_BIAS) if role in tensors)
-    return Norm(tensors[NORM], config.d_model), Route(tensors[WEIGHT], rule_of(config).used, biases)
+    return Norm(tensors[NORM], config.d_model, out=CHOSEN), Route(tensors[WEIGHT], rule_of(config).used, biases)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:

@@ -2,6 +2,7 @@
 
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import rule_of
+from pshard.units.operands import CHOSEN, Rows
 from pshard.units.operations import GatedProduct, Operation, Product
 from pshard.units.ports import IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
@@ -14,7 +15,9 @@ SCALE = "ffn_gate_inp_shexp.weight"  # [d_model]: the sigmoid of its product wit
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return GatedProduct(tensors[GATE], tensors[UP], tensors.get(SCALE)), Product(tensors[DOWN], adds=True)
+    gated = Rows("shared", 0, tensors[UP].rows)
+    gate = GatedProduct(tensors[GATE], tensors[UP], tensors.get(SCALE), x=CHOSEN, out=gated)
+    return gate, Product(tensors[DOWN], adds=True, x=gated)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
