@@ -11,7 +11,8 @@ from pshard.plan import Variant
 from pshard.planner.explain import label_step
 from pshard.planner.price.simulate import Event, Simulation
 from pshard.planner.price_plan import price_plan
-from pshard.steps.step import Compute, CopyIn, Free, Step, StepList
+from pshard.steps.move import Move, Weights
+from pshard.steps.step import Compute, Free, Step, StepList
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,13 @@ def _time(steps: StepList, result: Simulation) -> Iterator[TimedStep]:
 def _what(step: Step) -> str:
     if isinstance(step, Free):
         return f"slot {step.slot}"
-    unit, part = getattr(step, "unit", ""), getattr(step, "part", "")
-    return f"{unit} {part}".strip() or label_step(step)
+    return label_step(step) if isinstance(step, Move | Compute) else getattr(step, "unit", "") or label_step(step)
 
 
 def _source(step: Step) -> str:
     """Where a unit's weights come from, or a copy goes."""
-    if isinstance(step, CopyIn):
-        return f"host to slot {step.slot}"
+    if isinstance(step, Move) and isinstance(step.portion, Weights):
+        return f"{step.origin} to slot {step.slot}"
     if isinstance(step, Compute):
         return f"slot {step.slot}" if step.slot is not None else step.source
     return ""

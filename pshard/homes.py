@@ -17,7 +17,7 @@ class Lane:
 
     Attributes:
         name: as simulations and figures call it.
-        timed: the `direction` of those copies in a profile that say how long one takes, its latency included.
+        timed: the `direction` of those copies in a profile that say how long one takes, by its bytes: rate and latency.
         shares_dram: whether its copies and the CPU slow each other down, as both read host memory.
     """
 
@@ -80,6 +80,7 @@ class Site:
 
 LINK = Lane("link", "h2d", shares_dram=True)
 BACK = Lane("d2h", "d2h")
+COMPUTE = Lane(ACC, "")  # where the accelerator computes: activations pass there, between units; see `Tables.handoff`
 
 VRAM = Home("vram")
 HOST = Home("host", (LINK,), BACK, is_readable=True, in_host_memory=True)

@@ -31,11 +31,12 @@ from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
 from pshard.runtime.walks.ahead_program import AheadProgram, make_ahead
 from pshard.runtime.walks.ready_walk import Foresee, WalkMaker
-from pshard.runtime.walks.walk import PromptGraphs, copy_in
+from pshard.runtime.walks.walk import PromptGraphs, bring_weights
 from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.runtime.walks.walk_program import WalkProgram, make_program
 from pshard.steps.emit import emit_steps, list_residents
-from pshard.steps.step import Compute, CopyIn, StepShape
+from pshard.steps.move import Pins
+from pshard.steps.step import Compute, StepShape
 from pshard.units.state import StateShape
 
 
@@ -164,9 +165,9 @@ class Executor:
         self._in_force = tier, in_force
         pins, states = self.residents.settle(tier)
         for step in self._program(tier, False)[0].entering:
-            if isinstance(step, CopyIn):
-                copy_in(self._context, in_force, step, ())
-            elif step.unit in (pins if step.what == "weights" else states):
+            if step.slot is not None:
+                bring_weights(self._context, in_force, step, ())
+            elif step.unit in (pins if isinstance(step.portion, Pins) else states):
                 arrived = self.residents.bring(step, reach)
                 if arrived is not None:  # of two copies the last: those of a lane happen in turn
                     in_force.arriving[step.unit] = arrived

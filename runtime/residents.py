@@ -17,7 +17,8 @@ from pshard.runtime.memory.states import Reach, pair_runs
 from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_brought, view_portion
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
-from pshard.steps.step import Bring, Compute
+from pshard.steps.move import Move, Pins
+from pshard.steps.step import Compute
 from pshard.units.divide_unit import Portion, divide_unit, find_portion, joined_width
 from pshard.units.state import State, StateShape
 
@@ -71,10 +72,10 @@ class Residents:
         self._pins, self._states = pins, states
         return new
 
-    def bring(self, step: Bring, reach: Reach) -> Any:
+    def bring(self, step: Move, reach: Reach) -> Any:
         """Start to copy a unit's weights, or as much of its state as is in use; returns the event of the end, or None
         when there was nothing to copy."""
-        if step.what == "weights":
+        if isinstance(step.portion, Pins):
             portions = divide_unit(self._spec.unit(step.unit), step.share)
             copies = self._transfers.cut_portion(self._arena.pinned(step.unit), portions.kept or portions.brought)
             return self._transfers.bring_weights(step.unit, copies)

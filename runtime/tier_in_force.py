@@ -22,7 +22,8 @@ from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Copies, Parts
 from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.ranks.group import Group
-from pshard.steps.step import Compute, CopyIn
+from pshard.steps.move import Move
+from pshard.steps.step import Compute
 from pshard.units.state import State
 
 
@@ -102,7 +103,7 @@ class TierInForce:
     arriving: dict[str, Any] = field(default_factory=dict)  # unit -> event of its weights or state that a switch brings
     # views made once, which take 60 us each: of units by step, of slots, of staged states by unit
     bound: dict[Compute, BoundUnit] = field(default_factory=dict)
-    copies: dict[CopyIn, Copies] = field(default_factory=dict)
+    copies: dict[Move, Copies] = field(default_factory=dict)
     staged: dict[str, StagedState] = field(default_factory=dict)
     # by step and tokens: bytes that kernels are expected to read over the link
     reads: dict[tuple[Compute, int], int] = field(default_factory=dict)

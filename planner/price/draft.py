@@ -7,7 +7,7 @@ from operator import getitem
 from typing import Any
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.homes import ON_CPU, PINNED, SITES
+from pshard.homes import ACC, BACK, CPU, ON_CPU, PINNED, SITES, list_lanes
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
@@ -232,5 +232,5 @@ def _binding(busy: dict[str, float], seconds: float, tier: TierPlan) -> str:
         return "acc"
     if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:
         return "vram"
-    lanes = ("acc", "cpu", "link")
+    lanes = (ACC, CPU, *(lane.name for lane in list_lanes() if lane is not BACK))
     return max(lanes, key=lambda lane: busy[lane])

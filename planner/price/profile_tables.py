@@ -159,8 +159,8 @@ class Tables:
         return interpolate(curve, tokens * width) if curve else 0.0
 
     def copy(self, direction: str, nbytes: int, memory: str = "pinned") -> float:
-        """Seconds of one copy ("h2d" or "d2h") from or to `memory`, or the next slower kind that was timed: "pinned"
-        (page-locked), "staged", "pageable"; else the fastest that was."""
+        """Seconds of one copy in a lane, which is timed as `direction`, from or to `memory`, or the next slower kind
+        that was timed: "pinned" (page-locked), "staged", "pageable"; else the fastest that was."""
         if not nbytes:
             return 0.0
         kinds = MEMORIES[MEMORIES.index(memory) :] + MEMORIES

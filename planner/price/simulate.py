@@ -1,9 +1,9 @@
 """Discrete-event simulation of the very steps that the executor runs.
 
-Lanes: the link to the device (h2d) and from it (d2h), the accelerator, and the CPU, whose one host thread issues the
-steps in order. Copies and accelerator work are asynchronous and start when their lane and what they depend on are
-free; CPU work and a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down
-as the profile's contention says. Of a divided unit what the accelerator has is given to it first, wait for their copy
+Lanes: those of copies (pshard/homes.py), the accelerator, and the CPU, whose one host thread issues the steps in order.
+Copies and accelerator work are asynchronous and start when their lane and what they depend on are free; CPU work and
+a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down as the profile's
+contention says. Of a divided unit what the accelerator has is given to it first, wait for their copy
 there, and run while the CPU computes the rest. Several micro-batches are run, and the time between the end of the
 first and of the last is measured: a steady state in which the next one's first copies run under this one's last units.
 
@@ -15,27 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import erf, exp, pi, sqrt
+from operator import itemgetter
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.homes import ACC, BACK, CPU, LINK, Lane, list_lanes
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.price.unit_costs import DividedCost, UnitCost
-from pshard.steps.step import (
-    AllReduce,
-    Compute,
-    CopyIn,
-    FetchKV,
-    Free,
-    Gather,
-    Handoff,
-    Join,
-    Receive,
-    Refill,
-    Send,
-    Step,
-    StepList,
-    WriteBack,
-)
+from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, Weights
+from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList
 
 ROUNDS = 3
 SHARED = (0.5, 0.5)  # of the link's rate, that a copy and activations have while both are on their way
@@ -43,7 +31,7 @@ SHARED = (0.5, 0.5)  # of the link's rate, that a copy and activations have whil
 
 @dataclass(frozen=True)
 class Event:
-    """A step on its lane ("link", "d2h", "acc", "cpu"), in seconds since the micro-batch began."""
+    """A step on its lane (ACC, CPU, or the name of one of copies), in seconds since the micro-batch began."""
 
     step: Step
     lane: str
@@ -69,7 +57,6 @@ class Simulation:
         )
 
 
-_COPIES = {CopyIn, FetchKV}
 # a copy on its way: when it may start, seconds left, when it started and ended (-1: not yet), its step
 READY, LEFT, BEGUN, END, STEP = range(5)
 _Copy = list
@@ -150,14 +137,15 @@ class _Link:
 class _Machine:
     """The lanes' clocks, and what every kind of step does to them. `log`: (step, lane, start, end), if kept."""
 
-    def __init__(self, costs: TierCosts, steps: StepList, logs: bool) -> None:
+    def __init__(self, costs: TierCosts, logs: bool) -> None:
         self.costs, self.units = costs, costs.units
-        self.copies = not _COPIES.isdisjoint(map(type, steps.body))  # they run beside the sums
+        self.copies = False  # whether they run beside the sums
         self.host = self.acc = self.d2h = 0.0
         self.link = _Link()
+        self.beyond: dict[Lane, float] = {}  # when lanes of homes beyond host memory are free
         self.loaded: dict[int | None, _Copy] = {}  # slot -> the last copy into it
         self.fetched: _Copy | None = None  # of the next state that the accelerator finds in the stage
-        self.slot_free: dict[int, float] = {}
+        self.slot_free: dict[int | None, float] = {}
         # the accelerator's share of a unit, what the unit costs, and since when it runs
         self.begun: tuple[Compute, DividedCost, float] | None = None
         self.reading: tuple[Compute, DividedCost, float, _Copy] | None = None  # the same of one read over the link
@@ -188,7 +176,7 @@ class _Machine:
                     start = start if start > done else done
                 acc = start + seconds
                 if log is not None:
-                    log.append((step, "acc", start, acc))
+                    log.append((step, ACC, start, acc))
             elif kind is _COPY:
                 host += copy_issue
                 to_begin = run_issue
@@ -209,25 +197,25 @@ class _Machine:
                 start = d2h if d2h > acc else acc
                 d2h = start + seconds
                 if log is not None:
-                    log.append((step, "d2h", start, d2h))
+                    log.append((step, BACK.name, start, d2h))
             elif kind is _CPU:
                 start = host
                 host = link.beside(start, seconds, more) if queue else start + seconds
                 if log is not None:
-                    log.append((step, "cpu", start, host))
+                    log.append((step, CPU, start, host))
             elif kind is _HAND_OFF:
                 start = host if host > acc else acc
                 acc = start + seconds
                 host = acc if more else host
                 to_begin, paid = run_issue, not more
                 if log is not None:
-                    log.append((step, "acc", start, acc))
+                    log.append((step, ACC, start, acc))
             elif kind is _SUM or kind is _GATHER:
                 start = host if host > acc else acc
                 acc = start + (more if copies else seconds)
                 host = acc if kind is _GATHER else host
                 if log is not None:
-                    log.append((step, "acc", start, acc))
+                    log.append((step, ACC, start, acc))
             else:
                 self.host, self.acc, self.d2h, self.fetched = host, acc, d2h, fetched
                 self.to_begin, self.paid = to_begin, paid
@@ -250,10 +238,10 @@ class _Machine:
         self.run_part(step, start, unit.acc)
 
     def compute_part(self, step: Compute, cost: DividedCost) -> None:
-        if step.on == "cpu":
+        if step.on == CPU:
             start = self.host
             self.host = self.link.beside(start, cost.cpu, self.costs.divided_speeds(step.unit, step.share))
-            self.note(step, "cpu", start, self.host)
+            self.note(step, CPU, start, self.host)
             return
         self.host += cost.issue + (0.0 if self.paid else self.costs.run_issue)  # each part is a run of its own
         self.to_begin, self.paid = self.costs.run_issue, False
@@ -267,15 +255,15 @@ class _Machine:
         else:
             self.run_part(step, start, cost.acc)
 
-    def refill(self, step: Refill, _: None) -> None:
-        """Experts on their way to slots must be there before the micro-batch begins; then the next leave."""
+    def refill(self, step: Move, _: None) -> None:
+        """NewExperts on their way to slots must be there before the micro-batch begins; then the next leave."""
         if self.refilled is not None:
             self.acc = max(self.acc, self.link.wait(self.refilled))
         seconds, copies = self.costs.setting.refill
         self.host += copies * self.costs.copy_issue
         self.refilled = self.read_in_place(step, max(self.host, self.acc), seconds)
 
-    def read_in_place(self, step: Compute | Refill, start: float, seconds: float) -> _Copy:
+    def read_in_place(self, step: Compute | Move, start: float, seconds: float) -> _Copy:
         """What a kernel reads over the link from its start on."""
         copy = [start, seconds, -1.0, -1.0, step]
         self.link.queue.append(copy)
@@ -288,7 +276,7 @@ class _Machine:
         start = max(self.acc, self.host)
         read = self.link.wait(self.read_in_place(step, start, unit.read))
         self.acc = max(start + unit.acc, read)
-        self.note(step, "acc", self.acc - unit.acc, self.acc)  # before that it waits for the link
+        self.note(step, ACC, self.acc - unit.acc, self.acc)  # before that it waits for the link
 
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
@@ -299,9 +287,9 @@ class _Machine:
         else:
             speeds = self.costs.acc_contended[step.unit]
             self.host = self.acc = self.link.beside(start, seconds, speeds)
-        self.note(step, "acc", start, self.acc)
+        self.note(step, ACC, start, self.acc)
 
-    def join(self, step: Join, _: None) -> None:
+    def join(self, step: Move, _: None) -> None:
         if self.begun:
             share, cost, since = self.begun
             self.run_part(share, since, cost.acc)
@@ -310,31 +298,48 @@ class _Machine:
         if self.reading:
             share, cost, since, copy = self.reading
             self.acc, self.reading = max(self.acc, since + cost.acc, self.link.wait(copy)), None
-            self.note(share, "acc", self.acc - cost.acc, self.acc)
+            self.note(share, ACC, self.acc - cost.acc, self.acc)
             spread = cost.spread
         start = expect_later(self.host, self.acc, spread)
-        seconds = self.costs.handoff("acc", step.nbytes)
+        seconds = self.costs.handoff(ACC, step.nbytes)
         if self.costs.load.tokens > SMALL_BATCH:  # many bytes: the link has them beside the copies
             self.acc = self.link.beside(start, seconds, SHARED)
         else:
             self.acc = start + seconds
-        self.note(step, "acc", start, self.acc)
+        self.note(step, ACC, start, self.acc)
+
+    def copy_from_beyond(self, step: Move, route: tuple[float, tuple[tuple[Lane, float], ...]]) -> None:
+        """Weights that come through further lanes: each takes on what the one before has brought, piece by piece, and
+        so ends no sooner than that. route: seconds of the link, and of each lane before it."""
+        last, before = route
+        self.host += self.costs.copy_issue
+        self.to_begin = self.costs.run_issue
+        ready = max(self.host, self.slot_free.get(step.slot, 0.0))
+        following = [seconds for _, seconds in before[1:]] + [last]
+        for (lane, seconds), then in zip(before, following):
+            start = max(ready, self.beyond.get(lane, 0.0))
+            self.beyond[lane] = start + seconds
+            self.note(step, lane.name, start, start + seconds)
+            ready = max(start, start + seconds - then)
+        self.loaded[step.slot] = copy = [ready, last, -1.0, -1.0, step]
+        self.link.queue.append(copy)
 
     def receive(self, step: Receive, _: None) -> None:
         start = max(self.host, self.acc)
         self.acc = start + self.costs.hand_over(step.nbytes, self.copies)
-        self.note(step, "acc", start, self.acc)
+        self.note(step, ACC, start, self.acc)
 
     def send(self, step: Send, _: None) -> None:
         """Nothing waits here: the rank that receives pays."""
 
 
 _COMPUTE, _FROM_SLOT, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF, _SUM, _GATHER = range(10)
-_OTHERS = {Join: _Machine.join, Refill: _Machine.refill, Receive: _Machine.receive, Send: _Machine.send}
+_OTHERS = {Receive: _Machine.receive, Send: _Machine.send}
 _Act = tuple[Any, Any, float, Any]  # a kind or a method of `_Machine`, the step, its seconds, and what that kind needs
+_COPIES = {_COPY, _FETCH, _Machine.copy_from_beyond}
 
 
-def _cost_of(step: Compute | CopyIn, costs: TierCosts) -> UnitCost | DividedCost:
+def _cost_of(step: Compute | Move, costs: TierCosts) -> UnitCost | DividedCost:
     return costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
 
 
@@ -353,22 +358,36 @@ def _price(step: Step, costs: TierCosts) -> _Act:
             return kind, step, unit.acc, unit.issue + costs.launch
         case Compute():
             return _Machine.compute_part, step, 0.0, costs.divided(step.unit, step.share)
-        case CopyIn():
-            unit = _cost_of(step, costs)
-            return _COPY, step, unit.link, step.slot
-        case FetchKV():
-            return _FETCH, step, costs.units[step.unit].kv_fetch, 2 * costs.copy_issue  # keys and values
-        case WriteBack():
-            return _WRITE, step, costs.units[step.unit].kv_write, 2 * costs.copy_issue
-        case Handoff():
-            seconds = costs.handoff(step.to, step.nbytes, len(step.carries))
-            return _HAND_OFF, step, seconds, step.to == "cpu"
+        case Move():
+            return _price_move(step, costs)
         case AllReduce() | Gather():  # alone, and while weights are copied
             kind = _SUM if isinstance(step, AllReduce) else _GATHER
             return kind, step, costs.meeting(step), costs.meeting(step, True)
         case Free():
             return _FREE, step, 0.0, step.slot
     return _OTHERS[type(step)], step, 0.0, None
+
+
+def _price_move(step: Move, costs: TierCosts) -> _Act:
+    """The same of a copy."""
+    match step.portion:
+        case Weights():
+            seconds, before = _cost_of(step, costs).link, step.origin.way_in[:-1]
+            if not before:
+                return _COPY, step, seconds, step.slot
+            route = tuple((lane, costs.over_lane(lane, step.unit, step.share)) for lane in before)
+            return _Machine.copy_from_beyond, step, 0.0, (seconds, route)
+        case UnitState(unit):  # keys and values
+            fetches, unit_cost = step.is_to_acc, costs.units[unit]
+            seconds = unit_cost.kv_fetch if fetches else unit_cost.kv_write
+            return _FETCH if fetches else _WRITE, step, seconds, 2 * costs.copy_issue
+        case Activations(names):
+            side = ACC if step.is_to_acc else CPU
+            return _HAND_OFF, step, costs.handoff(side, step.nbytes, len(names)), not step.is_to_acc
+        case NewExperts():
+            return _Machine.refill, step, 0.0, None
+        case Part():
+            return _Machine.join, step, 0.0, None
 
 
 def expect_later(one: float, other: float, spread: float) -> float:
@@ -388,7 +407,7 @@ def simulate_together(
     steps: Sequence[StepList], costs: Sequence[TierCosts], rounds: int = ROUNDS
 ) -> tuple[Simulation, ...]:
     """The same of every rank of a group, which takes equally long on all of them."""
-    machines = [_Machine(cost, each, True) for cost, each in zip(costs, steps, strict=True)]
+    machines = [_Machine(cost, True) for cost, _ in zip(costs, steps, strict=True)]
     ends = _run(machines, steps, rounds)
     for machine in machines:
         machine.link.settle(ends[-1])
@@ -404,14 +423,14 @@ def simulate_ranks(mode: str, steps: Sequence[StepList], costs: Sequence[TierCos
 
 def simulate_seconds(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """The seconds of `simulate` alone, for searches that need nothing else of it."""
-    return _period(_run([_Machine(costs, steps, False)], (steps,), rounds))
+    return _period(_run([_Machine(costs, False)], (steps,), rounds))
 
 
 def ranks_seconds(mode: str, steps: Sequence[StepList], costs: Sequence[TierCosts]) -> tuple[float, ...]:
     """The seconds of `simulate_ranks` alone."""
     if mode == "layer":
         return tuple(map(simulate_seconds, steps, costs))
-    machines = [_Machine(cost, each, False) for cost, each in zip(costs, steps, strict=True)]
+    machines = [_Machine(cost, False) for cost, _ in zip(costs, steps, strict=True)]
     return (_period(_run(machines, steps, ROUNDS)),) * len(machines)
 
 
@@ -423,7 +442,11 @@ def _run(machines: Sequence[_Machine], steps: Sequence[StepList], rounds: int) -
     """Let the machines run all rounds; returns when each ended."""
     for machine, each in zip(machines, steps):
         machine.run(_act(each.enter, machine.costs))
-    stretches = [_stretches(each.body, machine.costs, len(machines) > 1) for machine, each in zip(machines, steps)]
+    stretches = []
+    for machine, each in zip(machines, steps):
+        acts = _act(each.body, machine.costs)
+        machine.copies = not _COPIES.isdisjoint(map(itemgetter(0), acts))
+        stretches.append(_stretches(each.body, acts, len(machines) > 1))
     ends: list[float] = []
     for _ in range(rounds):
         for machine in machines:
@@ -454,9 +477,8 @@ def _act(steps: Sequence[Step], costs: TierCosts) -> list[_Act]:
         return [known[id(step)] for step in steps]
 
 
-def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list[_Act]]:
+def _stretches(body: Sequence[Step], acts: list[_Act], meets: bool) -> list[list[_Act]]:
     """What a machine does; a new stretch begins with each sum when it `meets` others there."""
-    acts = _act(body, costs)
     if not meets:
         return [acts]
     stretches: list[list[_Act]] = [[]]
@@ -480,10 +502,10 @@ def _meet(machines: Sequence[_Machine]) -> None:
 def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str, float], tuple, float]:
     """Busy seconds and rows between `origin` and `end`; copies that cross a bound count with their part inside."""
     rows = list(machine.log or ())
-    rows += [(c[STEP], "link", c[BEGUN], c[END]) for c in machine.link.done if c[END] > origin]
-    rows += [(c[STEP], "link", c[BEGUN], end) for c in machine.link.queue if 0 <= c[BEGUN] < end]
+    rows += [(c[STEP], LINK.name, c[BEGUN], c[END]) for c in machine.link.done if c[END] > origin]
+    rows += [(c[STEP], LINK.name, c[BEGUN], end) for c in machine.link.queue if 0 <= c[BEGUN] < end]
     rows.sort(key=lambda row: row[2])
-    busy = dict.fromkeys(("acc", "cpu", "link", "d2h"), 0.0)
+    busy = dict.fromkeys((ACC, CPU, *(lane.name for lane in list_lanes())), 0.0)
     for _, lane, start, stop in rows:
         busy[lane] += min(stop, end) - max(start, origin)
     return busy, tuple(rows), origin

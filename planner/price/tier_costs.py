@@ -5,6 +5,7 @@ from functools import cached_property
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.collectives import wire_type
+from pshard.homes import Lane
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
@@ -80,6 +81,11 @@ class TierCosts:
     def over_link(self, kind: UnitKind, cost: UnitCost | DividedCost) -> float:
         """Seconds of the link for a streamed unit of the kind, read in place or copied."""
         return cost.read if self.reads_in_place(kind) else cost.link
+
+    def over_lane(self, lane: Lane, name: str, share: Share) -> float:
+        """Seconds of a lane beyond the link for what is brought of a unit."""
+        unit, setting = self.spec.unit(name), self.setting
+        return setting.shares[1] * setting.copy(unit, share, direction=lane.timed)
 
     @property
     def vector_bytes(self) -> int:

@@ -13,24 +13,17 @@ from typing import NamedTuple
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
 from pshard.routing.expert_uses import read_nbytes
-from pshard.steps.step import (
-    AllReduce,
-    Bring,
-    Compute,
-    CopyIn,
-    FetchKV,
-    Free,
-    Gather,
-    Handoff,
-    Join,
-    Receive,
-    Refill,
-    Send,
-    Step,
-    StepList,
-    StepShape,
-    WriteBack,
+from pshard.steps.move import (
+    Move,
+    bring_experts,
+    bring_pins,
+    bring_weights,
+    fetch_state,
+    hand_over,
+    join_part,
+    write_state,
 )
+from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.routed import routed_words
 from pshard.units.ports import BESIDE, ENTERED, HIDDEN, ROUTED, Ports
@@ -38,14 +31,14 @@ from pshard.units.share import Share
 from pshard.units.unit import Unit
 
 # a search emits the same few steps thousands of times: equal ones are one object
-_copy_in = lru_cache(1 << 14)(CopyIn)
-_fetch_kv = lru_cache(1 << 14)(FetchKV)
+_bring_weights = lru_cache(1 << 14)(bring_weights)
+_fetch_state = lru_cache(1 << 14)(fetch_state)
 _compute = lru_cache(1 << 14)(Compute)
-_write_back = lru_cache(1 << 14)(WriteBack)
+_write_state = lru_cache(1 << 14)(write_state)
 _all_reduce = lru_cache(1 << 14)(AllReduce)
-_join = lru_cache(1 << 14)(Join)
+_join = lru_cache(1 << 14)(join_part)
 _free = lru_cache(1 << 14)(Free)
-_hand_off = lru_cache(1 << 14)(Handoff)
+_hand_over = lru_cache(1 << 14)(hand_over)
 _gather = lru_cache(1 << 14)(Gather)
 _expect_read = lru_cache(1 << 14)(read_nbytes)
 
@@ -129,8 +122,8 @@ class StepEmitter:
         self._known: dict[int, int] = {}
         self._kept: list[Placement] = []
         self._pieces: dict[tuple[int, bool], dict[tuple[int, int | None, _At], _Piece]] = {}
-        self._copies: dict[tuple[int, int], CopyIn] = {}
-        self._moves: dict[str, tuple[tuple[Step, ...], WriteBack]] = {}
+        self._copies: dict[tuple[int, int], Move] = {}
+        self._moves: dict[str, tuple[tuple[Step, ...], Move]] = {}
 
     def emit(self, tier: TierPlan) -> StepList:
         """The steps of one micro-batch under a tier."""
@@ -213,7 +206,7 @@ class StepEmitter:
         grows = name in self._growing
         now.leave(on, unit.ports, grows)
         if stays and on == "cpu" and not kind.gives_logits and not grows:
-            steps.append(_hand_off("acc", self._hidden))
+            steps.append(_hand_over("acc", self._hidden))
             now.hidden = "acc"
         if self._sums and unit.ports.adds and not grows:
             steps.append(_all_reduce(name, self._hidden))
@@ -221,7 +214,7 @@ class StepEmitter:
             steps.append(self._move_state(name)[1])
         return _Piece(tuple(steps), now.at)
 
-    def _copy_streamed(self, forms: list[int], slots: int) -> list[CopyIn]:
+    def _copy_streamed(self, forms: list[int], slots: int) -> list[Move]:
         """The copy of every unit that is streamed through a slot, in turn into every slot."""
         if forms and slots < 1:
             raise ValueError("a tier that streams needs at least one staging slot")
@@ -233,7 +226,7 @@ class StepEmitter:
             copies.append(known[key])
         return copies
 
-    def _move_state(self, name: str) -> tuple[tuple[Step, ...], WriteBack]:
+    def _move_state(self, name: str) -> tuple[tuple[Step, ...], Move]:
         """Of a unit whose state passes through the stage: its fetch, if there is one, and its write-back."""
         if name not in self._moves:
             shape = self.shape
@@ -242,8 +235,8 @@ class StepEmitter:
                 raise ValueError(f"{name} keeps no state that could be on the host")
             fetched = shape.past or not law.grows  # a sequence's zeros, too, are on the host
             nbytes = law.fetched(shape.past, shape.sequences)
-            write = _write_back(name, law.written(shape.tokens, shape.sequences))
-            self._moves[name] = (_fetch_kv(name, nbytes),) if fetched else (), write
+            write = _write_state(name, law.written(shape.tokens, shape.sequences))
+            self._moves[name] = (_fetch_state(name, nbytes),) if fetched else (), write
         return self._moves[name]
 
 
@@ -281,8 +274,8 @@ class _Whereabouts:
         if not carries:
             return []
         if carries == [HIDDEN]:
-            return [_hand_off(on, self._nbytes[HIDDEN])]
-        return [_hand_off(on, sum(self._nbytes[name] for name in carries), tuple(carries))]
+            return [_hand_over(on, self._nbytes[HIDDEN])]
+        return [_hand_over(on, sum(self._nbytes[name] for name in carries), tuple(carries))]
 
     def leave(self, on: str, ports: Ports, part_grows: bool) -> None:
         """A unit has run there; of a divided one the accelerator has all. part_grows: the next one adds to its part."""
@@ -295,14 +288,14 @@ class _Whereabouts:
             self._beside.update((port, on) for port in written)
 
 
-def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
+def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Move, ...]:
     """Weights and states that a tier holds in VRAM, in the order of need."""
     found = []
     for unit, place in _placed(spec, tier):
         if place.in_arena:
-            found.append(Bring(unit.name, "weights", place.cpu_rows, place.kept_parts))
+            found.append(bring_pins(unit.name, place.share))
         if place.has_state_in_vram:
-            found.append(Bring(unit.name, "state"))
+            found.append(fetch_state(unit.name))
     return tuple(found)
 
 
@@ -310,7 +303,7 @@ def _refill_slots(spec: ModelSpec, tier: TierPlan, tokens: int) -> list[Step]:
     """Slots for experts that follow use come first: their copies run under all that follows."""
     if tier.tokens > spec.follow_tokens:
         return []
-    return [Refill(sum(round(cache.refill(tokens) * cache.slot_bytes) for cache in spec.caches))]
+    return [bring_experts(sum(round(cache.refill(tokens) * cache.slot_bytes) for cache in spec.caches))]
 
 
 def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
@@ -319,11 +312,10 @@ def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
     return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
 
 
-def _copy_unit(form: _Form, slot: int) -> CopyIn:
-    name, share = form.unit.name, form.share
-    if not share:
-        return _copy_in(name, slot, form.unit.packed_nbytes)
-    return _copy_in(name, slot, divided_sizes(form.unit, share).copied, share.cpu, share.kept)
+def _copy_unit(form: _Form, slot: int) -> Move:
+    unit, share = form.unit, form.share
+    nbytes = divided_sizes(unit, share).copied if share else unit.packed_nbytes
+    return _bring_weights(unit.name, slot, nbytes, share, form.place.weights_home)
 
 
 def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[Step]:
@@ -333,10 +325,10 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
     if links and not spec.output.tensors:
         logits = 0
         if links.target is not None:
-            steps += [_hand_off("acc", hidden)] if side == "cpu" else []
+            steps += [_hand_over("acc", hidden)] if side == "cpu" else []
             steps.append(Send(links.target, hidden))
     elif side == "acc":
-        steps.append(_hand_off("cpu", logits))
+        steps.append(_hand_over("cpu", logits))
     if shape.ranks > 1:
         steps.append(_gather(spec.output.name, logits))
     return steps
@@ -359,7 +351,7 @@ def _compute_on_both(
     )
 
 
-def _next_in_slot(copies: list[CopyIn], slots: int) -> list[CopyIn | None]:
+def _next_in_slot(copies: list[Move], slots: int) -> list[Move | None]:
     """By copy, the one into its slot after it, of the next micro-batch too; None when the slot keeps its only unit."""
     after = [i + slots if i + slots < len(copies) else i % slots for i in range(len(copies))]
     return [None if j == i else copies[j] for i, j in enumerate(after)]

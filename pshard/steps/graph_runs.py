@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from pshard.model_config import ModelConfig
-from pshard.steps.step import AllReduce, Compute, Handoff, Step, WriteBack
+from pshard.steps.move import Activations, Move, UnitState
+from pshard.steps.step import AllReduce, Compute, Step
 from pshard.units.unit import Unit
 
 # tokens up to which a prompt's kernels may take less time than launching them: those of a unit take a slow host 0.5 ms,
@@ -33,7 +34,7 @@ def find_runs(body: Sequence[Step]) -> Iterator[tuple[int, int]]:
     A unit that waits for a copy of its weights or keys and values begins a new run, and so may a sum that follows a
     hand-off to the accelerator.
     """
-    with_host_kv = {step.unit for step in body if type(step) is WriteBack}
+    with_host_kv = {step.unit for step in body if type(step) is Move and step.takes_back(UnitState)}
     begin = -1
     for i, step in enumerate(body):
         if type(step) is Compute and step.on == "acc":
@@ -53,4 +54,4 @@ def find_runs(body: Sequence[Step]) -> Iterator[tuple[int, int]]:
 def enters(body: Sequence[Step], begin: int) -> bool:
     """Whether activations come from the host right before step `begin`."""
     before = body[begin - 1] if begin else None
-    return isinstance(before, Handoff) and before.to == "acc"
+    return isinstance(before, Move) and before.brings(Activations)

@@ -1,46 +1,13 @@
 """Steps: what the planner simulates and the executor runs for one micro-batch, as nouns. No torch.
 
-`nbytes` is what a step of the expected micro-batch moves: what it is priced by. A copy whose bytes are `decided` only
-when it runs (the cells in use) has no other size than that in its step; whoever runs it asks
-what is to be copied. All other copies move `nbytes`, and activations the rows that there are.
+`nbytes` is what a step of the expected micro-batch moves: what it is priced by. Whatever copies is a `Move`.
 """
 
 from dataclasses import dataclass
 
+from pshard.steps.move import Move
 from pshard.units.share import Divisible
 from pshard.units.state import StateShape
-
-
-@dataclass(frozen=True)
-class CopyIn(Divisible):
-    """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM.
-
-    `cpu_rows`, `kept_parts`: of a divided unit; these stay behind.
-    """
-
-    unit: str
-    slot: int
-    nbytes: int
-    cpu_rows: int = 0
-    kept_parts: int = 0
-
-
-@dataclass(frozen=True)
-class Refill:
-    """Use the experts that have come to slots in VRAM, and begin to copy those that were decided on since: the next
-    micro-batch waits for them. Occupies the link (h2d) and host DRAM. `nbytes`: as many as are expected."""
-
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class FetchKV:
-    """Copy what a unit's state holds of the micro-batch's sequences (of a KV cache the used cells) from host memory to
-    the stage that states share. Occupies the link (h2d) and host DRAM."""
-
-    unit: str
-    nbytes: int
-    decided: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,37 +32,6 @@ class Compute(Divisible):
     state: str | None = None
     kept_parts: int = 0
     reads: int = 0
-
-
-@dataclass(frozen=True)
-class WriteBack:
-    """Copy what has changed of a unit's state (of a KV cache the new cells) from the stage to host memory. Occupies the
-    link (d2h)."""
-
-    unit: str
-    nbytes: int
-    decided: bool = True
-
-
-@dataclass(frozen=True)
-class Handoff:
-    """Move activations to the side ("acc" or "cpu") that computes next; the last one delivers logits to the host.
-
-    `carries`: which of them, by the names of their buffers: the residual stream, what a router found, or both.
-    """
-
-    to: str
-    nbytes: int
-    carries: tuple[str, ...] = ("hidden",)
-
-
-@dataclass(frozen=True)
-class Join:
-    """Bring what the CPU has computed of a divided unit, float32 [tokens, width], to the accelerator."""
-
-    unit: str
-    nbytes: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -137,27 +73,14 @@ class Free:
     slot: int
 
 
-Step = CopyIn | Refill | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Receive | Send | Gather | Free
-
-
-@dataclass(frozen=True)
-class Bring(Divisible):
-    """Bring what a tier holds in VRAM and the tier before did not: a unit's weights ("weights") or its state ("state").
-
-    `cpu_rows`, `kept_parts`: of a divided unit; of one with kept parts only these are brought.
-    """
-
-    unit: str
-    what: str
-    cpu_rows: int = 0
-    kept_parts: int = 0
+Step = Move | Compute | AllReduce | Receive | Send | Gather | Free
 
 
 @dataclass(frozen=True)
 class StepList:
     """`enter`: copies once when the tier is entered; `body`: one micro-batch."""
 
-    enter: tuple[CopyIn, ...]
+    enter: tuple[Move, ...]
     body: tuple[Step, ...]
 
     @property
@@ -166,7 +89,7 @@ class StepList:
         return sum(
             s.reads if isinstance(s, Compute) else s.nbytes
             for s in self.body
-            if isinstance(s, CopyIn | Refill | FetchKV | Join | Compute) or (isinstance(s, Handoff) and s.to == "acc")
+            if isinstance(s, Compute) or (isinstance(s, Move) and s.is_to_acc)
         )
 
 

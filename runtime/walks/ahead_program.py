@@ -4,25 +4,16 @@ plan leaves to the CPU, and both sides tell each other when they are done. No to
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeGuard
 
+from pshard.homes import ACC
 from pshard.runtime.walks.walk_program import HostRun, Launch
-from pshard.steps.step import (
-    Compute,
-    CopyIn,
-    FetchKV,
-    Free,
-    Gather,
-    Handoff,
-    Join,
-    Receive,
-    Refill,
-    Send,
-    Step,
-    WriteBack,
-)
+from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, Weights, hand_over
+from pshard.steps.step import Compute, Free, Gather, Receive, Send, Step
 
 # what the thread that launches does itself: what it queues beside units, and what it does with the other ranks
-BY_THREAD = (CopyIn, Refill, Free, FetchKV, WriteBack, Receive, Send, Gather)
+MOVES_BY_THREAD = (Weights, NewExperts, UnitState)
+BY_THREAD = (Free, Receive, Send, Gather)
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Await:
     """The accelerator waits until the CPU has done a run, and takes what that made: activations or a unit's part."""
 
     run: int
-    taken: Handoff | Join
+    taken: Move
 
 
 @dataclass(frozen=True)
@@ -81,21 +72,21 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
     for i, step in enumerate(body):
         if isinstance(step, HostRun) and begun:
             runs.append(step)
-        elif isinstance(step, Handoff) and step.to == "cpu":
+        elif isinstance(step, Move) and step.takes_back(Activations):
             if _next_run(body, i) is not None:
-                parts.append(Tell(len(runs), step.carries))
+                parts.append(Tell(len(runs), step.activations))
                 told.append(len(runs))
-        elif runs and (isinstance(step, Join) or (isinstance(step, Handoff) and step.to == "acc")):
+        elif runs and isinstance(step, Move) and step.brings(Part, Activations):
             parts.append(Await(len(runs) - 1, step))
         elif isinstance(step, Launch):
             if _waits(step):
                 flush()
             if step.enters and runs:
-                parts.append(Await(len(runs) - 1, Handoff("acc", 0, step.brought)))
+                parts.append(Await(len(runs) - 1, hand_over(ACC, 0, step.brought)))
                 step = Launch(step.steps)
             parts.append(Launch(step.steps, step.enters))
             begun = True
-        elif isinstance(step, BY_THREAD) or (not begun and isinstance(step, Compute | HostRun)):
+        elif _is_by_thread(step) or (not begun and isinstance(step, Compute | HostRun)):
             flush()
             program.append(step)
         else:
@@ -109,9 +100,14 @@ def _next_run(body: Sequence[Step | Launch | HostRun], at: int) -> HostRun | Non
     for step in body[at + 1 :]:
         if isinstance(step, HostRun):
             return step
-        if isinstance(step, Handoff):
+        if isinstance(step, Move) and isinstance(step.portion, Activations):
             return None
     return None
+
+
+def _is_by_thread(step: Step | Launch | HostRun) -> TypeGuard[Step]:
+    """Whether it is among what the thread that launches does itself."""
+    return isinstance(step, BY_THREAD) or (isinstance(step, Move) and isinstance(step.portion, MOVES_BY_THREAD))
 
 
 def _waits(launch: Launch) -> bool:

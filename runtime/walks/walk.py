@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.homes import ACC, CPU
 from pshard.routing.expert_uses import read_nbytes
 from pshard.runtime.blocks.block import Work
 from pshard.runtime.kernels.api import RowIndex, Segment
@@ -19,20 +20,8 @@ from pshard.runtime.tier_in_force import RunContext, TierInForce
 from pshard.runtime.walks.unit_runs import UnitRuns
 from pshard.runtime.walks.walk_program import HostRun, Launch, WalkProgram
 from pshard.steps.graph_runs import is_launch_bound
-from pshard.steps.step import (
-    AllReduce,
-    Compute,
-    CopyIn,
-    FetchKV,
-    Free,
-    Gather,
-    Handoff,
-    Join,
-    Receive,
-    Refill,
-    Send,
-    WriteBack,
-)
+from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, Weights
+from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send
 from pshard.units.divide_unit import divide_unit
 
 
@@ -229,14 +218,15 @@ class Walk:
         self._tier.side.kernels.forget()
         return here.nbytes
 
-    def _hand_off(self, step: Handoff) -> None:
-        if self._side == step.to:
+    def _hand_over(self, step: Move) -> None:
+        side, names = ACC if step.is_to_acc else CPU, step.activations
+        if self._side == side:
             return  # the last one: logits were delivered as they were computed
-        if step.to == "acc":
-            self._context.transfers.link_bytes += sum(self._send(name) for name in step.carries)
+        if step.is_to_acc:
+            self._context.transfers.link_bytes += sum(self._send(name) for name in names)
         else:
-            self._wait_for_rows(step.carries)
-        self._side = step.to
+            self._wait_for_rows(names)
+        self._side = side
 
     def _wait_for_rows(self, names: tuple[str, ...]) -> None:
         """Until the accelerator's rows are on the host, for a unit on the CPU. Its threads wake meanwhile."""
@@ -250,7 +240,7 @@ class Walk:
             self._device.host_wait(self._left)
             self._left = None
 
-    def _join(self, step: Join) -> None:
+    def _join(self, step: Move) -> None:
         there, here = view_joined(self._context, self._tier, self._filled, step)
         self._device.send(there, here)
         self._context.transfers.link_bytes += here.nbytes
@@ -268,14 +258,12 @@ class Walk:
     def _gather(self, step: Gather) -> None:
         self.logits.gather()
 
-    # --- weights and states -------------------------------------------------------------------------------------
-
-    def _copy_in(self, step: CopyIn) -> None:
+    def _bring_weights(self, step: Move) -> None:
         if self._freed is None:  # a copy that had to wait for this micro-batch
             self._freed = self._device.mark()
-        copy_in(self._context, self._tier, step, (self._freed,))
+        bring_weights(self._context, self._tier, step, (self._freed,))
 
-    def _refill(self, step: Refill) -> None:
+    def _bring_experts(self, step: Move) -> None:
         self._context.slots.begin(self._tier.tokens, self._tokens)
 
     def _free(self, step: Free) -> None:
@@ -289,23 +277,24 @@ class Walk:
     def _new(self) -> Reach:
         return reach_new(self.batch.segments, self._context.join_cells)
 
-    def _decide(self, step: FetchKV | WriteBack) -> Copies:
+    def _decide(self, step: Move) -> Copies:
         """What a step copies whose bytes are decided now."""
         staged = self._tier.staged.get(step.unit)
         if staged is None:
             staged = self._tier.staged[step.unit] = self._residents.stage_state(step.unit, self._tier.carved)
-        if isinstance(step, FetchKV):
+        if step.is_to_acc:
             return pair_runs(staged.here, staged.there, self._old.entries(staged.law))
         return pair_runs(staged.there, staged.here, self._new.entries(staged.law))
 
-    def _fetch_state(self, step: FetchKV) -> None:
+    def _fetch_state(self, step: Move) -> None:
         tier, written = self._tier, self._residents.written
         after = (*tier.stage_free, written[step.unit]) if step.unit in written else tier.stage_free
         done = self._context.transfers.bring(self._decide(step), after)
         if done is not None:
             tier.stage_ready.append(done)
 
-    def _write_back(self, step: WriteBack) -> None:
+    def write_state(self, step: Move) -> None:
+        """Start to copy what has changed of a unit's state to where it lives."""
         tier = self._tier
         tier.stage_free = [self._device.mark()]  # the unit over it was the last thing given to the compute lane
         done = self._context.transfers.take_back(self._decide(step), tier.stage_free)
@@ -316,15 +305,24 @@ class Walk:
         tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
 
 
-def view_joined(context: RunContext, tier: TierInForce, tokens: int, step: Join) -> tuple[torch.Tensor, torch.Tensor]:
+def move(walk: Walk, step: Move) -> None:
+    """Do a step that copies."""
+    if isinstance(step.portion, UnitState) and not step.is_to_acc:
+        walk.write_state(step)
+    else:
+        BRINGS[type(step.portion)](walk, step)
+
+
+def view_joined(context: RunContext, tier: TierInForce, tokens: int, step: Move) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the CPU's part of a unit goes on the accelerator, and where it is on the host."""
-    there, here = tier.carved.row_stage, context.host.rows
-    return view_rows(there, tokens, step.width), view_rows(here, tokens, step.width)
+    there, here, width = tier.carved.row_stage, context.host.rows, step.part_width
+    return view_rows(there, tokens, width), view_rows(here, tokens, width)
 
 
-def copy_in(context: RunContext, tier: TierInForce, step: CopyIn, after: tuple[Any, ...]) -> None:
+def bring_weights(context: RunContext, tier: TierInForce, step: Move, after: tuple[Any, ...]) -> None:
     """Start to copy what is streamed of a unit to its slot."""
     copies = tier.copies.get(step)
+    assert step.slot is not None
     if copies is None:
         unit, slot = context.spec.unit(step.unit), tier.carved.slots[step.slot]
         copies = tier.copies[step] = context.transfers.cut_portion(slot, divide_unit(unit, step.share).brought)
@@ -335,15 +333,18 @@ ACTS: dict[type, Callable[[Walk, Any], None]] = {
     Launch: Walk._launch,
     HostRun: Walk._run_on_host,
     Compute: Walk._compute,
-    CopyIn: Walk._copy_in,
-    Refill: Walk._refill,
+    Move: move,
     Free: Walk._free,
-    Handoff: Walk._hand_off,
-    Join: Walk._join,
-    FetchKV: Walk._fetch_state,
-    WriteBack: Walk._write_back,
     AllReduce: Walk._all_reduce,
     Receive: Walk._receive,
     Send: Walk._hand_on,
     Gather: Walk._gather,
+}
+
+BRINGS: dict[type, Callable[[Walk, Move], None]] = {
+    Weights: Walk._bring_weights,
+    NewExperts: Walk._bring_experts,
+    UnitState: Walk._fetch_state,
+    Activations: Walk._hand_over,
+    Part: Walk._join,
 }

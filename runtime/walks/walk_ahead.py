@@ -12,7 +12,7 @@ from pshard.runtime.kernels.cpu.recording import CallList
 from pshard.runtime.walks.ahead_program import AheadProgram, Await, Stretch, Tell
 from pshard.runtime.walks.walk import ACTS, Walk, view_joined
 from pshard.runtime.walks.walk_program import Launch
-from pshard.steps.step import Compute, Join
+from pshard.steps.step import Compute
 
 
 class AheadWalk(Walk):
@@ -102,9 +102,9 @@ class AheadWalk(Walk):
 
     def _taken(self, part: Await) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied, to and from."""
-        if isinstance(part.taken, Join):
+        if part.taken.part_width:
             return [view_joined(self._context, self._tier, self._filled, part.taken)]
-        return [self._rows(name)[::-1] for name in part.taken.carries]
+        return [self._rows(name)[::-1] for name in part.taken.activations]
 
     def _count_bytes(self, part: Any) -> int:
         """Bytes that a part brings over the link."""

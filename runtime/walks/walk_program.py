@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import TypeVar
 
 from pshard.steps.graph_runs import enters, find_runs
-from pshard.steps.step import AllReduce, Bring, Compute, CopyIn, FetchKV, Free, Handoff, Step, StepList, WriteBack
+from pshard.steps.move import Activations, Move, UnitState, Weights
+from pshard.steps.step import AllReduce, Compute, Free, Step, StepList
 
 S = TypeVar("S")
 
@@ -73,14 +74,14 @@ class HostRun:
 class WalkProgram:
     """What a tier brings to VRAM when it is entered, in the order of need, and one micro-batch after the other."""
 
-    entering: tuple[Bring | CopyIn, ...]
+    entering: tuple[Move, ...]
     body: tuple[Step | Launch | HostRun, ...]
 
 
-def make_program(residents: tuple[Bring, ...], steps: StepList, order: tuple[str, ...]) -> WalkProgram:
+def make_program(residents: tuple[Move, ...], steps: StepList, order: tuple[str, ...]) -> WalkProgram:
     """The program of a tier. order: names of the units as they run."""
     number = {name: i for i, name in enumerate(order)}
-    entering: list[Bring | CopyIn] = [*residents, *steps.enter]
+    entering = [*residents, *steps.enter]
     entering.sort(key=lambda step: number[step.unit])
     return WalkProgram(tuple(entering), tuple(group_on_host(group_launches(steps.body), "cpu")))
 
@@ -93,7 +94,7 @@ def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
         before = body[begin - 1] if enters(body, begin) else None
         program += body[at : begin - (before is not None)]
         steps = tuple(step for step in body[begin:end] if isinstance(step, Compute | AllReduce))
-        program.append(Launch(steps, enters=before.carries if isinstance(before, Handoff) else ()))
+        program.append(Launch(steps, enters=_names_of(before)))
         at = end
     return tuple(_mark_leaving([*program, *body[at:]]))
 
@@ -115,8 +116,18 @@ def _find_position(step: object, on: str) -> str:
 def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:
     """Launches whose hidden states the host takes next, after steps that don't touch them."""
     for i, step in enumerate(program):
-        following = next((s for s in program[i + 1 :] if not isinstance(s, CopyIn | Free | FetchKV | WriteBack)), None)
+        following = next((s for s in program[i + 1 :] if not _leaves_rows_alone(s)), None)
         if isinstance(step, Launch) and not step.gives_logits:
-            taken = isinstance(following, Handoff) and following.to == "cpu"
-            step = replace(step, leaves=following.carries if taken and isinstance(following, Handoff) else ())
+            taken = isinstance(following, Move) and following.takes_back(Activations)
+            step = replace(step, leaves=_names_of(following) if taken else ())
         yield step
+
+
+def _leaves_rows_alone(step: Step | Launch) -> bool:
+    """Whether it does not touch the micro-batch's rows."""
+    return isinstance(step, Free) or (isinstance(step, Move) and isinstance(step.portion, Weights | UnitState))
+
+
+def _names_of(step: Step | Launch | None) -> tuple[str, ...]:
+    """The buffers whose rows a step hands over."""
+    return step.activations if isinstance(step, Move) else ()

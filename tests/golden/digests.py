@@ -14,6 +14,7 @@ from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables
+from pshard.steps.move import Activations, Move, Part, UnitState, Weights
 from pshard.steps.step import Step
 
 CLOSE = 1e-12  # relative, of seconds
@@ -67,10 +68,29 @@ def _seconds(tier: TierPlan) -> list[float]:
 
 
 def _tell(step: Step) -> list[Any]:
+    if isinstance(step, Move):
+        return _tell_move(step)
     return [
         type(step).__name__,
         *((name, getattr(step, name)) for name in FIELDS if hasattr(step, name)),
     ]
+
+
+def _tell_move(step: Move) -> list[Any]:
+    """In the words in which plans are stored."""
+    match step.portion:
+        case Weights(unit, cpu_rows, kept_parts):
+            name = "CopyIn"
+            told = {"unit": unit, "slot": step.slot, "cpu_rows": cpu_rows, "kept_parts": kept_parts}
+        case UnitState(unit):
+            name, told = "FetchKV" if step.is_to_acc else "WriteBack", {"unit": unit}
+        case Activations():
+            name, told = "Handoff", {"to": "acc" if step.is_to_acc else "cpu"}
+        case Part(unit):
+            name, told = "Join", {"unit": unit}
+        case _:
+            name, told = "Refill", {}
+    return [name, *told.items(), ("nbytes", step.nbytes)]
 
 
 def _digest(value: Any) -> str:

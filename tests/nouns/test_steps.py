@@ -10,17 +10,8 @@ from planner_cases import models
 
 from pshard.cuts.rank_parts import split_model
 from pshard.steps.emit import emit_steps
-from pshard.steps.step import (
-    AllReduce,
-    Compute,
-    CopyIn,
-    Free,
-    Gather,
-    Handoff,
-    Receive,
-    Send,
-    StepShape,
-)
+from pshard.steps.move import Activations, Move, Weights
+from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send, StepShape
 from pshard.units.embedding import EMBEDDING
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -45,13 +36,13 @@ def test_every_unit_computes_once_and_finds_its_weights_in_its_slot(spec, mode, 
             done = []
             for step in steps.body:
                 match step:
-                    case CopyIn():
+                    case Move(portion=Weights()):
                         assert lying[step.slot] is None, "a slot is overwritten before it is free"
                         lying[step.slot] = step.unit
                     case Compute():
                         done.append(step.unit)
                         assert step.source != "slot" or lying[step.slot] == step.unit
-                    case Free() if any(s for s in steps.body if isinstance(s, CopyIn) and s.slot == step.slot):
+                    case Free() if any(s for s in steps.body if isinstance(s, Move) and s.slot == step.slot):
                         lying[step.slot] = None
             assert done == [u.name for u in part.units if u.tensors or not part.neighbours]
 
@@ -69,8 +60,8 @@ def test_hidden_states_leave_from_the_side_that_the_next_rank_expects(spec, shar
             match step:
                 case Receive():
                     side = "acc"
-                case Handoff():
-                    side = step.to
+                case Move(portion=Activations()):
+                    side = "acc" if step.is_to_acc else "cpu"
                 case Compute():
                     assert part.unit(step.unit).kind is EMBEDDING or side == sides[step.unit]
                     side = sides[step.unit]
@@ -96,9 +87,9 @@ def test_a_layers_shared_and_routed_experts_are_summed_at_once(shares, sums_on_h
         begun, side = "", "cpu"  # where the part is that the routed experts add to, and where hidden states are
         for step in body:
             match step:
-                case Handoff():
-                    side = step.to
-                    begun = step.to if "branch" in step.carries else begun
+                case Move(portion=Activations(names)):
+                    side = "acc" if step.is_to_acc else "cpu"
+                    begun = side if "branch" in names else begun
                 case Compute() if part.unit(step.unit).kind is SHARED_EXPERTS:
                     begun = side = step.on
                 case Compute() if part.unit(step.unit).kind is EXPERTS and step.part != "share":

@@ -31,7 +31,7 @@ from pshard.planner.search.residency_order import spread_parts
 from pshard.planner.show_plan import print_explanation
 from pshard.predicted_times import round_seconds
 from pshard.routing.expert_map import map_experts
-from pshard.steps.step import CopyIn, Join
+from pshard.steps.move import Move, Part, Weights
 from pshard.units.moe import in_place
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.in_place import ways_to_read
@@ -159,8 +159,8 @@ def test_no_division_of_experts_beats_the_bound(tokens: int) -> None:
 def test_what_many_tokens_hand_over_takes_the_link_from_the_copies() -> None:
     costs = costs_of(512)
     events = simulate_tier(task().room, stream_experts(512, 8), costs).events
-    copies = [e for e in events if isinstance(e.step, CopyIn)]
-    joins = [e for e in events if isinstance(e.step, Join)]
+    copies = [e for e in events if isinstance(e.step, Move) and e.step.brings(Weights)]
+    joins = [e for e in events if isinstance(e.step, Move) and e.step.brings(Part)]
     alone = costs.handoff("acc", joins[0].step.nbytes)
     assert max(e.end - e.start for e in joins) > 1.5 * alone
     assert max(e.end - e.start for e in copies) > costs.divided("blk.0.experts", Share(8)).link + 0.9 * alone

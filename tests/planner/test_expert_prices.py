@@ -16,7 +16,7 @@ from pshard.planner.price.simulate import _price
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import packed_nbytes
-from pshard.steps.step import Handoff
+from pshard.steps.move import hand_over
 from pshard.tensor import TensorSpec
 from pshard.units.operations import ExpertProducts, Operation, Route
 from pshard.workload import Workload
@@ -142,7 +142,7 @@ def test_a_hand_over_costs_what_it_carries() -> None:
     hidden, routed = 4 * 16 * 64, 4 * 16 * (64 + 2 * 2)
 
     def seconds(nbytes: int, *carries: str) -> float:
-        return _price(Handoff("cpu", nbytes, carries), costs)[2]
+        return _price(hand_over("cpu", nbytes, carries), costs)[2]
 
     latency = PROFILE.handoff_seconds / 2
     vector, kernel = costs.tables.copy("d2h", 4 * 64), costs.tables.elementwise("acc", "norm", 1, 64)

@@ -32,7 +32,8 @@ from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
 from pshard.steps.emit import emit_steps
-from pshard.steps.step import Refill, StepShape
+from pshard.steps.move import Move, NewExperts
+from pshard.steps.step import StepShape
 from pshard.units.moe.expert_cache import ExpertCache, pack_hits, slot_nbytes
 from pshard.units.share import Share
 from pshard.workload import Workload
@@ -96,7 +97,7 @@ def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: 
     assert experts.tiers[0].found == pytest.approx(cache.found, abs=0.06) and experts.tiers[-1].found == 0
     assert sum(experts.tiers[0].served) + experts.tiers[0].found == pytest.approx(1)
     steps = emit_steps(replace(recorded(), caches=rank.caches), rank.tiers[0], StepShape(1, 100, 1))
-    (refill,) = [step for step in steps.body if isinstance(step, Refill)]
+    (refill,) = [step for step in steps.body if isinstance(step, Move) and step.brings(NewExperts)]
     assert refill.nbytes == round(cache.admitted * cache.slot_bytes) > 0
 
 
@@ -115,7 +116,7 @@ def test_slots_serve_16_sequences_that_decode_together(quick_search: None) -> No
     assert [tier.in_place for tier in rank.tiers if tier.tokens <= 16] == [True, True]
     check_variant((replace(spec, caches=rank.caches),), variant, "cuda")
     steps = emit_steps(replace(spec, caches=rank.caches), rank.covering(16), StepShape(16, 100, 16, 16))
-    (refill,) = [step for step in steps.body if isinstance(step, Refill)]
+    (refill,) = [step for step in steps.body if isinstance(step, Move) and step.brings(NewExperts)]
     assert refill.nbytes == round(min(cache.admits, 16 * cache.admitted) * cache.slot_bytes) > 0
     damaged = [replace(tier, in_place=False) if tier.tokens == 16 else tier for tier in rank.tiers]
     with pytest.raises(ValueError, match="tier 16: experts that may lie in slots are copied whole"):

@@ -45,8 +45,8 @@ def test_steps_are_those_that_run_with_the_times_of_their_lanes(planned) -> None
         busy = sum(end - start for start, end in runs)
         assert busy == pytest.approx(result.busy[lane])
     untimed = {step.step for step in timed.steps if step.lane is None}
-    assert untimed <= {"Free", "CopyIn"}  # a copy for the next token may not have begun
-    assert {step.step for step in timed.steps} >= {"Compute", "Handoff"}
+    assert untimed <= {"Free", "Move"}  # a copy for the next token may not have begun
+    assert {step.step for step in timed.steps} >= {"Compute", "Move"}
 
 
 def test_the_tier_that_covers_so_many_tokens_is_listed(planned) -> None:

@@ -22,7 +22,8 @@ from pshard.planner.search.candidates import whole_tier
 from pshard.planner.search.round_times import switch_seconds
 from pshard.steps.emit import emit_steps
 from pshard.steps.graph_runs import LAUNCH_BOUND, enters, find_runs
-from pshard.steps.step import CopyIn, StepShape
+from pshard.steps.move import Move, Weights
+from pshard.steps.step import StepShape
 from pshard.times.curves import interpolate
 from pshard.units.ffn import FFN
 from pshard.workload import Split, Workload
@@ -181,7 +182,7 @@ def test_events_of_a_lane_never_overlap_and_copies_run_into_the_next_micro_batch
     for lane in ("acc", "cpu", "link"):
         events = sorted((e.start, e.end) for e in result.events if e.lane == lane)
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(events))
-    moved = sum(s.nbytes for s in tier_steps(room, tier, costs).body if isinstance(s, CopyIn))
+    moved = sum(s.nbytes for s in tier_steps(room, tier, costs).body if isinstance(s, Move) and s.brings(Weights))
     assert moved == sum(u.packed_nbytes for u in room.spec.units if u.ports.adds)
 
 

@@ -194,4 +194,4 @@ def test_what_is_explained_of_ranks_has_their_slots(quick_search: None) -> None:
     assert out.getvalue().count("in VRAM for experts of") == pools > 1 and "experts that follow use" in out.getvalue()
     assert all(speedup > 0.9 for gain in gains for _, speedup in gain.speedups)
     decode = simulate_timelines(SPEC, PROFILE, variant)[0]
-    assert "Refill" in {event.label for event in decode.events}
+    assert "new experts" in {event.label for event in decode.events}

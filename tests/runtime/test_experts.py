@@ -24,7 +24,8 @@ from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.memory.weights import view_unit
 from pshard.steps.emit import emit_steps
-from pshard.steps.step import CopyIn, StepShape
+from pshard.steps.move import Move, Weights
+from pshard.steps.step import StepShape
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -217,7 +218,7 @@ def test_what_is_read_over_the_link_in_place_takes_the_link_and_no_slot(planned:
     file, variant = planned
     (task,) = prepare_ranks(file.spec, profile_from_datasheet(RATES), variant.workload)
     tier = make_toy_tier(file, 1, [("streamed", None, 4), ("streamed", None)], 1, 1)
-    assert not [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, CopyIn)]
+    assert not [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, Move) and s.brings(Weights)]
     result = simulate_tier(task.room, tier, task.costs[0])
     for i, cost in ((0, task.costs[0].divided("blk.0.experts", Share(4))), (1, task.costs[0].units["blk.1.experts"])):
         events = [e for e in result.events if getattr(e.step, "unit", "") == f"blk.{i}.experts"]

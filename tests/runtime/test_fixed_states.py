@@ -19,7 +19,8 @@ from pshard.runtime.devices.device import open_device
 from pshard.session import bench_engine
 from pshard.session.bench_engine import BenchTest
 from pshard.steps.emit import emit_steps
-from pshard.steps.step import Compute, FetchKV, StepShape, WriteBack
+from pshard.steps.move import Move, UnitState
+from pshard.steps.step import Compute, StepShape
 from pshard.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("know_decay")
@@ -112,14 +113,18 @@ def test_steps_say_what_a_fixed_state_moves_and_where_it_lies() -> None:
     tier = make_tier(spec, 16, places, 0, CONTEXT, 3)
     body = emit_steps(spec, tier, StepShape(16, 100, 1, 3)).body
     each = 4 * spec.config.d_model
-    assert [(s.unit, s.nbytes, s.decided) for s in body if isinstance(s, FetchKV | WriteBack)] == [
-        ("blk.0.decay", 3 * each, True)
-    ] * 2
+    assert [
+        (s.unit, s.nbytes, s.is_decided_late) for s in body if isinstance(s, Move) and isinstance(s.portion, UnitState)
+    ] == [("blk.0.decay", 3 * each, True)] * 2
     assert {s.unit: s.state for s in body if isinstance(s, Compute) and s.state} == {
         "blk.0.decay": "host",
         "blk.1.attention": "vram",
     }
-    fetched = [s.unit for s in emit_steps(spec, tier, StepShape(16, 0, 1, 3)).body if isinstance(s, FetchKV)]
+    fetched = [
+        s.unit
+        for s in emit_steps(spec, tier, StepShape(16, 0, 1, 3)).body
+        if isinstance(s, Move) and s.brings(UnitState)
+    ]
     assert fetched == ["blk.0.decay"]  # its zeros, where sequences begin
 
 
