@@ -17,7 +17,7 @@ from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.host.fresh_memory import FilledMemory
-from pshard.runtime.memory.kv_file import KVStore
+from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice

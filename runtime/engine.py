@@ -21,7 +21,7 @@ from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.gpu.card_limits import card_limits
 from pshard.runtime.kernels.gpu.tiles.kernel_failures import is_kernel_failure, refuse
 from pshard.runtime.memory.kv_blocks import RecentBlocks
-from pshard.runtime.memory.kv_file import KVStore
+from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.ranks.gather import gather_nouns, gather_record
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.texts.numbered_texts import NumberedTexts

@@ -22,7 +22,7 @@ from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
 from pshard.runtime.executor import Executor, Group
 from pshard.runtime.kernels.api import Kernels, Segment
-from pshard.runtime.memory.kv_file import KVStore
+from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION

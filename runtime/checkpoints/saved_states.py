@@ -5,14 +5,13 @@ convolution's last inputs the columns of its queries, keys and values. float32.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import torch
 
 from pshard.cuts.rank_parts import Ranges
-from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.runtime.checkpoints.checkpoints import Checkpoint
 from pshard.runtime.residents import Snapshot
@@ -58,35 +57,29 @@ class SavedStates:
         group, d = self._delta.group, self._delta.head
         return 4 * (group * d * d + TAIL * (2 + group) * d)
 
-    def write(self, file: BinaryIO, start: int, states: Sequence[Checkpoint]) -> Iterator[tuple[int, int]]:
-        """This rank's blocks of all checkpoints, the first of which begins at `start`; (number, CRC) of each."""
+    def write(self, file: BinaryIO, offsets: Sequence[int], states: Sequence[Checkpoint]) -> Iterator[tuple[int, int]]:
+        """This rank's blocks of all checkpoints, to where all of them begin; (number, CRC) of each."""
         for i, one in enumerate(states):
             for place in self._heads:
                 number = i * self.count + place.number
                 raw = torch.cat([part.reshape(-1) for part in self._views(one.states, place)]).numpy().tobytes()
-                file.seek(start + number * self.block_nbytes)
+                file.seek(offsets[number])
                 file.write(raw)
                 yield number, zlib.crc32(raw)
 
     def read(
-        self, file: BinaryIO, start: int, sums: Sequence[int], lengths: Sequence[int], like: Snapshot
-    ) -> list[Checkpoint]:
-        """Checkpoints at these lengths, in tensors like those. Raises UserError for a block that is damaged."""
-        found = []
+        self, read_part: Callable[[int, str], bytearray], lengths: Sequence[int], like: Snapshot
+    ) -> Iterator[Checkpoint]:
+        """Checkpoints at these lengths, in tensors like those. read_part: gives a block by number and name."""
         for i, length in enumerate(lengths):
             states = {unit: tuple(torch.zeros_like(part) for part in parts) for unit, parts in like.items()}
             for place in self._heads:
-                number = i * self.count + place.number
-                file.seek(start + number * self.block_nbytes)
-                raw = bytearray(file.read(self.block_nbytes))
-                if zlib.crc32(raw) != sums[number]:
-                    raise UserError(f"is damaged (state of {place.unit})")
+                raw = read_part(i * self.count + place.number, f"state of {place.unit}")
                 numbers, at = torch.frombuffer(raw, dtype=torch.float32), 0
                 for view in self._views(states, place):
                     view.copy_(numbers[at : at + view.numel()].view(view.shape))
                     at += view.numel()
-            found.append(Checkpoint(length, states))
-        return found
+            yield Checkpoint(length, states)
 
     def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
         """Where a block's parts lie in a rank's states: matrices of value heads, columns of q, k and v."""

@@ -13,7 +13,7 @@ from pshard.errors import UserError
 from pshard.paths import cache_dir
 from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.executor import Executor
-from pshard.runtime.memory.kv_file import KVStore
+from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.block_keys import root_key
 from pshard.runtime.texts.commit_texts import Commits

@@ -23,16 +23,19 @@ from pshard.runtime.texts.prefix_files import PrefixFiles
 IDS = [5, 77, 200, 3]
 
 
-def _mutate_header(data: bytes, fixed: int) -> Callable[[random.Random], Mutant]:
-    """Changes of a file that has the length of its JSON header at byte 12, its CRC at 16, and `fixed` bytes before."""
-    end = fixed + struct.unpack_from("<I", data, 12)[0]
+FIXED = 20  # bytes before the header
+
+
+def _mutate_header(data: bytes) -> Callable[[random.Random], Mutant]:
+    """Changes of a KV file, which has the length of its JSON header at byte 12 and its CRC at 16."""
+    end = FIXED + struct.unpack_from("<I", data, 12)[0]
 
     def mutate(rng: random.Random) -> Mutant:
         if rng.random() < 0.3:
             return mutate_bytes(rng, data, len(data))
-        header = mutate_json(rng, data[fixed:end].decode())
+        header = mutate_json(rng, data[FIXED:end].decode())
         told = struct.pack("<II", len(header.data), zlib.crc32(header.data))
-        return replace(header, data=data[:12] + told + data[20:fixed] + header.data + data[end:])
+        return replace(header, data=data[:12] + told + header.data + data[end:])
 
     return mutate
 
@@ -47,7 +50,7 @@ def fuzz_kv_files(name: str, folder: Path) -> Target:
         engine.save(path)
         files.append(path.read_bytes())
         right.append(engine.forward([7]))
-    mutations = [_mutate_header(data, 20) for data in files]
+    mutations = [_mutate_header(data) for data in files]
 
     def mutate(rng: random.Random) -> Mutant:
         which = rng.randrange(len(files))
@@ -93,6 +96,6 @@ def fuzz_blocks(name: str, folder: Path) -> Target:
         if found.key != key or b"".join(found.parts.values()) != b"".join(parts.values()):
             raise WrongOutcome(f"{found} was read")
         encode_record(found)
-        return UNTOLD  # other ids, which whoever asks compares, or other sizes
+        return UNTOLD  # other ids, which whoever asks compares, or other names
 
-    return Target(name, folder, _mutate_header(encode_record(right), 24), judge)
+    return Target(name, folder, _mutate_header(encode_record(right)), judge)

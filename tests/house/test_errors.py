@@ -17,7 +17,7 @@ ADVICE = re.compile(
     r"|; (?:it is|they are|there (?:is|are)|\{\} (?:is|needs?))|choose from|see \{\}|\bneeds? (?:-|a |two )|\{advice\})"
 )
 # calls of Python's interface, parts of a message that another one ends, and what only clients of the server see
-ELSEWHERE = ("runtime/texts/", "runtime/sequences.py", "runtime/checkpoints/saved_states.py", "server/thread/")
+ELSEWHERE = ("runtime/texts/", "server/thread/")
 
 
 def list_errors() -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pshard.errors import UserError
 from pshard.model_config import Experts
 from pshard.models import ModelFile, open_model
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.memory.kv_file import fingerprint_model
+from pshard.runtime.memory.kv_store import fingerprint_model
 from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 
 ROUTED = {

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.models.architectures import ARCHITECTURES
-from pshard.runtime.memory.kv_file import fingerprint_model
+from pshard.runtime.memory.kv_store import fingerprint_model
 
 MOE = [
     a.name for a in ARCHITECTURES if a.routing and a.name in HF_CLASSES and not (a.sinks or a.latent)

@@ -13,7 +13,7 @@ from pshard.models import open_model
 from pshard.registries.routing_file import fingerprint_routers
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
-from pshard.runtime.memory.kv_file import fingerprint_model
+from pshard.runtime.memory.kv_store import fingerprint_model
 from pshard.units.moe.popularity import check_popularity, pack_numbers, pack_uses, unpack_numbers, unpack_uses
 
 

@@ -14,7 +14,7 @@ from pshard.models.stored import MappedFile
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.memory.kv_file import fingerprint_model
+from pshard.runtime.memory.kv_store import fingerprint_model
 
 CHANGED = "was cut short or written to while it was read; start again when the file is whole"
 

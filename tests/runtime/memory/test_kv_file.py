@@ -16,7 +16,8 @@ from thread_ranks import random_tiers, run_ranks
 from pshard.commands.cli_run import _take_cached
 from pshard.errors import StepFailed, UserError
 from pshard.models import open_model
-from pshard.runtime.memory.kv_file import fingerprint_model
+from pshard.runtime.memory.kv_store import fingerprint_model
+from pshard.runtime.texts.block_record import BlockRecord, encode_record
 
 CONTEXT = 96
 PROMPT = [(7 * i) % 320 for i in range(30)]
@@ -135,9 +136,22 @@ def test_files_that_are_damaged_or_of_another_run_are_refused(model: Path, tmp_p
         pytest.raises(UserError, match="30 cells, the context 16: give a larger -c"),
     ):
         engine.load(file)
-    with open_engine(model, context=CONTEXT) as engine, pytest.raises(UserError, match="of an older version, 1; this"):
-        file.write_bytes(raw[:8] + b"\x01" + raw[9:])
-        engine.load(file)
+    with open_engine(model, context=CONTEXT) as engine:
+        for version, told in (
+            (2, "is of an older version, 2; this pshard reads 3: remove it"),
+            (4, "a newer version, 4"),
+        ):
+            file.write_bytes(raw[:8] + bytes([version]) + raw[9:])
+            with pytest.raises(UserError, match=told):
+                engine.load(file)
+        block = BlockRecord(bytes(32), bytes(32), tuple(PROMPT), {"cells": b"1234"})
+        for foreign, told in (
+            (encode_record(block), "holds no text, as it should"),
+            (b"pshardpc" + raw[8:], "is no KV"),
+        ):
+            file.write_bytes(foreign)
+            with pytest.raises(UserError, match=told):
+                engine.load(file)
     with open_engine(model, context=CONTEXT) as engine:
         for at in [0, 8, 12, 16, 40, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(40))]:
             file.write_bytes(raw[:at] + bytes([raw[at] ^ 64]) + raw[at + 1 :])

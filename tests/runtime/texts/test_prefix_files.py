@@ -120,7 +120,7 @@ def damage(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("what", ["body", "header", "cut", "empty", "other block", "other tokens"])
+@pytest.mark.parametrize("what", ["body", "header", "cut", "empty", "other block", "other tokens", "version 1"])
 def test_what_is_damaged_or_of_other_tokens_is_computed_again(model: Path, tmp_path: Path, what: str) -> None:
     with open_engine(model, context=512) as engine:
         _, expected = run_text(engine, IDS, tmp_path)
@@ -128,6 +128,8 @@ def test_what_is_damaged_or_of_other_tokens_is_computed_again(model: Path, tmp_p
     raw = paths[0].read_bytes()
     if what in ("body", "header"):
         damage(paths[0], -1 if what == "body" else 40)
+    elif what == "version 1":  # as files were before texts and blocks had one format
+        paths[0].write_bytes(b"pshardpc\1" + raw[9:])
     elif what == "other block":
         paths[0].write_bytes(paths[1].read_bytes())
     elif what == "other tokens":  # whole, and of that key all the same
