@@ -26,10 +26,10 @@ from scheduler_overhead import IdleMachine
 
 from pshard.commands.everyday.cli_serve import make_parser, read_request
 from pshard.runtime.texts.text import Piece
-from pshard.server.http.make_app import make_app
 from pshard.server.life.load_model import ModelLoader
 from pshard.server.life.serve_model import describe_model
 from pshard.server.life.web_server import WebServer, open_port
+from pshard.server.routes.make_app import make_app
 from pshard.server.scheduling.promises import Promises
 from pshard.server.scheduling.served_machine import Machine
 from pshard.server.thread.engine_thread import EngineThread

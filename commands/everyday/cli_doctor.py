@@ -32,8 +32,8 @@ def _main(argv: list[str]) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from pshard.commands.program.say_version import describe_version
     from pshard.session.readiness.diagnose import diagnose
+    from pshard.session.readiness.say_version import describe_version
 
     out, wrong = Console(), False
     out.print(describe_version(), highlight=False, soft_wrap=True)

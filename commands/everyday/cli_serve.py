@@ -149,7 +149,7 @@ def read_app(args: Namespace) -> "MakeApp":
     door, sampling = read_door(args), make_sampling(args)
 
     def make(service: "Service", model: "ServedModel") -> "PreparedApp":
-        from pshard.server.http.make_app import make_app  # takes seconds, while the port is open already
+        from pshard.server.routes.make_app import make_app  # takes seconds, while the port is open already
 
         return make_app(service, model, door=door, usual=sampling)
 

@@ -34,7 +34,7 @@ def _main(argv: list[str]) -> int:
         print(_help())
         return 0
     if first in ("-V", "--version", "version"):
-        from pshard.commands.program.say_version import describe_version
+        from pshard.session.readiness.say_version import describe_version
 
         print(describe_version())
         return 0

@@ -17,8 +17,8 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.devices.hand_offs import kernels_may_wait
 from pshard.runtime.kernels.gpu.exchange import triton_exchange as kernels
 from pshard.runtime.kernels.gpu.exchange import triton_many_rows as many_rows
-from pshard.runtime.kernels.gpu.exchange import triton_row_sum as row_sum
 from pshard.runtime.kernels.gpu.experts.picked import Picked
+from pshard.runtime.kernels.gpu.products import triton_row_sum as row_sum
 
 ONE_SHOT, TWO_SHOT, BY_ROWS, MANY_ROWS = "one-shot", "two-shot", "rows", "many-rows"  # names in the profile
 PATIENCE = 120_000_000  # polls of about a microsecond before a rank is given up as late

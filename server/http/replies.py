@@ -1,7 +1,6 @@
 """What a route gives back, and how it is sent: whole, or as a stream of server-sent events."""
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +10,9 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
+from pshard.server.shapes.write_json import encode_line, write_json
+
 PING = b": still here\n\n"
-# made once: `json.dumps` with other than its usual settings makes one each time
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 LOOKS = 8  # at a client that takes nothing, in the time that it has
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -48,11 +46,6 @@ class Gone(Exception):
     """The client has closed its connection."""
 
 
-def write_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8."""
-    return _encode_line(ENCODER.encode(value))
-
-
 def reply_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Whole:
     """A JSON answer."""
     return Whole(write_json(value), status, {"content-type": "application/json", **(headers or {})})
@@ -67,7 +60,7 @@ def prepare_event(show: Callable[[str], Any]) -> Callable[[str], bytes]:
     """Writes what `write_event` writes of `show(text)`, where the text stands in it once: all else is encoded here."""
     place = token_hex(16)  # that is nowhere else in it
     before, after = write_event(show(place)).split(f'"{place}"'.encode())
-    return lambda text: before + _encode_line(encode_basestring(text)) + after
+    return lambda text: before + encode_line(encode_basestring(text)) + after
 
 
 class _Patience:
@@ -129,11 +122,6 @@ async def send_stream(receive: Receive, send: Send, stream: Stream, seconds: flo
         if close := getattr(stream.pieces, "aclose", None):
             await close()
         stream.end()
-
-
-def _encode_line(text: str) -> bytes:
-    """JSON in UTF-8, on what is one line to clients that split text as Python does, too."""
-    return (text if text.isascii() else text.translate(LINE_ENDS)).encode()
 
 
 async def _wait_gone(receive: Receive) -> None:

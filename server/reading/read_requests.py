@@ -12,8 +12,8 @@ from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.api.read_responses import SEALED, read_responses
 from pshard.server.api.read_tools import read_choice, read_tools
 from pshard.server.api.tables.fields import read_fields
-from pshard.server.http.replies import write_json
 from pshard.server.reading.reader import Reader
+from pshard.server.shapes.write_json import write_json
 from pshard.server.text.echoed import Echo, echo_prompt
 from pshard.server.text.prompts import Prompt
 

@@ -147,6 +147,23 @@ def find_circles() -> list[str]:
     return circles
 
 
+def find_mutual_folders() -> list[str]:
+    """Pairs of folders that import each other, neither of which lies in the other: files of both are read together.
+    `pshard.load` stands at the top of the package and is left out."""
+    homes = {module_name(path): path.parent.relative_to(ROOT) for path in list_sources() if path.parent != ROOT}
+    arrows = set()
+    for path in list_sources():
+        here = path.parent.relative_to(ROOT)
+        arrows |= {
+            (here, homes[other]) for other in imports_of(path, True) - {"pshard"} if module_name(path) != "pshard"
+        }
+    return sorted(
+        f"{a} and {b}"
+        for a, b in arrows
+        if (b, a) in arrows and str(a) < str(b) and a not in b.parents and b not in a.parents
+    )
+
+
 def find_upward_arrows() -> list[str]:
     """Imports that ARROWS does not allow."""
     found = []
@@ -265,7 +282,7 @@ def find_compared_sites() -> list[str]:
 if __name__ == "__main__":
     arrows = (find_missing_modules, find_wrong_links, find_circles, find_upward_arrows, find_arrows_among_nouns)
     sizes, homes = (find_long_code, find_long_calls), (find_site_names, find_compared_sites)
-    for rule in (*arrows, *sizes, find_kind_names, find_kind_imports, find_variations, *homes):
+    for rule in (*arrows, find_mutual_folders, *sizes, find_kind_names, find_kind_imports, find_variations, *homes):
         lines = rule()
         print(f"{rule.__name__}: {len(lines)}")
         for line in lines:

@@ -48,6 +48,10 @@ def test_code_asks_a_placement_what_it_must_know_instead_of_comparing_names() ->
     assert len(code_rules.find_compared_sites()) <= 1  # whether the name in a file is one of a site
 
 
+def test_hardly_any_folders_import_each_other() -> None:
+    assert len(code_rules.find_mutual_folders()) <= 4
+
+
 def test_every_folder_of_the_package_is_installed() -> None:
     with open(code_rules.ROOT / "pyproject.toml", "rb") as file:
         installed = tomllib.load(file)["tool"]["setuptools"]["packages"]

@@ -50,7 +50,7 @@ def test_one_wheel_serves_all_versions_of_python(wheel: Path) -> None:
 def test_a_wheel_says_which_commit_it_is_made_from(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path)
-    code = "from pshard.commands.program.say_version import describe_version; print(describe_version())"
+    code = "from pshard.session.readiness.say_version import describe_version; print(describe_version())"
     env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True).stdout
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=wheel.parents[1], capture_output=True, text=True).stdout

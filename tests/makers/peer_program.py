@@ -142,7 +142,7 @@ def slices(exchange: Any, out: Path) -> None:
     """Norms of rows of three slices, whose programs meet: a process for each, as the interpreter has one at a time."""
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-    from pshard.runtime.kernels.gpu.exchange import triton_row_sum
+    from pshard.runtime.kernels.gpu.products import triton_row_sum
 
     programs, cols = triton_row_sum.MAX_COLS // triton_row_sum.SLICE, 2 * triton_row_sum.SLICE + 160
     hidden, normed = torch.zeros(2, cols).share_memory_(), torch.zeros(2, cols).share_memory_()

@@ -15,6 +15,6 @@ def service() -> Iterator[SmallService]:
 
 @pytest.fixture(scope="module")
 def app(service: SmallService):
-    from pshard.server.http.make_app import make_app  # with the extra serve alone
+    from pshard.server.routes.make_app import make_app  # with the extra serve alone
 
     return make_app(service, demo_model())

@@ -8,8 +8,8 @@ from http_client import ask, events_of
 from small_service import demo_model
 from test_streams import Speaker
 
-from pshard.server.http.make_app import make_app
 from pshard.server.jobs import Ended
+from pshard.server.routes.make_app import make_app
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
 FAMILIES = {

@@ -7,7 +7,7 @@ import pytest
 from http_client import ask, events_of
 from small_service import demo_model
 
-from pshard.server.http.make_app import make_app
+from pshard.server.routes.make_app import make_app
 
 PATH = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "ROMEO:"}], "max_completion_tokens": 16, "temperature": 0}

@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 
 from pshard.runtime.sampling.grammar import open_words
 from pshard.server.api.limits import DEFAULT_LIMITS
-from pshard.server.http.make_app import make_app
+from pshard.server.routes.make_app import make_app
 from pshard.server.text import guides
 
 PATH = "/v1/completions"

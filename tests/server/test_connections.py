@@ -21,9 +21,9 @@ from small_service import SmallService, demo_model
 from pshard.server.api.limits import DEFAULT_LIMITS
 from pshard.server.http.bell import Bell
 from pshard.server.http.inbox import Board, Inbox
-from pshard.server.http.make_app import make_app
 from pshard.server.http.replies import Gone, Stream, send_stream
 from pshard.server.jobs import Ended, Made, Progress
+from pshard.server.routes.make_app import make_app
 
 ROMEO = {"prompt": "ROMEO:\n", "max_tokens": 400, "temperature": 0}
 

@@ -13,8 +13,8 @@ from served import EngineLoader
 from small_service import demo_model
 from test_engine_thread import PATIENCE, ready, wait_for
 
-from pshard.server.http.make_app import make_app
 from pshard.server.page.show_parts import quantile_of
+from pshard.server.routes.make_app import make_app
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 

@@ -15,7 +15,7 @@ from http_client import ask, serve
 from quick_service import QuickService
 from small_service import demo_model
 
-from pshard.server.http.make_app import make_app
+from pshard.server.routes.make_app import make_app
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"], "additionalProperties": False}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}

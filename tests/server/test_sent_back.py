@@ -8,7 +8,7 @@ from http_client import ask
 from small_service import demo_model
 from test_calls_or_schema import Keeper
 
-from pshard.server.http.make_app import make_app
+from pshard.server.routes.make_app import make_app
 
 ONE_CALL = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"

@@ -9,8 +9,8 @@ from http_client import ask
 from small_service import SmallService, demo_model, open_service
 
 from pshard.server.http.guards import Door
-from pshard.server.http.make_app import make_app
 from pshard.server.jobs import Refused
+from pshard.server.routes.make_app import make_app
 
 PROMPT = {"prompt": "ROMEO:\n", "max_tokens": 2}
 

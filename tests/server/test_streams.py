@@ -10,8 +10,8 @@ from quick_service import QuickService
 from small_service import demo_model
 
 from pshard.server.api.limits import DEFAULT_LIMITS
-from pshard.server.http.make_app import make_app
 from pshard.server.jobs import Ended, Made, Progress
+from pshard.server.routes.make_app import make_app
 
 STOP, STILL = Ended("stop"), ": still here"
 TEMPLATE = "<think><tool_call>{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"

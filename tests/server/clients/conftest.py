@@ -8,7 +8,7 @@ from served import EngineLoader
 from small_service import SmallService, demo_model
 
 from pshard.server.http.guards import Door
-from pshard.server.http.make_app import make_app
+from pshard.server.routes.make_app import make_app
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 

@@ -8,9 +8,9 @@ from quick_service import QuickService
 from small_service import demo_model
 
 from pshard.server.http.guards import Door
-from pshard.server.http.make_app import make_app
 from pshard.server.jobs import Ended, Made, Progress
 from pshard.server.page.page_routes import OPEN_PATHS
+from pshard.server.routes.make_app import make_app
 
 TEMPLATE = (  # thinks, has tools, and takes a system at the beginning alone
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}"

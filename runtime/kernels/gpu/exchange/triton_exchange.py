@@ -17,7 +17,7 @@ Parts are rounded to the wire's type, then added in rank order in float32: the s
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.exchange.triton_row_sum import words_nbytes
+from pshard.runtime.kernels.gpu.products.triton_row_sum import words_nbytes
 
 BLOCK = 2048  # elements of four bytes that a program exchanges at once
 PROGRAMS = 512  # that there are places for

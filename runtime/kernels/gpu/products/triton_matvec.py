@@ -7,12 +7,12 @@ faster for very few tokens where decoding takes long. Sums have a fixed order, s
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.exchange.triton_row_sum import push_part
 from pshard.runtime.kernels.gpu.next_norm import factor_of
 from pshard.runtime.kernels.gpu.products.triton_dp4a import dot_record
 from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
 from pshard.runtime.kernels.gpu.products.triton_records import dot_records
+from pshard.runtime.kernels.gpu.products.triton_row_sum import push_part
 
 
 @triton.jit
