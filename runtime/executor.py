@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pshard.batch import Batch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import logit_rows as most_logit_rows
 from pshard.model import ModelSpec
@@ -202,7 +203,7 @@ class Executor:
         self,
         ids: Sequence[int],
         segments: tuple[Segment, ...],
-        logit_rows: list[int],
+        batch: Batch,
         used: Callable[[], Sequence[Segment]],
         best_only: bool = False,
         chooser: RowChooser | None = None,
@@ -213,17 +214,17 @@ class Executor:
         Args:
             ids: of the tokens, all in the vocabulary.
             segments: which rows belong to which sequence, in row order.
-            logit_rows: rows whose logits are wanted.
+            batch: the same tokens as spans of texts; it says whose logits are wanted.
             used: tells what every sequence has behind it before this micro-batch, as segments without new tokens.
             best_only: the largest logit of each row will do.
             chooser: takes what is wanted of each row instead of it being returned.
             foresee: tells the segments of the next micro-batch, where it can, which is then made ready meanwhile.
 
         Returns:
-            float32 on the host, a fresh tensor: [len(logit_rows), vocabulary]; with `best_only` [len(logit_rows), 2],
+            float32 on the host, a fresh tensor: [batch.rows, vocabulary]; with `best_only` [batch.rows, 2],
             logit and id; no rows with a chooser.
         """
-        tokens = len(ids)
+        tokens, logit_rows = batch.tokens, list(batch.wanted)
         tier = self.plan.covering(max(tokens, self.least))
         in_force = self.enter(tier, used)
         if self._sent is not None:
@@ -237,7 +238,7 @@ class Executor:
         walk = self.walks.make(in_force, ids, segments, logit_rows)
         best_only = best_only or (chooser is not None and chooser.is_quick)
         walk.logits.ask(best_only, chooser)
-        program, ahead = self._program(tier, any(s.past for s in segments))
+        program, ahead = self._program(tier, batch.cells > 0)
         if foresee is not None:
             walk.logits.make_next = partial(self.walks.make_next, in_force, foresee, logit_rows, ahead)
         try:

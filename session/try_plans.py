@@ -362,8 +362,8 @@ def _sample(engine: "Engine", new: list[list[int]], past: int, repeats: int, dea
 
 def _new_tokens(engine: "Engine", load: "TierLoad") -> list[list[int]]:
     """The load's token ids, spread over its sequences."""
-    each, more = divmod(load.tokens, load.sequences)
-    return [_ids(engine, each + (s < more), s) for s in range(load.sequences)]
+    sizes = [span.tokens for span in load.batch.spans for _ in range(span.texts)]
+    return [_ids(engine, n, s) for s, n in enumerate(sizes)]
 
 
 def _fill(engine: "Engine", load: "TierLoad") -> None:

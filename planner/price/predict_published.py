@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pshard.batch import Batch
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
@@ -36,7 +37,7 @@ class Predictor:
 
     def rank_seconds(self, tokens: int, sequences: int, past: int, under: int = 0) -> list[float]:
         """Seconds of that micro-batch on every rank. under: tokens by which the tier is chosen, where they are more."""
-        load = TierLoad(tokens, sequences, past, sequences, 1.0)
+        load = TierLoad(Batch.even(tokens, sequences, past))
         v, w = self._variant, self._variant.workload
         on_host = self._tables.kind == "cpu"
         shape = StepShape(tokens, sequences * past, sequences, sequences, w.type_k, w.type_v, len(v.ranks), on_host)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pshard.batch import Batch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.collectives import wire_type
 from pshard.homes import Lane
@@ -106,7 +107,7 @@ class TierCosts:
         """What divided units are priced for. They keep no state: nothing that they cost depends on past tokens."""
         load = self.load
         together = load.tokens if load.is_decode else 1
-        return replace(self.setting, load=replace(load, sequences=together, past=0, logit_rows=0, weight=0, rare=False))
+        return replace(self.setting, load=TierLoad(Batch.even(load.tokens, together), weight=0))
 
     @cached_property
     def _worked_out(self) -> dict[tuple, DividedCost]:

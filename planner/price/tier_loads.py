@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pshard.batch import Batch
 from pshard.workload import Workload
 
 LEAST = 0.02  # share of the round's time that every tier counts for, also one that the round never enters
@@ -10,22 +11,40 @@ LEAST = 0.02  # share of the round's time that every tier counts for, also one t
 
 @dataclass(frozen=True)
 class TierLoad:
-    """One micro-batch: `sequences` sequences with `tokens / sequences` new tokens each after `past` cached cells each.
+    """One micro-batch, whose texts have equally many new tokens and cached cells.
 
     `weight` is how many such micro-batches one round of the workload (all its sequences, prompt and answer) takes.
     `rare`: the round hardly enters this tier, if ever; its weight only keeps it from being planned badly.
     """
 
-    tokens: int
-    sequences: int
-    past: int
-    logit_rows: int
-    weight: float
+    batch: Batch
+    weight: float = 1.0
     rare: bool = False
 
     @property
+    def tokens(self) -> int:
+        """New tokens of all texts."""
+        return self.batch.tokens
+
+    @property
+    def sequences(self) -> int:
+        """How many texts have some."""
+        return self.batch.texts
+
+    @property
+    def past(self) -> int:
+        """Cached cells of each."""
+        return self.batch.spans[0].past
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits that are wanted."""
+        return self.batch.rows
+
+    @property
     def is_decode(self) -> bool:
-        return self.tokens == self.sequences
+        """Whether every text has one token."""
+        return self.batch.is_decode
 
 
 def tier_loads(workload: Workload, tiers: tuple[int, ...] | None = None) -> tuple[TierLoad, ...]:
@@ -64,10 +83,10 @@ def _load(workload: Workload, tokens: int, weight: float) -> TierLoad:
 
     if tokens <= workload.sequences:
         past = max(0, min(workload.prompt + workload.generated // 2, share(tokens) - 1))
-        return TierLoad(tokens, tokens, past, tokens, weight)
+        return TierLoad(Batch.even(tokens, tokens, past), weight)
     longest = max(1, min(share(1), workload.prompt))  # new tokens that one sequence can bring
     sequences = min(workload.sequences, -(-tokens // longest))
     each = -(-tokens // sequences)
     chunks = max(1, -(-workload.prompt // each))
     past = max(0, min((chunks - 1) * each // 2, share(sequences) - each))
-    return TierLoad(tokens, sequences, past, sequences, weight)
+    return TierLoad(Batch.even(tokens, sequences, past), weight)

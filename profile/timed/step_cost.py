@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from pshard.batch import Batch, Span
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.homes import HOST, ON_CPU, PINNED, STREAMED, VRAM
 from pshard.machine import ElementwiseTiming
@@ -180,7 +181,7 @@ def _time_walk(
     with _open_executor(where, tokens, device, kernels, spec or _small_model()) as executor:
         for _ in range(many * WALKS):
             start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
-            executor.run(ids, segments, [tokens - 1], lambda: segments, foresee=lambda: segments)
+            executor.run(ids, segments, Batch((Span(tokens, 1),)), lambda: segments, foresee=lambda: segments)
             samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
     return statistics.median(samples[many * WARM_UPS :])
 

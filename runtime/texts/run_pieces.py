@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 
+from pshard.batch import Batch
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.texts.choose_rows import RowChooser
@@ -56,9 +58,7 @@ class PieceRunner:
         """One micro-batch."""
         ids: list[int] = []
         segments: list[Segment] = []
-        rows: list[int] = []
         wishes: list[tuple[Piece, tuple[int, ...]]] = []
-        counts: list[int] = []
         for piece in pieces:
             n = len(piece.ids)
             if piece.drafts:
@@ -66,14 +66,11 @@ class PieceRunner:
             segments.append(self._blocks.new_segment(piece.text, len(ids), n, len(piece.text.ids)))
             ids += piece.ids
             if piece.rows == "all":
-                rows += range(len(ids) - n, len(ids))
                 wishes += [(piece, piece.of[i : i + 1]) for i in range(n)]
             elif piece.rows == "last":
-                rows.append(len(ids) - 1)
                 wishes.append((piece, piece.of))
-            counts.append(n if piece.rows == "all" else int(piece.rows == "last"))
-        chooser = RowChooser(wishes)
-        batch = NewTokens(tuple(p.text for p in pieces), ids, tuple(segments), [(row, 0) for row in rows])
+        chooser, spans = RowChooser(wishes), tuple(piece.span for piece in pieces)
+        batch = NewTokens(tuple(p.text for p in pieces), ids, tuple(segments), Batch(spans))
         with self._executor.device.current():
             self._compute(batch, chooser)
             for piece in pieces:
@@ -81,12 +78,12 @@ class PieceRunner:
                     end = len(piece.text.ids)
                     self._commits.commit_all(piece.text, end - len(piece.ids), end)
         found = iter(chooser.rows)
-        return [[next(found) for _ in range(n)] for n in counts]
+        return [list(islice(found, span.rows)) for span in spans]
 
     def _compute(self, batch: NewTokens, chooser: RowChooser | None = None, best_only: bool = False) -> torch.Tensor:
-        rows, follow = [row for row, _ in batch.wanted], partial(self._blocks.foresee, batch.segments)
+        follow = partial(self._blocks.foresee, batch.segments)
         found = self._executor.run(
-            batch.ids, batch.segments, rows, self._blocks.used, best_only, chooser=chooser, foresee=follow
+            batch.ids, batch.segments, batch.batch, self._blocks.used, best_only, chooser=chooser, foresee=follow
         )
         batch.append()
         return found

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pshard.batch import PROMPT, VERIFY, Span
 from pshard.errors import UserError
 
 
@@ -41,8 +42,8 @@ class Piece:
     rows: of which of them, "none", "last" or "all". best: so many of the largest, the first of equal ones first (1:
     greedy). full: all of them, on the host. mask: uint32 words [ceil(vocab / 32)], bit i % 32 of word i // 32 says
     whether token i may come among the best. of: ids whose logits are wanted too; with rows="all" one of each row, else
-    any number. drafts: the tokens are drafts: nothing of them is shared or kept before `TextPool.commit` says how many
-    hold.
+    any number. kind: as of `Span`; of what a text verifies nothing is shared or kept before `TextPool.commit` says how
+    many tokens hold.
     """
 
     text: Text
@@ -52,7 +53,18 @@ class Piece:
     full: bool = False
     mask: np.ndarray | None = None
     of: tuple[int, ...] = ()
-    drafts: bool = False
+    kind: str = PROMPT
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the tokens are drafts."""
+        return self.kind == VERIFY
+
+    @property
+    def span(self) -> Span:
+        """The piece in a batch."""
+        rows = {"none": 0, "last": 1, "all": len(self.ids)}[self.rows]
+        return Span(len(self.ids), len(self.text.ids), rows, self.kind)
 
     @property
     def needs_total(self) -> bool:

@@ -4,6 +4,7 @@ No torch."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pshard.batch import DECODE, PROMPT, Batch, Span
 from pshard.errors import UserError
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import BlockPool, RecentBlocks, blocks_of
@@ -15,13 +16,12 @@ New = Sequence[tuple[Text, Sequence[int]]]  # texts, each with ids of new tokens
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Those of one micro-batch: ids, which rows belong to which text, and rows whose logits are wanted, each with the
-    number of its text among the `texts`."""
+    """Those of one micro-batch: its texts, each with its span of the batch and its segment, and all ids in a row."""
 
     texts: tuple[Text, ...]
     ids: list[int]
     segments: tuple[Segment, ...]
-    wanted: list[tuple[int, int]]
+    batch: Batch
 
     def append(self) -> None:
         """Let the texts have their tokens, which are computed now."""
@@ -209,20 +209,20 @@ class TextBlocks:
     def cut(self, new: New, most: int, all_logits: bool) -> Iterator[NewTokens]:
         """New tokens in micro-batches of at most so many; logits are wanted of all of them, or of each text's last.
         What one holds is to be appended before the next is asked for."""
-        texts, ids, segments, wanted = list[Text](), list[int](), list[Segment](), list[tuple[int, int]]()
-        for number, (text, own) in enumerate(new):
+        texts, ids, segments, spans = list[Text](), list[int](), list[Segment](), list[Span]()
+        for text, own in new:
             done, past = 0, len(text.ids)
             while done < len(own):
                 take = min(len(own) - done, most - len(ids))
                 texts.append(text)
                 segments.append(self.new_segment(text, len(ids), take, past + done))
                 last = len(own) - done - take == 0
-                rows = range(len(ids), len(ids) + take) if all_logits else [len(ids) + take - 1] if last else []
-                wanted += [(row, number) for row in rows]
+                rows = take if all_logits else int(last)
+                spans.append(Span(take, past + done, rows, DECODE if rows == len(own) == 1 else PROMPT))
                 ids += own[done : done + take]
                 done += take
                 if len(ids) == most:
-                    yield NewTokens(tuple(texts), ids, tuple(segments), wanted)
-                    texts, ids, segments, wanted = [], [], [], []
+                    yield NewTokens(tuple(texts), ids, tuple(segments), Batch(tuple(spans)))
+                    texts, ids, segments, spans = [], [], [], []
         if ids:
-            yield NewTokens(tuple(texts), ids, tuple(segments), wanted)
+            yield NewTokens(tuple(texts), ids, tuple(segments), Batch(tuple(spans)))

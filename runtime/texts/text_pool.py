@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from itertools import islice
 from math import inf
 from pathlib import Path
 
@@ -151,14 +152,15 @@ class TextPool:
         for text, _ in new:
             _check_no_drafts(text)
         self._blocks.admit(new, self._vocab)
-        rows: list[list[torch.Tensor]] = [[] for _ in new]
+        rows: dict[Text, list[torch.Tensor]] = {text: [] for text, _ in new}
         spans = {text: (len(text.ids), len(text.ids) + len(ids)) for text, ids in new}
         with self._guard():
             for batch in self._blocks.cut(new, self._most, all_logits):
                 logits = self._runner.run_batch(batch, spans, best_only)
-                for i, (_, number) in enumerate(batch.wanted):
-                    rows[number].append(logits[i])
-        return rows
+                found = iter(logits)
+                for text, span in zip(batch.texts, batch.batch.spans):
+                    rows[text] += islice(found, span.rows)
+        return list(rows.values())
 
     def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> list[list[Row]]:
         """Append new tokens to texts and compute them, in one micro-batch; returns what is wanted of the logits, by

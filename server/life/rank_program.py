@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,7 +198,7 @@ class Caller:
         if message.tier != self._tier:
             self._engine.texts.keep_tier(message.tier)
             self._tier = message.tier
-        pieces = [Piece(self._texts[n], p.ids, p.rows, p.best, p.full, p.mask, p.of) for n, p in message.pieces]
+        pieces = [replace(piece, text=self._texts[number]) for number, piece in message.pieces]
         try:
             rows = self._pool.step(pieces)
         except UserError as error:

@@ -6,6 +6,7 @@ from math import nan
 import numpy as np
 import torch
 
+from pshard.batch import DECODE
 from pshard.errors import StepFailed
 from pshard.runtime.sampling.sampler import NO_NUMBERS, Sampler
 from pshard.runtime.texts.text import Piece, Row, Text
@@ -29,7 +30,7 @@ def make_piece(run: Request, count: int) -> Piece:
     assert run.text is not None and run.sampler is not None
     at, text = len(run.text.ids), run.text
     if run.decodes:
-        return Piece(text, (run.tokens[at],), "last", *_wish(run, _enough(run)))
+        return Piece(text, (run.tokens[at],), "last", *_wish(run, _enough(run)), kind=DECODE)
     ids = tuple(run.tokens[at : at + count])
     if scores(run):
         return _scored_piece(run, text, ids)

@@ -2,23 +2,24 @@
 
 from collections.abc import Sequence
 
-from pshard.server.scheduling.pace import Pace, StepLoad
+from pshard.batch import Batch
+from pshard.server.scheduling.pace import Pace
 
 IN_PART = 2  # prompts that are computed in part at a time
 SECOND = 4  # one part of so many is kept for the prompt behind one that takes a whole step and more
 
 
-def room_for_prompts(pace: Pace, largest: int, load: StepLoad, gap: float, in_force: int) -> int:
-    """Tokens of prompts that a step may have beside texts that decode. load: these, and how many cells the prompt has
+def room_for_prompts(pace: Pace, largest: int, decoding: Batch, past: int, gap: float, in_force: int) -> int:
+    """Tokens of prompts that a step may have beside texts that decode. past: tokens that are computed of the prompt
     that is next.
 
     With nobody to wait for a token, the largest tier is filled; else the largest one that keeps the gap (seconds). One
     token more than decode has a place whatever that takes: a prompt that is never computed would break more than a gap.
     """
-    if not load.decodes:
+    if not decoding.texts:
         return largest
-    least = StepLoad(load.decodes, load.cells, min(1, largest - load.decodes), load.past)
-    return pace.largest_within(gap, least, in_force) - load.decodes
+    least = decoding.with_prompt(min(1, largest - decoding.texts), past)
+    return pace.largest_within(gap, least, in_force) - decoding.texts
 
 
 def wants_more(remaining: Sequence[int], room: int) -> bool:

@@ -1,28 +1,11 @@
 """How long steps take: what the plan predicts, corrected by what they really took."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
+from pshard.batch import Batch
 from pshard.server.scheduling.served_machine import PlanFacts
 
 WEIGHT = 0.2  # of a new observation in the running mean
 MOST_AT_ONCE = 4.0  # times what was expected: a tier's first step compiles or captures, which says nothing of others
 FORGET = 0.99  # of a correction that keeps a tier from being run, per step: only a run can tell that it was wrong
-
-
-@dataclass(frozen=True)
-class StepLoad:
-    """What a step computes: a token each of `decodes` texts with `cells` cached cells in all, and `prompt` tokens of
-    prompts that have `past` cells of their own, a mean over these tokens."""
-
-    decodes: int
-    cells: int
-    prompt: int = 0
-    past: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.decodes + self.prompt
 
 
 class Pace:
@@ -53,10 +36,10 @@ class Pace:
         """The same, corrected."""
         return self._planned[tier] * self._factor(tier)
 
-    def expect(self, load: StepLoad, tier: int) -> float:
+    def expect(self, batch: Batch, tier: int) -> float:
         """Corrected seconds of a step under a tier that covers it."""
-        predicted = self._predict(load, tier)
-        if tier in self._idle and self.covering(load.tokens) < tier:
+        predicted = self._predict(batch, tier)
+        if tier in self._idle and self.covering(batch.tokens) < tier:
             return predicted * self._idle[tier]
         return predicted * self._factor(tier)
 
@@ -64,24 +47,24 @@ class Pace:
         """Seconds of going from a tier (0: none) to another."""
         return self._times.switches[self._places[old]][self._places[new]] if old else 0.0
 
-    def observe(self, load: StepLoad, tier: int, seconds: float) -> None:
+    def observe(self, batch: Batch, tier: int, seconds: float) -> None:
         """A step, without a switch, took so long."""
-        needed = self.covering(load.tokens) == tier
+        needed = self.covering(batch.tokens) == tier
         factors = self._factors if needed else self._idle
-        factor = seconds / max(self._predict(load, tier), 1e-9)
+        factor = seconds / max(self._predict(batch, tier), 1e-9)
         known = factors.get(tier)
         factor = min(factor, MOST_AT_ONCE * (self._factor(tier) if known is None else known))
         factors[tier] = factor if known is None else known + WEIGHT * (factor - known)
         self.steps[tier] += needed
 
-    def largest_within(self, seconds: float, load: StepLoad, in_force: int) -> int:
+    def largest_within(self, seconds: float, batch: Batch, in_force: int) -> int:
         """The largest tier that, full with tokens of prompts beside those that decode, keeps to so many seconds, the
-        switch to it included; where none does, the smallest that covers the load."""
-        fits = self.covering(load.tokens)
+        switch to it included; where none does, the smallest that covers the batch."""
+        fits = self.covering(batch.tokens)
         for tier in self._tiers:
             if tier <= fits:
                 continue
-            full = StepLoad(load.decodes, load.cells, tier - load.decodes, load.past)
+            full = batch.with_prompt(tier - batch.decoding.texts, batch.others.mean_past)
             switch = self.switch(in_force, tier)
             if self.expect(full, tier) + switch <= seconds:
                 fits = tier
@@ -89,8 +72,10 @@ class Pace:
                 self._factors[tier] = 1 + (self._factors[tier] - 1) * FORGET
         return fits
 
-    def _predict(self, load: StepLoad, tier: int) -> float:
-        return self._times.tiers[self._places[tier]].seconds(load.decodes, load.cells, load.prompt, load.past)
+    def _predict(self, batch: Batch, tier: int) -> float:
+        decoding, others = batch.decoding, batch.others
+        times = self._times.tiers[self._places[tier]]
+        return times.seconds(decoding.texts, decoding.cells, others.tokens, others.mean_past)
 
     def _factor(self, tier: int) -> float:
         """Measured over predicted seconds; of a tier that never ran, that of the nearest one where it is slower."""
@@ -99,8 +84,3 @@ class Pace:
         if not self._factors:
             return 1.0
         return max(1.0, self._factors[min(self._factors, key=lambda other: abs(other - tier))])
-
-
-def mean_past(prompts: Sequence[tuple[int, int]]) -> int:
-    """Cells that tokens of prompts have before them; prompts: of each its tokens in a step, and its cells."""
-    return sum(n * past for n, past in prompts) // max(1, sum(n for n, _ in prompts))

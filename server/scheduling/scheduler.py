@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from pshard.batch import DECODE, Batch, Span
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.texts.text import Piece, Row
 from pshard.server.jobs import Ended, Made, Progress
@@ -12,7 +13,7 @@ from pshard.server.scheduling.choose_tier import TierChoice
 from pshard.server.scheduling.draw_token import draw_token, limit_piece, make_piece, score_rows, scores
 from pshard.server.scheduling.fill_step import fill_prompts, room_for_prompts, wants_more
 from pshard.server.scheduling.jobs_at_work import JobsAtWork
-from pshard.server.scheduling.pace import Pace, StepLoad, mean_past
+from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.promises import Promises
 from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.served_machine import Machine
@@ -75,21 +76,22 @@ class Scheduler:
         slots, shares = self.machine.facts.sequences, [Share(run, 1, True) for run in decoding]
         if not prompts and (len(decoding) == slots or not len(self.jobs.line)):
             return shares  # no need to know what would have room
-        cells, remaining = count_cells(decoding), [run.remaining for run in prompts]
-        room = self._room(len(decoding), cells, prompts)
+        batch = Batch(tuple(Span(1, count_cells([run]), 1, DECODE) for run in decoding))
+        remaining = [run.remaining for run in prompts]
+        room = self._room(batch, prompts)
         while len(self.jobs.running) < slots and len(self.jobs.line) and wants_more(remaining, room):
             if (run := self.jobs.admit(prompts)) is None:
                 break
             prompts.append(run)
             remaining.append(run.remaining)
-            room = self._room(len(decoding), cells, prompts)
+            room = self._room(batch, prompts)
         counts = fill_prompts(remaining, room)
         return shares + [Share(run, limit_piece(run, n), False) for run, n in zip(prompts, counts) if n]
 
-    def _room(self, decodes: int, cells: int, prompts: Sequence[Request]) -> int:
-        load = StepLoad(decodes, cells, 0, max((count_cells([run]) for run in prompts), default=0))
+    def _room(self, decoding: Batch, prompts: Sequence[Request]) -> int:
+        past = max((count_cells([run]) for run in prompts), default=0)
         largest = self.machine.facts.tiers[-1]
-        return room_for_prompts(self.pace, largest, load, self.promises.gap, self.choice.in_force)
+        return room_for_prompts(self.pace, largest, decoding, past, self.promises.gap, self.choice.in_force)
 
     def _lacks_blocks(self, shares: Sequence[Share]) -> bool:
         wanted = {s.run.text: len(s.run.text.ids) + s.count for s in shares if s.run.text is not None}
@@ -103,9 +105,9 @@ class Scheduler:
         else:
             self.jobs.preempt(run)
 
-    def choose_tier(self, load: StepLoad) -> int:
+    def choose_tier(self, batch: Batch) -> int:
         """Under which tier a step runs."""
-        tier = self.choice.choose(load, self.promises.gap if load.decodes else None)
+        tier = self.choice.choose(batch, self.promises.gap if batch.decoding.texts else None)
         if tier != self._kept:
             self.machine.keep_tier(tier)
             self._kept = tier
@@ -186,7 +188,7 @@ class Scheduler:
     def _note_step(self, step: "StepDone", made: int) -> None:
         seconds = step.end - step.start
         if not step.switched:
-            self.pace.observe(step.load, step.tier, seconds)
+            self.pace.observe(step.batch, step.tier, seconds)
         moved, self._link_bytes = self._link_bytes, self.machine.link_bytes
         busy = self.machine.facts.busy.get(step.tier, ())
         scale = seconds / self.pace.planned(step.tier) if self.pace.planned(step.tier) else 0.0
@@ -195,8 +197,8 @@ class Scheduler:
             start=step.start - self.tally.start,
             seconds=seconds,
             tier=step.tier,
-            decodes=step.load.decodes,
-            prompts=step.load.prompt,
+            decodes=step.batch.decoding.texts,
+            prompts=step.batch.others.tokens,
             link_bytes=self._link_bytes - moved,
             busy=tuple((name, min(seconds, value * scale)) for name, value in busy),
             switched=step.switched,
@@ -209,7 +211,7 @@ class StepDone:
     """A step that was computed: seconds on the scheduler's clock."""
 
     shares: Sequence[Share]
-    load: StepLoad
+    batch: Batch
     tier: int
     switched: bool
     start: float
@@ -219,14 +221,6 @@ class StepDone:
 def count_cells(runs: Sequence[Request]) -> int:
     """Cells that texts have."""
     return sum(len(run.text.ids) for run in runs if run.text is not None)
-
-
-def weigh(shares: Sequence[Share]) -> StepLoad:
-    """What a step computes, before it does."""
-    decoding = [share.run for share in shares if share.decodes]
-    prompts = [(share.count, count_cells([share.run])) for share in shares if not share.decodes]
-    past = mean_past(prompts) if prompts else 0
-    return StepLoad(len(decoding), count_cells(decoding), sum(n for n, _ in prompts), past)
 
 
 def run_step(
@@ -247,8 +241,8 @@ def run_step(
         if not kept:
             meanwhile()
             return True
-        load = weigh(kept)
-        tier = scheduler.choose_tier(load)
+        batch = Batch(tuple(piece.span for piece in pieces))
+        tier = scheduler.choose_tier(batch)
     begun = clock()
     try:
         rows: Sequence[Sequence[Row] | UserError] = scheduler.machine.pool.step(pieces, meanwhile)
@@ -258,7 +252,7 @@ def run_step(
     end = clock()
     with lock:
         switched = before != tier
-        scheduler.settle(StepDone(kept, load, tier, switched, begun, end), rows)
+        scheduler.settle(StepDone(kept, batch, tier, switched, begun, end), rows)
     return True
 
 

@@ -38,6 +38,7 @@ NOUNS = (
         "print_table",
         "file_lock",
         "jsonio",
+        "batch",
         "batch_sizes",
         "quant",
         "tensor",

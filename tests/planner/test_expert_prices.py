@@ -6,6 +6,7 @@ import pytest
 from experts_file import RULES, ExpertsFile
 from planner_cases import DESKTOP
 
+from pshard.batch import Batch
 from pshard.commands.cli_plan import list_gaps
 from pshard.machine import ExpertTiming, InPlaceTiming, MachineProfile, RouteTiming
 from pshard.planner.price.datasheet import profile_from_datasheet
@@ -38,7 +39,7 @@ def timed(seconds, *, side: str = "acc", shape: tuple = ("Q4_0", "Q4_0", 128, 8,
 
 
 def price(profile: MachineProfile, operation: Operation, tokens: int, side: str = "acc") -> float:
-    load = TierLoad(tokens, 1, 0, 1, 1.0)
+    load = TierLoad(Batch.even(tokens, 1))
     return price_operations([operation], OneSide(side, Tables(profile), load, tokens, "bf16"))
 
 
@@ -138,7 +139,7 @@ def test_a_datasheets_experts_take_what_the_slower_of_its_rates_allows(tokens: i
 def test_a_hand_over_costs_what_it_carries() -> None:
     """Bytes of all buffers, and one more kernel for each but the first."""
     spec, workload = ExpertsFile(RULES["softmax"]).spec, Workload((1000,), context=128)
-    costs = tier_costs(spec, Tables(PROFILE), TierLoad(16, 1, 0, 1, 1.0), workload)
+    costs = tier_costs(spec, Tables(PROFILE), TierLoad(Batch.even(16, 1)), workload)
     hidden, routed = 4 * 16 * 64, 4 * 16 * (64 + 2 * 2)
 
     def seconds(nbytes: int, *carries: str) -> float:

@@ -10,6 +10,7 @@ from planner_cases import OWN
 from routing_samples import make_drifting_record, make_record
 from slot_cases import DRIFTING, EXPERTS, FILE, LAYERS, PROFILE, RATES, USED, WORK
 
+from pshard.batch import Batch
 from pshard.errors import NoPlan
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
@@ -50,7 +51,7 @@ def cache_of(hits: list[float], slots: int = 8, admitted: float = 2.0) -> Expert
 
 
 def price(tokens: int, *caches: ExpertCache):
-    load = TierLoad(tokens, 1, 0, 1, 1.0)
+    load = TierLoad(Batch.even(tokens, 1))
     return tier_costs(replace(FILE.spec, caches=caches), Tables(PROFILE), load, Workload((1000,), context=128))
 
 

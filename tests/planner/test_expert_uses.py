@@ -9,6 +9,7 @@ from experts_file import ExpertsFile
 from planner_cases import DESKTOP, OWN
 from routing_samples import make_record
 
+from pshard.batch import Batch
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
 from pshard.plan import Variant
@@ -55,7 +56,7 @@ def even() -> ModelSpec:
 
 def price(spec: ModelSpec, tokens: int, untimed: bool = False) -> TierCosts:
     profile = replace(PROFILE, experts=(), routes=()) if untimed else PROFILE
-    return tier_costs(spec, Tables(profile), TierLoad(tokens, 1, 0, 1, 1.0), Workload((1000,), context=128))
+    return tier_costs(spec, Tables(profile), TierLoad(Batch.even(tokens, 1)), Workload((1000,), context=128))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 4096])

@@ -6,6 +6,7 @@ import pytest
 from golden.shapes import make_shape
 from planner_cases import DESKTOP, make_model
 
+from pshard.batch import VERIFY, Batch
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import UserError
 from pshard.machine import (
@@ -32,7 +33,7 @@ from pshard.workload import Split, Workload
 
 PROFILE = profile_from_datasheet(DESKTOP)
 WORKLOAD = Workload((1000,), context=4096)
-DECODE = TierLoad(1, 1, 1000, 1, 1.0)
+DECODE = TierLoad(Batch.even(1, 1, 1000))
 ROUTED = make_shape("qwen3-30b-a3b")
 TAUGHT = Correction(tuple(Factor("acc", "experts", batch, 2.0) for batch in ("small", "large")))
 
@@ -82,7 +83,7 @@ def test_products_of_one_input_are_one_launch_in_small_batches():
 
     def seconds(unit: int, tokens: int, kind: str = "cuda") -> float:
         accelerators = (replace(profile.accelerators[0], kind=kind),)
-        tables, load = Tables(replace(profile, accelerators=accelerators)), TierLoad(tokens, 1, 0, 1, 1.0)
+        tables, load = Tables(replace(profile, accelerators=accelerators)), TierLoad(Batch.even(tokens, 1))
         cost = unit_cost(spec.units[unit], Setting(spec, tables, load, WORKLOAD)).acc
         attention = tables.attention("acc", spec.config, "bf16", tokens, tokens)
         return cost - (attention if unit == 1 else 0.0)
@@ -125,8 +126,8 @@ def test_few_heads_take_what_as_many_bytes_of_more_take_and_no_launch_less():
 
 def test_sequences_that_decode_together_read_all_their_cells():
     spec, tables = make_model(), Tables(PROFILE)
-    one = unit_cost(spec.units[1], Setting(spec, tables, TierLoad(1, 1, 4000, 1, 1.0), WORKLOAD))
-    four = unit_cost(spec.units[1], Setting(spec, tables, TierLoad(4, 4, 4000, 4, 1.0), WORKLOAD))
+    one = unit_cost(spec.units[1], Setting(spec, tables, TierLoad(Batch.even(1, 1, 4000)), WORKLOAD))
+    four = unit_cost(spec.units[1], Setting(spec, tables, TierLoad(Batch.even(4, 4, 4000)), WORKLOAD))
     assert four.kv_fetch_bytes == 4 * one.kv_fetch_bytes
     assert one.acc < four.acc < 4 * one.acc
 
@@ -157,8 +158,21 @@ def test_sequences_that_were_timed_together_cost_that():
 def test_only_the_wanted_rows_of_logits_are_computed():
     spec, tables = make_model(vocab=32768), Tables(PROFILE)
     head = spec.output
-    prefill = unit_cost(head, Setting(spec, tables, TierLoad(512, 1, 0, 1, 1.0), WORKLOAD))
+    prefill = unit_cost(head, Setting(spec, tables, TierLoad(Batch.even(512, 1)), WORKLOAD))
     assert prefill.acc == pytest.approx(unit_cost(head, Setting(spec, tables, DECODE, WORKLOAD)).acc)
+
+
+def test_a_verify_batch_is_priced_as_a_prompt_of_its_size_with_logits_of_all_its_tokens():
+    spec, tables = make_model(vocab=32768), Tables(PROFILE)
+    for unit in spec.units:
+        verify, prompt, wide = (
+            unit_cost(unit, Setting(spec, tables, TierLoad(batch), WORKLOAD))
+            for batch in (Batch.even(32, 4, 1000, VERIFY), Batch.even(32, 4, 1000), Batch.even(32, 32, 0))
+        )
+        if unit is spec.output:
+            assert verify.acc == wide.acc and verify.cpu == wide.cpu > prompt.cpu
+        else:
+            assert verify == prompt
 
 
 def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():
@@ -188,7 +202,7 @@ def test_a_rank_costs_what_ranks_were_measured_to_have_of_the_host():
         ShareTiming(2, "copy", 1 << 20, 1.0, 1.0, 1.5),
     )
     timed, untimed = (Tables(replace(PROFILE, shares=rows)) for rows in (shares, ()))
-    prefill = TierLoad(64, 1, 0, 1, 1.0)
+    prefill = TierLoad(Batch.even(64, 1))
     for mode, load, on_cpu, untimed_cpu in (
         ("tensor", DECODE, 1.6, 2.0),
         ("layer", DECODE, 1.2, 2.0),  # layers take turns at decode
@@ -258,7 +272,7 @@ def test_ranks_of_several_hosts_share_no_host_and_sum_as_was_timed_between_them(
     assert [t.hand_over(4, 1 << 20) for t in (one, two)] == [1e-5, 1e-2]  # hosts' borders are the slowest
     assert [t.share("matmul", 4, 1, True) for t in (one, two, four)] == [4.0, 2.0, 1.0]
     assert [t.share("copy", 2, 1, True) for t in (one, two, four)] == [2.0, 2.0, 1.0]
-    load, spec = TierLoad(1, 1, 0, 1, 1.0), make_model(layers=1)
+    load, spec = TierLoad(Batch.even(1, 1)), make_model(layers=1)
     alone = tier_costs(spec, one, load, WORKLOAD, ranks=1)
     assert tier_costs(spec, four, load, WORKLOAD, ranks=4).contended == alone.contended
     assert tier_costs(spec, one, load, WORKLOAD, ranks=4).contended != alone.contended
@@ -282,7 +296,7 @@ def test_sums_are_priced_in_the_type_that_the_run_takes(tokens: int, chosen: str
     if not on_gpu:
         profile = replace(profile, accelerators=tuple(replace(a, kind="cpu") for a in profile.accelerators))
     workload = replace(WORKLOAD, reduce_dtype=chosen)
-    costs = tier_costs(make_model(layers=1), Tables(profile), TierLoad(tokens, 1, 0, 1, 1.0), workload, ranks=2)
+    costs = tier_costs(make_model(layers=1), Tables(profile), TierLoad(Batch.even(tokens, 1)), workload, ranks=2)
     assert costs.all_reduce(1 << 20) == pytest.approx(seconds)
     assert costs.meeting(AllReduce("blk.0.ffn", 1 << 20)) == pytest.approx(seconds)
     assert costs.meeting(Gather("output", 1 << 20)) == pytest.approx(2e-3)  # logits are not rounded
@@ -325,7 +339,7 @@ def test_divided_units_cost_the_same_in_every_plan_of_a_profile(tokens: int, seq
     """What one plan has worked out the next one takes, whatever it has in its context; not another correction's."""
     workload, tables = Workload((1000,), context=4096), find_tables(PROFILE)
     first, second = (
-        tier_costs(ROUTED, tables, TierLoad(tokens, sequences, past, 1, 1.0), workload) for past in (0, 900)
+        tier_costs(ROUTED, tables, TierLoad(Batch.even(tokens, sequences, past)), workload) for past in (0, 900)
     )
     assert tables is find_tables(PROFILE) is not find_tables(PROFILE, TAUGHT)
     taught = tier_costs(ROUTED, find_tables(PROFILE, TAUGHT), first.load, workload)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 
+from pshard.batch import Batch
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.machine import Contention, ElementwiseTiming
 from pshard.model_config import Experts
@@ -104,7 +105,7 @@ def test_launches_are_paid_where_no_graph_holds_them(tokens, sequences, streamed
     for row in ((), (ElementwiseTiming("acc", "launch", 1, 1, each),)):
         tables = Tables(replace(profile, elementwise=(*profile.elementwise, *row)))
         room = rank_room(spec, workload, workload.vram_mib[0], tables.kind, tables.act_bytes)
-        load = TierLoad(tokens, sequences, 0, sequences, 1.0)
+        load = TierLoad(Batch.even(tokens, sequences))
         where = {u.name: "pinned" for u in spec.units} | {"embedding": "cpu"}
         where |= {"ffn.5": "streamed"} if streamed else {}
         kv = frozenset(u.name for u in spec.units if u.kind.state)
@@ -128,7 +129,7 @@ def test_the_host_thread_pays_for_every_run_that_no_hand_off_begins(streamed, kv
         tables = Tables(replace(profile, elementwise=(*profile.elementwise, *row)))
         room = rank_room(spec, workload, workload.vram_mib[0], tables.kind, tables.act_bytes)
         tier = draft_tier(room, 1, where, in_vram, 2 if streamed else 0)
-        costs = tier_costs(spec, tables, TierLoad(1, 1, 100, 1, 1.0), workload)
+        costs = tier_costs(spec, tables, TierLoad(Batch.even(1, 1, 100)), workload)
         seconds.append(simulate_tier(room, tier, costs).seconds)
     body = emit_steps(spec, tier, StepShape(1, 100, 1)).body
     runs = sum(not enters(body, begin) for begin, _ in find_runs(body))
@@ -193,7 +194,7 @@ def test_loads_count_full_micro_batches_and_a_tail():
     assert loads[512].weight == 5  # 2600 tokens: five full ones
     assert loads[128].weight == 1  # and a tail of 40
     assert loads[2].past == 1350 and loads[2].is_decode
-    assert loads[512] == TierLoad(512, 1, 512, 1, 5)
+    assert loads[512] == TierLoad(Batch.even(512, 1, 512), 5)
     raised = {load.tokens: load for load in raise_weights(tuple(loads.values()), [0.1] * len(loads))}
     assert raised[2] == loads[2] and raised[16].weight == pytest.approx(0.02 * 106)
 

@@ -6,6 +6,7 @@ import pytest
 from planner_cases import DESKTOP, OWN
 from toy_kinds import WINDOW, ToyFile
 
+from pshard.batch import Batch
 from pshard.model import ModelSpec
 from pshard.planner.check_plan import check_variant
 from pshard.planner.make_plan import plan_variant
@@ -24,7 +25,7 @@ HEADS = (64, 8, 64)
 
 
 def seconds(window: int, tokens: int, past: int, side: str, sequences: int = 1) -> float:
-    load = TierLoad(tokens, sequences, past, 1, 1.0)
+    load = TierLoad(Batch.even(tokens, sequences, past))
     return price_operations([Attend(*HEADS, window)], OneSide(side, Tables(PROFILE), load, tokens, "bf16"))
 
 
@@ -61,7 +62,7 @@ def make_spec(context: int) -> ModelSpec:
 def test_what_crosses_the_link_and_what_the_cpu_reads_is_the_window() -> None:
     spec = make_spec(1 << 17)
     workload = Workload((1000,), context=1 << 17, prompt=100000, generated=100)
-    setting = Setting(spec, Tables(PROFILE), TierLoad(1, 1, 100000, 1, 1.0), workload)
+    setting = Setting(spec, Tables(PROFILE), TierLoad(Batch.even(1, 1, 100000)), workload)
     windowed, whole = (unit_cost(spec.unit(f"blk.{i}.attention"), setting) for i in (0, 1))
     cell = 2 * 2 * 32
     assert whole.kv_fetch_bytes == 100000 * cell

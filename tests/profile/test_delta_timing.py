@@ -7,6 +7,7 @@ import pytest
 import torch
 from golden.machines import find_machine
 
+from pshard.batch import Batch
 from pshard.machine import DeltaTiming
 from pshard.planner.price.price_operations import OneSide, price_operation
 from pshard.planner.price.profile_tables import Tables
@@ -67,7 +68,7 @@ def test_a_model_s_own_heads_are_timed_in_both_forms() -> None:
 
 
 def price(tables: Tables, tokens: int, sequences: int, net: DeltaNet = NEXT, side: str = "acc") -> float:
-    load = TierLoad(tokens, sequences, past=0, logit_rows=1, weight=1)
+    load = TierLoad(Batch.even(tokens, sequences))
     return sum(seconds for _, seconds in price_operation(net, OneSide(side, tables, load, tokens, "bf16")))
 
 

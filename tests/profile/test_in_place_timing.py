@@ -8,6 +8,7 @@ import torch
 from golden.machines import find_machine
 from golden.shapes import make_shape
 
+from pshard.batch import Batch
 from pshard.machine import InPlaceTiming
 from pshard.model_config import Experts
 from pshard.planner.make_plan import plan_variant
@@ -91,7 +92,7 @@ def _made():
 
 def test_the_price_is_what_was_measured_and_a_copy_where_nothing_was(made) -> None:
     spec, profile = made
-    load, work = TierLoad(4, 4, 100, 4, 1.0), Workload((6000,), sequences=4)
+    load, work = TierLoad(Batch.even(4, 4, 100)), Workload((6000,), sequences=4)
     unit = next(unit.name for unit in spec.units if unit.kind.parts)
 
     def read(rows: tuple[InPlaceTiming, ...]) -> float:

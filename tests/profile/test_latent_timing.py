@@ -8,6 +8,7 @@ import torch
 from golden.machines import find_machine
 from golden.shapes import make_shape
 
+from pshard.batch import Batch
 from pshard.planner.price.price_operations import OneSide, price_operation
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
@@ -72,7 +73,7 @@ def _price(tables: Tables, load: TierLoad, operation: Any = LITE) -> float:
 def test_latents_that_were_not_timed_cost_what_as_wide_a_head_does_and_for_a_token_half(tokens: int) -> None:
     """Which waits for its cells, and these are read once."""
     tables = Tables(find_machine("h100"))
-    load = TierLoad(tokens, 1, past=4096, logit_rows=1, weight=1)
+    load = TierLoad(Batch.even(tokens, 1, 4096))
     share = _price(tables, load) / _price(tables, load, Attend(16, 1, 576))
     assert share == pytest.approx(0.5 if tokens == 1 else 1.0)
 
@@ -82,5 +83,5 @@ def test_rows_of_latents_are_looked_up_as_they_were_timed() -> None:
     some = [a for a in profile.attention if a.device == "acc" and a.tokens == 1 and a.sequences == 1]
     timed = [replace(a, n_heads=16, n_kv_heads=1, head_dim=576, seconds=1e-3) for a in some]
     tables = Tables(replace(profile, attention=(*profile.attention, *timed)))
-    load = TierLoad(1, 1, past=some[0].context - 1, logit_rows=1, weight=1)
+    load = TierLoad(Batch.even(1, 1, some[0].context - 1))
     assert _price(tables, load) == pytest.approx(1e-3)

@@ -11,11 +11,12 @@ from fake_machine import Ear, FakeMachine, answer, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pshard.batch import DECODE, Batch, Span
 from pshard.errors import UserError
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.server.jobs import Ended, Job, Progress
-from pshard.server.scheduling.pace import Pace, StepLoad
+from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.promises import Promises
 from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.scheduler import Scheduler, run_step
@@ -263,10 +264,15 @@ def test_a_tier_whose_prompts_are_deep_gives_way_to_a_smaller_one():
     assert max(speaker.gaps) <= 0.25
 
 
+def batch(decodes: int = 0, cells: int = 0, prompt: int = 0, past: int = 0) -> Batch:
+    """Texts that decode, with so many cells in all, beside a prompt."""
+    return Batch((Span(1, cells // max(1, decodes), kind=DECODE, texts=decodes),)).with_prompt(prompt, past)
+
+
 def test_a_first_step_that_compiles_does_not_close_its_tier():
     """On a GPU the first step of a tier compiles kernels and captures graphs: it may take a hundred times as long."""
     pace = Pace(FakeMachine().facts)
-    prompt, beside = StepLoad(0, 0, 512), StepLoad(4, 400, 1, 0)
+    prompt, beside = batch(prompt=512), batch(4, 400, 1)
     planned = pace.expect(prompt, 512)
     pace.observe(prompt, 512, 100 * planned)
     assert pace.expect(prompt, 512) == pytest.approx(4 * planned)
@@ -295,16 +301,16 @@ def test_what_steps_really_take_corrects_what_the_plan_predicts_of_them():
         ),
     )
     pace = Pace(machine.facts)
-    part = StepLoad(4, 500, 300, 50)
+    part = batch(4, 500, 300, 50)
     planned = machine.facts.times.seconds(4, 500, 300, 50)
     assert pace.expect(part, 512) == planned > 0.3
     for _ in range(40):
         pace.observe(part, 512, 2 * planned)
     assert pace.expect(part, 512) == pytest.approx(2 * planned)
     assert pace.whole(512) == pytest.approx(2 * 0.5)
-    pace.observe(StepLoad(1, 100), 512, 0.07)  # a step that a smaller tier would cover says nothing of full ones
+    pace.observe(batch(1, 100), 512, 0.07)  # a step that a smaller tier would cover says nothing of full ones
     assert pace.whole(512) == pytest.approx(2 * 0.5)
-    assert pace.expect(StepLoad(1, 100), 512) == pytest.approx(0.07)
+    assert pace.expect(batch(1, 100), 512) == pytest.approx(0.07)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3), Sampling(seed=3, top_k=0)])

@@ -14,6 +14,7 @@ from cli_world import World, made_up_profile, make_world
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 from rich.console import Console
 
+from pshard.batch import Batch
 from pshard.commands import cli_plan
 from pshard.errors import UserError
 from pshard.models import open_model
@@ -378,7 +379,7 @@ def test_disturbed_samples_are_taken_again_up_to_three_times(monkeypatch, lost, 
         return 0.01 * sampled[-1]
 
     monkeypatch.setattr(validating, "_time_runs", time_runs)
-    found = validating.measure_tiers(None, [TierLoad(1, 1, 0, 1, 1.0)], math.inf)
+    found = validating.measure_tiers(None, [TierLoad(Batch.even(1, 1))], math.inf)
     assert found == {1: Timed(0.01 * best, lost[best - 1])}
     assert len(sampled) == 2 + validating.SAMPLES * min(3, len(lost))
 

@@ -13,6 +13,7 @@ from plan_samples import make_tier, make_variant
 from test_text_pool import feed
 from toy_kinds import ToyFile
 
+from pshard.batch import VERIFY
 from pshard.errors import UserError
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
@@ -54,7 +55,7 @@ def some_ids(n: int, seed: int = 0) -> list[int]:
 
 def draft(engine: Engine, text: Text, ids: list[int]) -> list[np.ndarray]:
     """Logits after each of some drafts."""
-    return [row.full for row in engine.texts.step([Piece(text, tuple(ids), "all", full=True, drafts=True)])[0]]
+    return [row.full for row in engine.texts.step([Piece(text, tuple(ids), "all", full=True, kind=VERIFY)])[0]]
 
 
 def settle(engine: Engine, text: Text, length: int) -> None:
