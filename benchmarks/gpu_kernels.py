@@ -30,6 +30,7 @@ from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, align, packed_nbytes
 from pshard.runtime.blocks.block import ALONE, Side, Work
 from pshard.runtime.blocks.find_block import find_block
+from pshard.runtime.blocks.listed_block import Listed
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.gpu.card_limits import card_limits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
@@ -40,10 +41,13 @@ from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.kernels.unpack import PLAIN
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
+from pshard.tensor import TensorSpec
 from pshard.times.gpu_tiles import ANY_BATCH, Tile, TileChoice
 from pshard.units.attention import ATTENTION, ATTENTION_PIECES
 from pshard.units.ffn import FFN
 from pshard.units.kv_cells import KV_BLOCK
+from pshard.units.rewrites import rewrite
+from pshard.units.unit import UnitKind
 
 Run = Callable[[], dict[str, Any]]  # times a case
 GIB = 1 << 30
@@ -443,16 +447,16 @@ class FirstCalls:
         self.real, self.count, self.made = real, count, 0
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
+        def call(*arguments: Any, **more: Any) -> None:
             self.made += 1
             if (self.made - 1) % len(CALLS) < self.count:
-                getattr(self.real, name)(*arguments)
+                getattr(self.real, name)(*arguments, **more)
 
         return call
 
 
-def make_layers() -> list[tuple[UnitWeights, UnitWeights]]:
-    """Attention and FFN weights, Q4_0, of LAYERS layers; no two share memory."""
+def make_layers() -> list[tuple[Listed, Listed]]:
+    """Attention and FFN of LAYERS layers in Q4_0, as their lists take them; no two share memory."""
     n, groups, d = HEADS
     model, wide = CONFIG.d_model, CONFIG.d_ffn
     shapes = {"attn_q": (n * d, model), "attn_k": (groups * d, model), "attn_v": (groups * d, model),
@@ -468,8 +472,16 @@ def make_layers() -> list[tuple[UnitWeights, UnitWeights]]:
     for i in range(LAYERS):
         at = {f"{role}.weight": made[i] for role, made in copies.items()}
         heads, wide_ones = ({k: w for k, w in at.items() if k.startswith(unit)} for unit in ("attn", "ffn"))
-        layers.append((UnitWeights(heads, attention), UnitWeights(wide_ones, {"ffn_norm.weight": ones})))
+        layers.append((_listed(ATTENTION, heads, attention), _listed(FFN, wide_ones, {"ffn_norm.weight": ones})))
     return layers
+
+
+def _listed(kind: UnitKind, matrices: dict[str, Packed], vectors: dict[str, torch.Tensor]) -> Listed:
+    """A unit of these tensors, to be carried out."""
+    shapes = {role: (w.qtype, (w.rows, w.cols)) for role, w in matrices.items()}
+    shapes |= {role: ("F32", (v.numel(),)) for role, v in vectors.items()}
+    tensors = {role: TensorSpec(f"blk.0.{role}", qtype, shape) for role, (qtype, shape) in shapes.items()}
+    return Listed(rewrite(kind.operations(tensors, CONFIG)), UnitWeights(matrices, vectors))
 
 
 def make_side(kernels: Kernels, context: int) -> Side:
@@ -487,7 +499,7 @@ def make_side(kernels: Kernels, context: int) -> Side:
     return Side(kernels, space, {"rope": RopeTable(angle.cos(), angle.sin(), "halves")}, CONFIG)
 
 
-def decode_layer(bench: Bench, layers: list[tuple[UnitWeights, UnitWeights]], context: int) -> dict[str, Any]:
+def decode_layer(bench: Bench, layers: list[tuple[Listed, Listed]], context: int) -> dict[str, Any]:
     """One token through LAYERS layers in one graph: microseconds of a layer, and what each call adds to it."""
     _, groups, d = HEADS
     caches = [LayerKV(*(cache_of(context, groups, d, seed) for seed in (i, 50 + i))) for i in range(LAYERS)]
@@ -512,7 +524,9 @@ def decode_layer(bench: Bench, layers: list[tuple[UnitWeights, UnitWeights]], co
         at.append(time_us([lambda s=side: run(s, LAYERS)]) / LAYERS)  # type: ignore[misc]
     assert not torch.isnan(fast.space.tensors["hidden"]).any(), "NaN after replays"
     parts = [f"{name} {at[i + 1] - at[i]:.1f}" for i, name in enumerate(CALLS)]
-    nbytes = sum(w.data.numel() for unit in layers[0] for w in unit.matrices.values()) + 4 * context * groups * d
+    nbytes = (
+        sum(w.data.numel() for unit in layers[0] for w in unit.weights.matrices.values()) + 4 * context * groups * d
+    )
     return {**bench.bytes_case(at[-1], nbytes, round(error, 5)), "parts": parts}
 
 

@@ -19,7 +19,7 @@ from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights,
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
 from pshard.steps.move import Move, Pins
 from pshard.steps.step import Compute
-from pshard.units.divide_unit import Portion, divide_unit, find_portion, joined_width
+from pshard.units.divide_unit import Portion, divide_operations, divide_unit, find_portion, joined_width
 from pshard.units.state import State, StateShape
 
 Snapshot = dict[str, tuple[torch.Tensor, ...]]  # the parts of one sequence's states, on the host, by unit
@@ -139,7 +139,9 @@ class Residents:
         if not unit.tensors:
             return BoundUnit(block.contribute_nothing, is_partial, begun)
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
-        weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved), device)
+        whole = divide_operations(unit, step.share, self._spec.config)
+        here = whole.on_cpu if step.on == "cpu" and step.part else whole.after if step.part == "rest" else whole.on_acc
+        weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved), device, here)
         weights, opens = context.slots.attach(tokens, step, weights), unit.opens_with_norm(self._spec.config)
         if not step.part:
             state = self._state_of(step, carved)

@@ -9,7 +9,7 @@ from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.routing.expert_uses import Uses, read_nbytes, used_experts, used_nbytes, used_spread
-from pshard.units.divide_unit import DividedUnit, count_shares, divide_unit, joined_width
+from pshard.units.divide_unit import DividedUnit, count_shares, divide_operations, divide_unit, joined_width
 from pshard.units.moe.expert_cache import part_sizes
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
@@ -213,14 +213,10 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
     acc, host, link = setting.correction(unit)
     cpu = join = rest = 0.0
     reads = 0
+    work = divide_operations(unit, share, spec.config)
     if parts.on_cpu is None:
-        operations = unit.operations(spec.config)
-        if unit.kind.keep and parts.kept:
-            operations = unit.kind.keep(parts.kept.unit.by_role, parts.brought.unit.by_role, spec.config)
-        on_acc = acc * (price_operations(operations, setting.side("acc")) * slower + step)
+        on_acc = acc * (price_operations(work.on_acc, setting.side("acc")) * slower + step)
     else:
-        assert unit.kind.divide is not None
-        work = unit.kind.divide(parts.on_acc.by_role, parts.on_cpu.unit.by_role, spec.config)
         on_acc, rest = (
             acc * (price_operations(operations, setting.side("acc")) * slower + step)
             for operations in (work.on_acc, work.after)

@@ -67,7 +67,9 @@ def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
     return "rope", config.rope
 
 
-def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple[Operation, ...]:
+def _operations(
+    tensors: Tensors, config: ModelConfig, kind: str = "attention", window: int = 0
+) -> tuple[Operation, ...]:
     if OUT not in tensors:  # a rank without heads, which needs what it takes for its part of others
         return enter(tensors.get(NORM), config)
     heads = *count_heads(tensors, config), config.head_dim
@@ -82,11 +84,15 @@ def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple
     if config.wide_qk_norm:
         raw, where = multiply.writes[1:], heads_at.beside(q, kv)
         wide = tuple(Norm(n, n.cols, x=x, out=out) for n, x, out in zip(norms, raw, where))
+    rotate = Rotate(
+        *heads, () if wide else norms, config.qk_norm and not wide, heads_at, pick_rope(config, kind)[0], window > 0,
+        config.temperature is not None,
+    )  # fmt: skip
     return (
         *enter(tensors.get(NORM), config),
         multiply,
         *wide,
-        Rotate(*heads, () if wide else norms, config.qk_norm and not wide, heads_at),
+        rotate,
         Attend(*heads, window, tensors.get(SINKS), heads_at, mixed),
         *((GateRows(q, mixed, multiply.writes[3]),) if GATE in tensors else ()),
         *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
@@ -173,8 +179,13 @@ ATTENTION = UnitKind(
 WINDOWED_ATTENTION = replace(
     ATTENTION,
     name="windowed attention",
-    operations=lambda tensors, config: _operations(tensors, config, config.window),
+    operations=lambda tensors, config: _operations(tensors, config, "windowed attention", config.window),
     state=lambda config, shape: _state(config, shape, config.window),
     scratch=_scratch_of("windowed attention"),
 )
-STILL_ATTENTION = replace(ATTENTION, name="still attention", scratch=_scratch_of("still attention"))
+STILL_ATTENTION = replace(
+    ATTENTION,
+    name="still attention",
+    operations=lambda tensors, config: _operations(tensors, config, "still attention"),
+    scratch=_scratch_of("still attention"),
+)

@@ -16,7 +16,7 @@ from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
 from pshard.units.share import WHOLE, Share
-from pshard.units.unit import Unit
+from pshard.units.unit import Division, Unit
 
 SIXTEENTHS = 16  # what the CPU may have of a unit is counted in these
 
@@ -64,6 +64,17 @@ class DividedUnit:
     brought: Portion
     on_acc: Unit
     on_cpu: Portion | None
+
+
+def divide_operations(unit: Unit, share: Share, config: ModelConfig) -> Division:
+    """What each side does of a unit that is divided so; nothing on the CPU and after it where that has no share."""
+    parts = divide_unit(unit, share)
+    if parts.on_cpu is not None:
+        assert unit.kind.divide is not None
+        return unit.kind.divide(parts.on_acc.by_role, parts.on_cpu.unit.by_role, config)
+    if unit.kind.keep and parts.kept:
+        return Division(unit.kind.keep(parts.kept.unit.by_role, parts.brought.unit.by_role, config), (), ())
+    return Division(unit.operations(config), (), ())
 
 
 def can_divide(unit: Unit, share: Share) -> bool:

@@ -120,7 +120,9 @@ class PlaceRows:
 
 @dataclass(frozen=True)
 class Rotate:
-    """Rotary embedding of q and k, with the store into the KV cache; with `norms` each head is normalised before."""
+    """Rotary embedding of q and k, with the store into the KV cache; with `norms` each head is normalised before. rope:
+    the scratch with sines and cosines. windowed: the cells are those of layers with a window. warms: queries are then
+    multiplied by the temperature of their positions."""
 
     n_heads: int
     n_kv_heads: int
@@ -128,6 +130,9 @@ class Rotate:
     norms: tuple[TensorSpec, ...] = ()
     normed: bool = False
     x: Rows = NOWHERE
+    rope: str = ""
+    windowed: bool = False
+    warms: bool = False
 
     @property
     def reads(self) -> tuple[Rows, ...]:

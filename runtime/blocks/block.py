@@ -16,7 +16,7 @@ from pshard.runtime.kernels.api import Kernels, NormKernels, Packed, RopeTable, 
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.units.attention import ROPES
-from pshard.units.ports import ENTERED, HIDDEN
+from pshard.units.operations import Operation
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -115,9 +115,16 @@ class Block:
         grows, else sequences."""
         return (state,)
 
-    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights, device: torch.device) -> Any:
+    def prepare(
+        self,
+        unit: Unit,
+        config: ModelConfig,
+        weights: UnitWeights,
+        device: torch.device,
+        operations: tuple[Operation, ...],
+    ) -> Any:
         """What `run` takes as weights, made once of a unit's bytes where they lie in a tier. device: what computes it,
-        which may read them in host memory."""
+        which may read them in host memory. operations: what it does of the unit there."""
         return weights
 
     def first_norm(self, weights: Any) -> torch.Tensor | None:
@@ -165,20 +172,6 @@ def normalise(
     return out
 
 
-def enter(side: Side, weight: torch.Tensor | None, n: int, residual: Residual, follows: bool = False) -> torch.Tensor:
-    """What a unit's products take of the residual stream [n, D]: see pshard/units/enter.py. weight: of the norm before
-    it, where it has one. follows: it is not the first of its layer."""
-    if side.config.parallel:
-        entered = side.space.rows(ENTERED, n)
-        if not follows:
-            assert weight is not None
-            normalise(side, weight, n, residual, entered)
-        return take(side, entered)
-    if weight is not None:
-        return normalise(side, weight, n, residual)
-    return take(side, side.space.rows(HIDDEN, n))
-
-
 def take(side: Side, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a port, float32 [n, D], as the side's products take them."""
     if side.kernels.act_dtype is torch.float32:
@@ -192,31 +185,6 @@ def announce_norm(side: Side, residual: Residual) -> None:
     """Have the product that comes next leave the norm that follows it, where that can be."""
     if residual.following is not None:
         cast(NormKernels, side.kernels).leave_norm(residual.following, side.config.norm_eps)
-
-
-def leave_normed(
-    side: Side,
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None,
-    after: torch.Tensor | None,
-    residual: Residual,
-) -> None:
-    """As `leave`, but with a weight `after` the product is normalised before it is added. A rank's part has none."""
-    if after is None:
-        leave(side, x, weight, bias, residual)
-        return
-    assert residual.part is None
-    n = x.shape[0]
-    side.kernels.linear(x, weight, side.space.rows("branch", n), side.space.tile, bias)
-    add_normed(side, n, after)
-
-
-def add_normed(side: Side, n: int, after: torch.Tensor | None) -> None:
-    """Normalise what a unit has left in `branch` and add it to hidden, both [n, D]; nothing without a weight."""
-    if after is not None:
-        branch, hidden = side.space.rows("branch", n), side.space.rows("hidden", n)
-        side.kernels.rms_norm(branch, after, side.config.norm_eps, hidden, accumulate=True)
 
 
 def leave(side: Side, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: Residual) -> None:

@@ -22,6 +22,7 @@ from pshard.units.delta_net import (
     count_delta_heads,
     delta_of,
 )
+from pshard.units.operations import Operation
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -58,7 +59,14 @@ class DeltaBlock(Block):
     def state_parts(self, state: DeltaState) -> tuple[torch.Tensor, ...]:
         return state.matrices, state.tails
 
-    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights, device: torch.device) -> DeltaParts:
+    def prepare(
+        self,
+        unit: Unit,
+        config: ModelConfig,
+        weights: UnitWeights,
+        device: torch.device,
+        operations: tuple[Operation, ...],
+    ) -> DeltaParts:
         v, heads = weights.vectors, count_delta_heads(unit.by_role, config)
         conv = _join(v[CONV[0]], v[CONV[1]]).view(-1, TAIL + 1)
         delta = delta_of(config)

@@ -12,13 +12,21 @@ from pshard.runtime.kernels.api import ExpertWeights, Packed, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner
 from pshard.units.moe.routed import expert_buffers, rule_of
+from pshard.units.operations import Operation
 from pshard.units.unit import Unit
 
 
 class ExpertsBlock(Block):
     """Whichever experts `weights` has: those of one side, or all."""
 
-    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights, device: torch.device) -> ExpertWeights:
+    def prepare(
+        self,
+        unit: Unit,
+        config: ModelConfig,
+        weights: UnitWeights,
+        device: torch.device,
+        operations: tuple[Operation, ...],
+    ) -> ExpertWeights:
         rule, places = rule_of(config), [weights, *([weights.last] if weights.last else [])]
         numbers = unit.order or range(rule.count)  # of the experts, by where they stand in the stacks
         inner, stacks = count_inner(unit.by_role), list[tuple[Packed | None, ...]]()

@@ -5,8 +5,8 @@ from pshard.runtime.blocks.block import Block
 from pshard.runtime.blocks.delta_block import DeltaBlock
 from pshard.runtime.blocks.embedding_block import EmbeddingBlock
 from pshard.runtime.blocks.experts_block import ExpertsBlock
-from pshard.runtime.blocks.ffn_block import FfnBlock
 from pshard.runtime.blocks.latent_block import LatentBlock
+from pshard.runtime.blocks.listed_block import ListedBlock
 from pshard.runtime.blocks.output_block import OutputBlock
 from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.blocks.shared_block import SharedBlock
@@ -23,12 +23,12 @@ from pshard.units.unit import UnitKind
 
 BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
-    ATTENTION.name: AttentionBlock(ATTENTION),
-    WINDOWED_ATTENTION.name: AttentionBlock(WINDOWED_ATTENTION),
-    STILL_ATTENTION.name: AttentionBlock(STILL_ATTENTION),
+    ATTENTION.name: AttentionBlock(),
+    WINDOWED_ATTENTION.name: AttentionBlock(),
+    STILL_ATTENTION.name: AttentionBlock(),
     LATENT_ATTENTION.name: LatentBlock(),
     DELTA_NET.name: DeltaBlock(),
-    FFN.name: FfnBlock(),
+    FFN.name: ListedBlock(),
     ROUTER.name: RouterBlock(),
     SHARED_EXPERTS.name: SharedBlock(),
     EXPERTS.name: ExpertsBlock(),

@@ -189,6 +189,11 @@ class RowKernels(Protocol):
         """x[M, n] *= sigmoid(gate[M, n]), act_dtype. Row strides free."""
         ...
 
+    def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
+        """out[M, n] = act(x[M, n]) * up[M, n], act_dtype, as `gate_up` makes it of two products. Rows of x and up are
+        equally far apart; out may be x. Row strides free."""
+        ...
+
     def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
         """x[M, n] *= table[position[M]], x act_dtype, table float32 [positions], position int32. Row strides free."""
         ...

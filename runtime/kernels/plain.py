@@ -145,6 +145,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
         x.mul_(torch.sigmoid(gate))
 
+    def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
+        torch.mul(gate_of(activation)(x), up, out=out)
+
     def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
         x.mul_(table.index_select(0, position)[:, None])
 

@@ -10,6 +10,7 @@ from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
 from pshard.steps.step import AllReduce, Compute
+from pshard.units.rewrites import LEFT_NORM, SUM_NORM, fuses
 
 
 class UnitRuns:
@@ -99,7 +100,8 @@ class UnitRuns:
     def _norm_after(self, step: Compute, following: Compute | AllReduce | None) -> torch.Tensor | None:
         """Weights of the norm that the step's last product may leave for the unit that follows."""
         side = self._work[step.on].side
-        if not side.kernels.leaves_norms or not isinstance(following, Compute) or following.on != step.on:
+        may = side.kernels.leaves_norms and fuses(LEFT_NORM)
+        if not may or not isinstance(following, Compute) or following.on != step.on:
             return None
         return self.bind(following).norm if self.bind(step).leaves else None
 
@@ -107,6 +109,8 @@ class UnitRuns:
         """What `following` is to add of parts as it normalises; None when the sum must be made by itself."""
         side, group = self._tier.side, self._context.group
         if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._context.spec.sum_norms:
+            return None
+        if not fuses(SUM_NORM):
             return None
         exchange = group.row_exchange(*part.shape)
         if exchange is None or not self.bind(following).opens:

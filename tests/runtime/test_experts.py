@@ -166,7 +166,8 @@ def test_experts_read_in_host_memory_have_their_addresses_on_what_computes() -> 
     file = ExpertsFile()
     unit = next(u for u in file.spec.units if u.kind is EXPERTS)
     blob = torch.zeros(unit.packed_nbytes, dtype=torch.uint8)
-    weights = find_block(unit.kind).prepare(unit, file.spec.config, view_unit(unit, blob), torch.device("meta"))
+    config, view = file.spec.config, view_unit(unit, blob)
+    weights = find_block(unit.kind).prepare(unit, config, view, torch.device("meta"), unit.operations(config))
     assert weights.addresses.device.type == "meta"
 
 

@@ -17,7 +17,7 @@ from plan_samples import keep_rows, make_tier, make_variant, random_places, shri
 from pshard.models import open_model
 from pshard.quant import TENSOR_ALIGN
 from pshard.runtime import executor
-from pshard.runtime.blocks.ffn_block import FfnBlock
+from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
@@ -26,6 +26,7 @@ from pshard.steps.move import Move, Weights
 from pshard.steps.step import StepList
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import count_shares, divide_unit
+from pshard.units.ffn import FFN
 from pshard.units.share import Share
 
 CONTEXT = 96
@@ -239,13 +240,14 @@ def test_units_compute_while_what_a_switch_brings_is_on_its_way(model: Path, mon
     with build_engine(file, make_variant(spec, tiers, CONTEXT, 1), device, kernels="plain") as engine:
         assert torch.equal(engine.forward(list(range(20))), expected[0])
         device.place = engine._executor.arena.pinned("blk.2.ffn").data_ptr()
-        real = FfnBlock.run
+        block = find_block(FFN)
+        real = block.run
 
         def run(*given: Any) -> None:
             real(*given)
             device.held.set()
 
-        monkeypatch.setattr(FfnBlock, "run", run)
+        monkeypatch.setattr(block, "run", run)
         assert torch.equal(engine.forward([5]), expected[1])
 
 

@@ -8,7 +8,7 @@ from pshard.model_config import Experts
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.api import DeltaWeights, ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.kernels.plain import PlainKernels, gate_of
+from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.kernels.unpack import plain_rows
 
@@ -117,7 +117,7 @@ class HostKernels(HostRows, PlainKernels):
             return
         self.linear(x, gate, both[:, :width], tile)
         self.linear(x, up, both[:, width:], tile)
-        torch.mul(gate_of(activation)(both[:, :width]), both[:, width:], out=out)
+        self.gate_mul(both[:, :width], both[:, width:], out, activation)
 
     def ffn(
         self,

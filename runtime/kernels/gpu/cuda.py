@@ -186,13 +186,8 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
             quantised = self._activations.quantise(x)
             self._few_rows.gate_up(quantised, gate, up, out, self._activations.hand_over(out), activation)
             return
-        first, second = both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows]
         self.linear_group(x, (gate, up), both[:, : 2 * gate.rows], tile, (None, None))
-        grid = (triton.cdiv(gate.rows, 1024), x.shape[0])
-        triton_rows.gate_mul_kernel[grid](
-            first, second, both.stride(0), out, out.stride(0), gate.rows, GELU=activation == "gelu", BLOCK=1024,
-            num_warps=4,
-        )  # fmt: skip
+        self.gate_mul(both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows], out, activation)
 
     def ffn(self, *arguments: Any, **settings: Any) -> bool:
         """See `Kernels.ffn`: it would save nothing."""

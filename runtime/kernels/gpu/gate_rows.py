@@ -29,6 +29,14 @@ class GatesOnGpu:
             QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
+    def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
+        """See `Kernels.gate_mul`."""
+        tokens, cols = x.shape
+        grid = (triton.cdiv(cols, 1024), tokens)
+        triton_rows.gate_mul_kernel[grid](
+            x, up, x.stride(0), out, out.stride(0), cols, GELU=activation == "gelu", BLOCK=1024, num_warps=4
+        )
+
     def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
         """See `Kernels.warm_rows`."""
         x.mul_(table.index_select(0, position)[:, None])

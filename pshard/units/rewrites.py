@@ -1,0 +1,87 @@
+"""Rewrites of a unit's list of operations: which of them one call carries out together. No torch.
+
+A list means the same with and without each of these. `FUSED` says which are done; tests leave one out at a time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pshard.units.operands import Rows
+from pshard.units.operations import GatedProduct, Operation, Product, ProductGroup
+
+GATE_UP, WHOLE_FFN = "gate and up", "whole FFN"
+SUM_NORM, LEFT_NORM = "sum and norm", "product and norm"  # of two units: see UnitRuns
+FUSED = frozenset((GATE_UP, WHOLE_FFN, SUM_NORM, LEFT_NORM))
+
+
+def fuses(what: str) -> bool:
+    """Whether that is done where kernels can."""
+    return what in FUSED
+
+
+@dataclass(frozen=True)
+class Gate:
+    """act(x) * up, `width` elements a token each."""
+
+    width: int
+    x: Rows
+    up: Rows
+    out: Rows
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operands."""
+        return self.x, self.up
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """What it leaves."""
+        return (self.out,)
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """A gated product and the product of what it gives, in one call where kernels have one for them."""
+
+    gated: GatedProduct
+    down: Product
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operands."""
+        return self.gated.reads
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """What it leaves."""
+        return self.down.writes
+
+
+Step = Operation | Gate | Ffn
+
+
+def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
+    """The list as it is carried out."""
+    found: list[Step] = []
+    for operation in operations:
+        before = found[-1] if found else None
+        if isinstance(operation, GatedProduct) and not fuses(GATE_UP):
+            found += split_gate(operation)
+        elif (
+            fuses(WHOLE_FFN)
+            and isinstance(operation, Product)
+            and isinstance(before, GatedProduct)
+            and operation.x == before.out
+            and operation.bias is None
+        ):
+            found[-1] = Ffn(before, operation)
+        else:
+            found.append(operation)
+    return tuple(found)
+
+
+def split_gate(gated: GatedProduct) -> tuple[ProductGroup, Gate]:
+    """A gated product as two products side by side, and what is made of both."""
+    both = ProductGroup((gated.gate, gated.up), (None, None), gated.x, Rows(gated.out.buffer, gated.out.first))
+    first, second = both.writes
+    return both, Gate(gated.up.rows, first, second, gated.out)

@@ -1,0 +1,219 @@
+"""Units that are carried out from their list of operations: each is one call of a side's kernels.
+
+What is declared of a unit (pshard/units/) is what runs; rewrites of the list are in pshard/units/rewrites.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.model_config import ModelConfig
+from pshard.runtime.blocks.block import Block, Residual, Work, announce_norm
+from pshard.runtime.kernels.api import Packed, RowIndex, SumKernels
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.units.attention import TEMPERATURE
+from pshard.units.operands import JOINED, NORMED, STREAM, Rows
+from pshard.units.operations import (
+    Attend,
+    GatedProduct,
+    GateRows,
+    Norm,
+    Operation,
+    PlaceRows,
+    Product,
+    ProductGroup,
+    Rotate,
+    Take,
+)
+from pshard.units.ports import BESIDE
+from pshard.units.rewrites import Ffn, Gate, Step, rewrite
+from pshard.units.unit import Unit
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What a step of the unit carries out, and its tensors."""
+
+    steps: tuple[Step, ...]
+    weights: UnitWeights
+
+
+class ListedBlock(Block):
+    """A unit of any kind whose operations all have an act below."""
+
+    def prepare(
+        self,
+        unit: Unit,
+        config: ModelConfig,
+        weights: UnitWeights,
+        device: torch.device,
+        operations: tuple[Operation, ...],
+    ) -> Listed:
+        return Listed(rewrite(operations), weights)
+
+    def run(self, work: Work, weights: Listed, state: Any, residual: Residual) -> None:
+        Course(work, weights.weights, state, residual).run(weights.steps)
+        if not any(STREAM in step.writes for step in weights.steps):  # a rank that only takes what it needs for others
+            self.contribute_nothing(work, residual)
+
+    def run_share(self, work: Work, weights: Listed, residual: Residual, out: torch.Tensor | None) -> None:
+        places = {} if out is None else {weights.steps[-1].writes[0]: out}
+        Course(work, weights.weights, None, residual, places).run(weights.steps)
+
+    def run_rest(self, work: Work, weights: Listed, residual: Residual, from_cpu: torch.Tensor) -> None:
+        Course(work, weights.weights, None, residual, {JOINED: from_cpu}).run(weights.steps)
+
+
+@dataclass
+class Course:
+    """One unit on its way through its operations. places: where operands are that do not lie in the side's scratch."""
+
+    work: Work
+    weights: UnitWeights
+    state: Any
+    residual: Residual
+    places: dict[Rows, torch.Tensor] = field(default_factory=dict)
+
+    def run(self, steps: tuple[Step, ...]) -> None:
+        """All of them."""
+        for step in steps:
+            ACTS[type(step)](self, step)
+
+    @property
+    def tokens(self) -> int:
+        """Rows that are computed."""
+        return self.work.rows.tokens
+
+    def at(self, operand: Rows) -> torch.Tensor:
+        """Where an operand is, [tokens, columns]."""
+        if operand in self.places:
+            return self.places[operand]
+        rows, end = self.work.side.space.rows(operand.buffer, self.tokens), operand.first + operand.width
+        return rows[:, operand.first : end] if operand.width else rows
+
+    def target(self, out: Rows, adds: bool) -> tuple[torch.Tensor, bool]:
+        """Where a result goes, and whether it is added to what is there: what is added to the residual stream may be a
+        rank's part of a sum."""
+        return self.residual.target(self.work.side, self.tokens) if adds else (self.at(out), False)
+
+    def vector(self, role: str) -> torch.Tensor:
+        return self.weights.vectors[role]
+
+    def norm(self, norm: Norm) -> None:
+        kernels, eps, x = self.work.side.kernels, self.work.side.config.norm_eps, self.at(norm.x)
+        assert norm.weight is not None
+        weight, out = self.vector(norm.weight.role), self.at(norm.out)
+        if norm.adds:
+            kernels.rms_norm(x, weight, eps, out, accumulate=True)
+            return
+        if norm.centred:
+            kernels.centre_rows(x)
+        many = self.tokens > SMALL_BATCH  # whose products will want what stands in a port placed where they take it
+        rounded = self.at(NORMED) if norm.out.buffer in BESIDE and many else None
+        sums = self.residual.entering if norm.x == STREAM else None
+        if sums is None:
+            kernels.rms_norm(x, weight, eps, out, rounded=rounded)
+        else:
+            sum_norm = cast(SumKernels, kernels).sum_rms_norm
+            sum_norm(sums.exchange, sums.part, sums.wire, x, weight, eps, out, rounded)
+
+    def take(self, take: Take) -> None:
+        x, kernels = self.at(take.x), self.work.side.kernels
+        if kernels.act_dtype is x.dtype:
+            self.places[take.out] = x
+        else:
+            kernels.place(x, self.at(take.out))
+
+    def multiply(self, product: Product) -> None:
+        side, leaving = self.work.side, self.residual.leaving
+        x, matrix = self.at(product.x), self.weights.matrices[product.matrix.role]
+        bias = None if product.bias is None else self.vector(product.bias.role)
+        out, accumulate = self.target(product.out, product.adds)
+        if not product.adds:
+            side.kernels.linear(x, matrix, out, side.space.tile, bias)
+            return
+        announce_norm(side, self.residual)
+        if leaving is None or accumulate:
+            side.kernels.linear(x, matrix, out, side.space.tile, bias, accumulate)
+        else:
+            kernels = cast(SumKernels, side.kernels)
+            kernels.linear_part(leaving.exchange, leaving.wire, x, matrix, out, side.space.tile, bias)
+
+    def multiply_group(self, group: ProductGroup) -> None:
+        side, first = self.work.side, group.writes[0]
+        whole = Rows(group.out.buffer, group.out.first, sum(rows.width for rows in group.writes))
+        biases = tuple(None if bias is None else self.vector(bias.role) for bias in group.biases)
+        matrices = tuple(self.matrix(m.role, first) for m in group.matrices)
+        side.kernels.linear_group(self.at(group.x), matrices, self.at(whole), side.space.tile, biases)
+
+    def gate_up(self, gated: GatedProduct) -> None:
+        side, config = self.work.side, self.work.side.config
+        both = self.at(Rows(gated.out.buffer, gated.out.first, 2 * gated.up.rows))
+        gate, up = (self.matrix(m.role, gated.out) for m in (gated.gate, gated.up))
+        side.kernels.gate_up(self.at(gated.x), gate, up, self.at(gated.out), both, side.space.tile, config.activation)
+
+    def matrix(self, role: str, out: Rows) -> Packed:
+        """A matrix of the weights; of rows that do not come first, those that lie elsewhere."""
+        last = self.weights.last
+        return (last if last is not None and out.first else self.weights).matrices[role]
+
+    def gate(self, gate: Gate) -> None:
+        kernels, activation = self.work.side.kernels, self.work.side.config.activation
+        kernels.gate_mul(self.at(gate.x), self.at(gate.up), self.at(gate.out), activation)
+
+    def ffn(self, ffn: Ffn) -> None:
+        kernels, m = self.work.side.kernels, self.weights.matrices
+        gate, up, down = (m[tensor.role] for tensor in (ffn.gated.gate, ffn.gated.up, ffn.down.matrix))
+        out, adds = self.target(ffn.down.out, ffn.down.adds)
+        activation, apart = self.work.side.config.activation, self.residual.leaving is not None
+        if apart or not kernels.ffn(self.at(ffn.gated.x), gate, up, down, out, adds, activation):
+            self.gate_up(ffn.gated)
+            self.multiply(ffn.down)
+
+    def rotate(self, rotate: Rotate) -> None:
+        side, rows, qkv = self.work.side, self.rows(rotate.windowed), self.heads(rotate)
+        q_norm, k_norm = (self.vector(norm.role) for norm in rotate.norms) if rotate.norms else (None, None)
+        heads, eps = (rotate.n_heads, rotate.n_kv_heads, rotate.head_dim), side.config.norm_eps
+        side.kernels.rope_store(qkv, heads, q_norm, k_norm, eps, side.ropes[rotate.rope], rows, self.state)
+        if rotate.warms and TEMPERATURE in side.space.tensors:  # where any position has another one than 1
+            side.kernels.warm_rows(self.at(rotate.reads[0]), side.space.tensors[TEMPERATURE], rows.position)
+
+    def attend(self, attend: Attend) -> None:
+        side, sinks = self.work.side, None if attend.sinks is None else self.vector(attend.sinks.role)
+        rows, out, partial = self.rows(attend.window > 0), self.at(attend.out), side.space.tensors["partial"]
+        scale = side.config.scores_by
+        side.kernels.attention(self.heads(attend), attend.heads, self.state, rows, scale, out, partial, sinks)
+
+    def rows(self, windowed: bool) -> RowIndex:
+        """Where the rows stand, in cells of layers with a window or of others."""
+        rows = self.work.rows.recent if windowed else self.work.rows
+        assert rows is not None
+        return rows
+
+    def heads(self, operation: Rotate | Attend) -> torch.Tensor:
+        """Queries, keys and values side by side."""
+        return self.at(Rows(operation.x.buffer, operation.x.first, sum(rows.width for rows in operation.reads)))
+
+    def gate_rows(self, gate: GateRows) -> None:
+        self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate))
+
+    def join(self, place: PlaceRows) -> None:
+        self.work.side.kernels.place(self.at(JOINED), self.at(place.out))
+
+
+ACTS: dict[type, Callable[[Course, Any], None]] = {
+    Norm: Course.norm,
+    Take: Course.take,
+    Product: Course.multiply,
+    ProductGroup: Course.multiply_group,
+    GatedProduct: Course.gate_up,
+    Gate: Course.gate,
+    Ffn: Course.ffn,
+    PlaceRows: Course.join,
+    Rotate: Course.rotate,
+    Attend: Course.attend,
+    GateRows: Course.gate_rows,
+}

@@ -1,0 +1,95 @@
+"""Each rewrite of a unit's list of operations can be left out, and the model gives the same numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import open_engine
+from model_files import write_gguf
+
+from pshard.models import open_model
+from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.units import rewrites
+from pshard.units.ffn import DOWN, GATE, UP
+from pshard.units.operations import GatedProduct, Product, ProductGroup
+from pshard.units.rewrites import GATE_UP, LEFT_NORM, WHOLE_FFN, Ffn, Gate, rewrite
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(rewrites, "FUSED", rewrites.FUSED - set(names))
+
+
+def talk(path: Path, kernels: str) -> torch.Tensor:
+    """Logits of a prompt and of single tokens."""
+    with open_engine(path, kernels=kernels) as engine:
+        return torch.cat([engine.forward(part, all_logits=True) for part in (IDS, [7], [8], [9])])
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, kernels: type, name: str) -> list[str]:
+    """The calls of a kernel from now on."""
+    calls, kernel = list[str](), getattr(kernels, name)
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        calls.append(name)
+        return kernel(self, *arguments, **keywords)
+
+    monkeypatch.setattr(kernels, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("qtype", ["F32", "Q4_0"])
+@pytest.mark.parametrize("left_out", [(GATE_UP,), (WHOLE_FFN,), (GATE_UP, WHOLE_FFN)])
+def test_each_rewrite_left_out_leaves_the_same_numbers(
+    qtype: str, left_out: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", qtype=qtype)
+    plain, fast = talk(path, "plain"), talk(path, "fast")
+    leave_out(monkeypatch, *left_out)
+    whole, gated = (watch(monkeypatch, HostKernels, name) for name in ("ffn", "gate_up"))
+    assert torch.equal(talk(path, "plain"), plain)
+    found = talk(path, "fast")
+    assert float((found - fast).abs().max() / fast.std()) < (1e-5 if qtype == "F32" else 1e-2)
+    assert bool(whole) == (WHOLE_FFN not in left_out and GATE_UP not in left_out)
+    assert GATE_UP not in left_out or not gated
+
+
+def test_a_list_shows_what_is_carried_out_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_model(write_gguf(tmp_path / "m.gguf", "llama")) as file:
+        spec = file.spec
+    unit = next(u for u in spec.units if UP in u.by_role)
+    declared = unit.operations(spec.config)
+    assert [type(step) for step in rewrite(declared)] == [type(declared[0]), Ffn]
+    leave_out(monkeypatch, WHOLE_FFN)
+    assert rewrite(declared) == declared
+    leave_out(monkeypatch, GATE_UP)
+    norm, both, gate, down = rewrite(declared)
+    assert isinstance(both, ProductGroup) and [m.role for m in both.matrices] == [GATE, UP]
+    assert isinstance(gate, Gate) and gate.reads == both.writes
+    assert isinstance(down, Product) and down.matrix.role == DOWN and down.reads == gate.writes
+
+
+def test_a_product_of_something_else_is_not_taken_together_with_a_gate(tmp_path: Path) -> None:
+    """As where the last rows of gate and up lie elsewhere: what `down` takes is more than the last of them."""
+    with open_model(write_gguf(tmp_path / "m.gguf", "llama")) as file:
+        spec = file.spec
+    unit = next(u for u in spec.units if u.kind.keep)
+    assert unit.kind.keep is not None
+    steps = rewrite(unit.kind.keep(unit.by_role, unit.by_role, spec.config))
+    assert [type(step) for step in steps[1:]] == [GatedProduct, GatedProduct, Product]
+
+
+def test_a_product_is_told_of_the_norm_that_follows_unless_that_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norms of routers and of attention that products before them are added to."""
+    path, told = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q8_0"), list[int]()
+    monkeypatch.setattr(PlainKernels, "leaves_norms", True)
+    monkeypatch.setattr(PlainKernels, "leave_norm", lambda self, weight, eps: told.append(1), raising=False)
+    first, count = talk(path, "plain"), len(told)
+    assert count >= 4
+    leave_out(monkeypatch, LEFT_NORM)
+    assert torch.equal(talk(path, "plain"), first) and len(told) == count
