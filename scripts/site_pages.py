@@ -1,7 +1,7 @@
 """A hook of mkdocs: pages that lie elsewhere in the repository, and a reference made from the parsers and docstrings.
 
 Pages of the repository link to each other by file; on the site some have other names, and code is not there: links to
-it become its name.
+it become its name. GitHub begins a list or a table right below a paragraph; the site's Markdown wants an empty line.
 """
 
 import argparse
@@ -30,6 +30,7 @@ PYTHON = (  # what programs may rely on
     ("pshard.errors", "UserError"),
     ("pshard.errors", "StepFailed"),
 )
+_ITEM = re.compile(r" *([-*]|\d+\.) ")
 _LINK = re.compile(r"(!?\[([^\]]*)\]\()([^)\s#]*)(#[^)\s]*)?\)")
 
 
@@ -45,10 +46,24 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page's links as they are on the site."""
+    """The page's links as they are on the site, and its lists and tables apart from paragraphs."""
     site = page.file.src_uri
     here = next((place for place, there in ELSEWHERE.items() if there == site), f"docs/{site}")
-    return _LINK.sub(lambda match: _turn(match, posixpath.dirname(here)), markdown)
+    return part_blocks(_LINK.sub(lambda match: _turn(match, posixpath.dirname(here)), markdown))
+
+
+def part_blocks(markdown: str) -> str:
+    """An empty line before each list and table that follows a paragraph, and four spaces for each level of a list."""
+    parted, before, in_code = list[str](), "", False
+    for line in markdown.split("\n"):
+        in_code ^= line.lstrip().startswith("```")
+        begins = _ITEM.match(line) or line.startswith("|")
+        if begins and not in_code and before and not (_ITEM.match(before) or before.startswith(("#", "|", " "))):
+            parted.append("")
+        nested = not in_code and _ITEM.match(line) and line.startswith("  ")
+        parted.append(line.replace("  ", "    ", 1) if nested and not line.startswith("    ") else line)
+        before = line
+    return "\n".join(parted)
 
 
 def _turn(match: re.Match[str], folder: str) -> str:

@@ -46,6 +46,13 @@ def test_links_of_pages_lead_to_their_places_on_the_site() -> None:
     assert turned == "[a](planning.md#x) [b](registry-format.md) c"
 
 
+def test_lists_and_tables_right_below_a_paragraph_are_lists_and_tables_on_the_site() -> None:
+    table, code = "| a | b |\n|---|---|\n", "Code:\n```\ntext\n- no item\n  - nor this\n```\n# A title\n- an item\n"
+    page = f"Two ways:\n- one\n  - nested\n- two\n\nThen:\n1. first\n2. second\n\nAll:\n{table}"
+    parted = f"Two ways:\n\n- one\n    - nested\n- two\n\nThen:\n\n1. first\n2. second\n\nAll:\n\n{table}"
+    assert SITE["part_blocks"](page + code) == parted + code
+
+
 def test_every_dependency_has_its_reason_where_it_is_used() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     lines = [row.split("|") for row in page.splitlines() if row.startswith("| ")]
