@@ -52,6 +52,7 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
             raise PlanError(str(error)) from None
         _check_prefixes(spec, rank)
         _check_same_bytes(spec, rank)
+        _check_homes(rank)
     for i, rank in enumerate(variant.ranks):
         if (rank.rank, rank.budget_mib) != (i, w.vram_mib[i]):
             raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {w.vram_mib[i]}")
@@ -74,7 +75,7 @@ def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) ->
 
 def _kept_nbytes(unit: Unit, places: list[Placement]) -> int:
     """Bytes of a unit in host memory."""
-    if all(p.is_whole_in_arena for p in places):
+    if any(p.site.is_beyond_host for p in places) or all(p.is_whole_in_arena for p in places):
         return 0
     kept = list(unit.tensors)
     if unit.kind.parts:
@@ -125,6 +126,16 @@ def _check_same_bytes(spec: ModelSpec, rank: RankPlan) -> None:
                 raise PlanError(
                     f"rank {rank.rank}: {unit.name} is in VRAM in two tiers with different rows or parts of it there"
                 )
+
+
+def _check_homes(rank: RankPlan) -> None:
+    """What a unit lacks in VRAM lives in one home, whatever the tier."""
+    homes: dict[str, str] = {}
+    for tier in rank.tiers:
+        for place in tier.placements:
+            where, home = f"rank {rank.rank}, tier {tier.tokens}", place.weights_home.name
+            if not place.site.in_arena and homes.setdefault(place.unit, home) != home:
+                raise PlanError(f"{where}: {place.unit} lives in {home}, and in {homes[place.unit]} in another tier")
 
 
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:
@@ -188,7 +199,7 @@ def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> Non
     if not place.cpu_rows and not place.kept_parts:
         return
     many = place.cpu_rows and tokens > buffers.SMALL_BATCH and not unit.kind.parts
-    if not place.is_on_acc or not unit.kind.divide or many:
+    if not place.is_on_acc or place.site.is_beyond_host or not unit.kind.divide or many:
         raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be divided")
     if unit.kind.parts:
         _check_parts(unit, place, where)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from pshard.plan import RankPlan, Solve, Variant
+from pshard.planner.beyond_host import move_beyond
 from pshard.planner.check_plan import check_variant
 from pshard.planner.price.draft import predict_ranks, tier_seconds
 from pshard.planner.price.host_limits import usable_bytes
@@ -63,7 +64,7 @@ def simulate_together(
 def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     """A rank's plan, as yet without predictions."""
     solved, tiers = chosen.solution, []
-    for tier in chosen.tiers:
+    for tier in move_beyond(task.room, chosen.tiers, chosen.residency.pin_order, task.costs):
         solve = Solve(
             solved.status if solved else "placed" if task.plan_needed else "not needed",
             solved.gap if solved else 0.0,

@@ -122,7 +122,7 @@ class Part:
     @property
     def priced_by(self) -> tuple:
         """What it costs depends on, of parts under the same budgets and flags."""
-        return self.room.spec, self.room.arena, self.room.host, self.tables, self.staged, self.ranks
+        return self.room.spec, self.room.arena, self.room.host, self.room.beyond, self.tables, self.staged, self.ranks
 
     def price(self, loads: Sequence[TierLoad]) -> RankTask:
         """Its task, without bounds."""

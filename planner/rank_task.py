@@ -66,4 +66,8 @@ class RankTask:
         """Whether the same plan serves both ranks."""
         same_device = self.costs[0].tables is other.costs[0].tables
         mine, its = self.room, other.room
-        return same_device and (mine.arena, mine.host) == (its.arena, its.host) and mine.spec == its.spec
+        return (
+            same_device
+            and (mine.arena, mine.host, mine.beyond) == (its.arena, its.host, its.beyond)
+            and mine.spec == its.spec
+        )

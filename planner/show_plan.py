@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pshard.collectives import describe_sums
-from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED
+from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED, list_sorts
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import WhatIf
 from pshard.planner.serving.show_promise import show_rate
@@ -69,9 +69,9 @@ def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s)"
-    table = new_table(title, ("tokens", *LETTERS, "KV", "ms", "bound", "tok/s", "binds"))
+    table = new_table(title, ("tokens", *list_sorts(), "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
-        count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}
+        count = {w: sum(p.sort == w for p in tier.placements) for w in list_sorts()}
         layers = sum(p.kv is not None for p in tier.placements)
         in_vram = sum(p.has_state_in_vram for p in tier.placements)
         p = tier.prediction
@@ -195,7 +195,7 @@ def _rows(tier: TierPlan) -> list[tuple[str, str]]:
         kinds.setdefault(_kind_of(place.unit), []).append(place)
     rows, others = list[tuple[str, str]](), list[tuple[str, str]]()
     for kind, places in kinds.items():
-        letters = "".join(LETTERS[p.sort] for p in places)
+        letters = "".join(LETTERS.get(p.sort, p.sort[0]) for p in places)
         (rows if "." in places[0].unit else others).append((kind, letters))
         if places[0].kv is not None:
             rows.append(("KV", "".join("V" if p.has_state_in_vram else "h" for p in places)))

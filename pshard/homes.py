@@ -73,6 +73,11 @@ class Site:
         return not self.home.way_in
 
     @property
+    def is_beyond_host(self) -> bool:
+        """Whether the weights live beyond host memory, and take none of it."""
+        return not self.in_arena and not self.home.in_host_memory
+
+    @property
     def moves_each_step(self) -> bool:
         """Whether weights come to the accelerator for every micro-batch: through a staging slot, or read in place."""
         return self.is_on_acc and not self.in_arena
@@ -98,6 +103,11 @@ def list_lanes() -> tuple[Lane, ...]:
     """All lanes of copies, each once."""
     lanes = [lane for home in HOMES.values() for lane in (*home.way_in, home.way_out) if lane is not None]
     return tuple(dict.fromkeys(lanes))
+
+
+def list_sorts() -> tuple[str, ...]:
+    """What a unit may be called by where it is, in the order of tables: its site, or DIVIDED."""
+    return (*SITES, DIVIDED)
 
 
 def list_far_homes() -> tuple[Home, ...]:

@@ -1,10 +1,11 @@
-"""What host memory keeps of units: all but what lies in VRAM under every tier. No torch.
+"""What host memory keeps of units, and homes beyond it: all but what lies in VRAM under every tier. No torch.
 
 Of experts these are the first ones of a layer. Of an FFN whose rows are divided host memory keeps all.
 """
 
 from collections.abc import Sequence
 
+from pshard.homes import Home
 from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan
 from pshard.units.divide_unit import Portion, arena_portion, count_shares, last_parts, whole_unit
@@ -13,6 +14,11 @@ from pshard.units.unit import Unit
 
 def keep_on_host(unit: Unit, places: Sequence[Placement]) -> Portion | None:
     """What host memory keeps of a unit that has these places, one in each tier; None: nothing."""
+    return None if any(place.site.is_beyond_host for place in places) else keep_outside(unit, places)
+
+
+def keep_outside(unit: Unit, places: Sequence[Placement]) -> Portion | None:
+    """What the home of a unit outside VRAM keeps of it; None: nothing."""
     if all(place.is_whole_in_arena for place in places):
         return None
     first = min(_count_in_arena(unit, place) for place in places) if unit.kind.parts else 0
@@ -22,6 +28,14 @@ def keep_on_host(unit: Unit, places: Sequence[Placement]) -> Portion | None:
 def list_on_host(spec: ModelSpec, plan: RankPlan) -> tuple[Portion, ...]:
     """What host memory keeps under a plan, in the order in which it is page-locked."""
     kept = (keep_on_host(spec.unit(name), _places(plan, name)) for name in plan.lock_order)
+    return tuple(portion for portion in kept if portion is not None)
+
+
+def list_beyond(spec: ModelSpec, plan: RankPlan, home: Home) -> tuple[Portion, ...]:
+    """What a home beyond host memory keeps under a plan."""
+    homes = plan.beyond_host
+    names = (unit.name for unit in spec.units if homes.get(unit.name) is home)
+    kept = (keep_outside(spec.unit(name), _places(plan, name)) for name in names)
     return tuple(portion for portion in kept if portion is not None)
 
 

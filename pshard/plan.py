@@ -195,13 +195,24 @@ class RankPlan:
         divided = {p.unit for tier in self.tiers for p in tier.placements if p.share}
         return tuple(unit for unit in self.staying if unit not in divided)
 
+    def home_of(self, unit: str) -> Home:
+        """Where what some tier lacks in VRAM of a unit lives; host memory where none does."""
+        places = (tier.placement(unit) for tier in self.tiers)
+        return next((place.weights_home for place in places if not place.site.in_arena), HOST)
+
+    @property
+    def beyond_host(self) -> dict[str, Home]:
+        """Units that live beyond host memory where they are not in VRAM, with their homes."""
+        places = (place for tier in self.tiers for place in tier.placements)
+        return {place.unit: place.weights_home for place in places if place.site.is_beyond_host}
+
     @property
     def lock_order(self) -> tuple[str, ...]:
         """Units that are kept in host memory, whole or in part, in the order in which they are page-locked: what the
         smallest tiers stream first, for large ones hide copies; then what is copied when a tier is entered, then what
         never is."""
-        resident, last = set(self.resident), len(self.tiers)
-        ranks = {p.unit: last + 1 for p in self.tiers[0].placements if p.unit not in resident}
+        elsewhere, last = {*self.resident, *self.beyond_host}, len(self.tiers)
+        ranks = {p.unit: last + 1 for p in self.tiers[0].placements if p.unit not in elsewhere}
         for i, tier in reversed([*enumerate(self.tiers)]):
             for place in tier.placements:
                 if place.unit in ranks and place.is_on_acc:

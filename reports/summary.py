@@ -14,6 +14,11 @@ from pshard.times.measurement import Measurement
 WHERE = {PINNED: "in VRAM", STREAMED: STREAMED, ON_CPU: "on the CPU", DIVIDED: "divided between both"}
 
 
+def name_sort(sort: str) -> str:
+    """Where units of a sort are, in words."""
+    return WHERE.get(sort, f"in {sort}")
+
+
 @dataclass(frozen=True)
 class Gain:
     """The plan beside the best alternative that was measured in the same test, budget and machine."""
@@ -136,7 +141,7 @@ def _describe_plan(model: str, variant: Variant) -> str:
     if not variant.plan_needed:
         return f"All of {model} fits into {budget}: {promise}."
     places = count_places(rank.covering(variant.workload.sequences))
-    where = ", ".join(f"{count} {WHERE[sort]}" for sort, count in places.items())
+    where = ", ".join(f"{count} {name_sort(sort)}" for sort, count in places.items())
     units = f"of the {sum(places.values())} units of {model}"
     return f"Within {budget} the plan has, while decoding, {units} {where}; {promise}."
 

@@ -22,6 +22,7 @@ from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.memory.beyond_host import open_stores
 from pshard.runtime.memory.host.host_memory import keep_freed_memory
 from pshard.runtime.memory.weights import (
     HostWeights,
@@ -101,8 +102,13 @@ def build_executor(
     if lent:
         weights.check_orders(spec)
     own = LentWeights(weights) if lent else weights
-    executor = Executor(spec, plan, device, arena, own, states, kernels, group, records=records, play=play)
+    stores = open_stores(spec, plan, device)
+    executor = Executor(
+        spec, plan, device, arena, own, states, kernels, group, records=records, play=play, stores=stores
+    )
     try:
+        for store in stores.values():
+            store.load(source, ranges, progress)
         if lent:
             executor.load_pins(plan.resident, weights.blob)
         else:

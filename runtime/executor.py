@@ -1,7 +1,7 @@
 """Runs micro-batches of one model, or of one rank's slice of it, under the tiers of a plan."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from pshard.batch import Batch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import logit_rows as most_logit_rows
+from pshard.homes import Home
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.routing.play_record import RoutingPlay
@@ -20,6 +21,7 @@ from pshard.runtime.devices.device import MOST_PROMPT_GRAPHS, Device
 from pshard.runtime.devices.relay import Relay, open_relay
 from pshard.runtime.kernels.api import Kernels, Segment
 from pshard.runtime.memory.arena import Arena
+from pshard.runtime.memory.beyond_host import Store
 from pshard.runtime.memory.expert_slots import ExpertSlots, SlotPool
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.kv_cache import JOIN_BYTES, cell_nbytes
@@ -61,14 +63,15 @@ class Executor:
         group: Group,
         records: bool = False,
         play: RoutingPlay | None = None,
+        stores: Mapping[Home, Store] | None = None,
     ) -> None:
-        """records: which experts routers choose is kept in `host.picks`. play: what they are made to choose."""
+        """records, play: see `HostSide.take_picks`. stores: of homes beyond host memory."""
         self.spec, self.plan, self.device, self.group, self.states = spec, plan, device, group, states
         self.acc_kernels, host_kernels = kernels
         self.weights = weights
         self.arena = Arena(arena, spec, plan, states, self.acc_kernels.act_dtype)
         self.host = HostSide(device)
-        self.transfers = Transfers(device, spec, weights)
+        self.transfers = Transfers(device, spec, weights, stores)
         # cells of a layer that the link moves while one more copy is issued
         join_cells = JOIN_BYTES // max(1, cell_nbytes(spec, states))
         widths = group.logit_widths(sum(t.rows for t in spec.output.matrices), _has_logits_on_device(spec, plan))
@@ -86,8 +89,8 @@ class Executor:
             slots = ExpertSlots(tuple(pools), self.host.picks)
             context = RunContext(spec, device, group, self.host, self.transfers, widths or (), join_cells, slots)
             self._context, self.meanwhile = context, context.meanwhile
+            self.transfers.make_rings(self.host.is_locked)
             if self.host.is_locked:
-                self.transfers.make_ring()
                 self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
             graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
@@ -180,7 +183,7 @@ class Executor:
         if key not in self._programs:
             steps = emit_steps(self.spec, tier, self._shape(tier, has_past))
             order = tuple(unit.name for unit in self.spec.units)
-            program = make_program(list_residents(self.spec, tier), steps, order)
+            program = make_program(list_residents(self.spec, self.plan, tier), steps, order)
             self._programs[key] = program, make_ahead(program.body) if self._relay else None
         return self._programs[key]
 

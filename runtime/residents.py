@@ -76,9 +76,9 @@ class Residents:
         """Start to copy a unit's weights, or as much of its state as is in use; returns the event of the end, or None
         when there was nothing to copy."""
         if isinstance(step.portion, Pins):
-            portions = divide_unit(self._spec.unit(step.unit), step.share)
-            copies = self._transfers.cut_portion(self._arena.pinned(step.unit), portions.kept or portions.brought)
-            return self._transfers.bring_weights(step.unit, copies)
+            portions, place = divide_unit(self._spec.unit(step.unit), step.share), self._arena.pinned(step.unit)
+            copies = self._transfers.cut_portion(place, portions.kept or portions.brought, step.origin)
+            return self._transfers.bring_weights(step.unit, copies, home=step.origin)
         if step.unit not in self._on_host:
             return None
         return self._transfers.bring(self._pair(step.unit, reach, to_host=False))

@@ -7,7 +7,7 @@ from operator import getitem
 from typing import Any
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.homes import ACC, BACK, CPU, ON_CPU, PINNED, SITES, list_lanes
+from pshard.homes import ACC, BACK, CPU, ON_CPU, PINNED, SITES, Home, list_lanes
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
@@ -42,9 +42,18 @@ class UnitColumns:
 
 
 @dataclass(frozen=True)
+class Beyond:
+    """A home for what host memory does not hold. `host`: bytes of weights and KV cache that it may hold."""
+
+    home: Home
+    host: int
+
+
+@dataclass(frozen=True)
 class Room:
     """Sizes that bound every tier of one rank. `host`: bytes of weights and KV cache that all its tiers together may
-    keep in host memory; None where that holds everything. `baselines`: what published strategies place in it."""
+    keep in host memory; None where that holds everything, or what it does not hold may live `beyond` it. `baselines`:
+    what published strategies place in it."""
 
     spec: ModelSpec
     workload: Workload
@@ -52,6 +61,7 @@ class Room:
     act_bytes: int
     ranks: int = 1
     host: int | None = None
+    beyond: Beyond | None = None
     _scratch: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
     baselines: dict[tuple[str, tuple[int, ...]], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.homes import Home, list_far_homes
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.on_host import keep_on_host
 from pshard.plan import TierPlan
-from pshard.planner.price.draft import Room
+from pshard.planner.price.draft import Beyond, Room
 from pshard.planner.search.climb import SLOT_CHOICES
 from pshard.workload import MIB, Workload
 
@@ -46,20 +47,31 @@ def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> 
     """The ranks' rooms with what each may keep in host memory, where that limits them.
 
     What a rank cannot hold in VRAM beside the scratch of its largest tier it gets, and of the rest a share by its
-    bytes.
+    bytes; where there is a home beyond host memory, a share of all.
     """
     left = _left(rooms, profile, largest)
     totals = [_total(room) for room in rooms]
     if sum(totals) <= left:
         return tuple(rooms)
+    if home := find_beyond(profile):
+        return tuple(replace(r, beyond=Beyond(home, max(0, left * t // sum(totals)))) for r, t in zip(rooms, totals))
     needs = [_needed(room, largest) for room in rooms]
     spare = left - sum(needs)
     return tuple(replace(r, host=int(n + spare * t / sum(totals))) for r, n, t in zip(rooms, needs, totals))
 
 
 def host_fits(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> bool:
-    """Whether host memory holds what the arenas cannot beside the scratch of the largest tier, were units divisible."""
-    return sum(_needed(room, largest) for room in rooms) <= _left(rooms, profile, largest)
+    """Whether host memory holds what the arenas cannot beside the scratch of the largest tier, were units divisible, or
+    that may live beyond it."""
+    return find_beyond(profile) is not None or sum(_needed(room, largest) for room in rooms) <= _left(
+        rooms, profile, largest
+    )
+
+
+def find_beyond(profile: MachineProfile) -> Home | None:
+    """The first home beyond host memory whose lanes the profile has timed."""
+    timed = {copy.direction for copy in profile.copies}
+    return next((home for home in list_far_homes() if {lane.timed for lane in home.way_in} <= timed), None)
 
 
 def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> tuple[str, int]:

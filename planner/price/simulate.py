@@ -143,6 +143,7 @@ class _Machine:
         self.host = self.acc = self.d2h = 0.0
         self.link = _Link()
         self.beyond: dict[Lane, float] = {}  # when lanes of homes beyond host memory are free
+        self.done_beyond: list[tuple[Step, str, float, float]] = []  # their copies, of all rounds, if logged
         self.loaded: dict[int | None, _Copy] = {}  # slot -> the last copy into it
         self.fetched: _Copy | None = None  # of the next state that the accelerator finds in the stage
         self.slot_free: dict[int | None, float] = {}
@@ -319,7 +320,8 @@ class _Machine:
         for (lane, seconds), then in zip(before, following):
             start = max(ready, self.beyond.get(lane, 0.0))
             self.beyond[lane] = start + seconds
-            self.note(step, lane.name, start, start + seconds)
+            if self.log is not None:
+                self.done_beyond.append((step, lane.name, start, start + seconds))
             ready = max(start, start + seconds - then)
         self.loaded[step.slot] = copy = [ready, last, -1.0, -1.0, step]
         self.link.queue.append(copy)
@@ -504,6 +506,7 @@ def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str,
     rows = list(machine.log or ())
     rows += [(c[STEP], LINK.name, c[BEGUN], c[END]) for c in machine.link.done if c[END] > origin]
     rows += [(c[STEP], LINK.name, c[BEGUN], end) for c in machine.link.queue if 0 <= c[BEGUN] < end]
+    rows += [row for row in machine.done_beyond if row[3] > origin and row[2] < end]
     rows.sort(key=lambda row: row[2])
     busy = dict.fromkeys((ACC, CPU, *(lane.name for lane in list_lanes())), 0.0)
     for _, lane, start, stop in rows:

@@ -34,6 +34,8 @@ def _check_units(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> None:
     follows = [tier for tier in rank.tiers if tier.tokens <= cache.tokens]
     if not follows:
         raise ValueError(f"rank {rank.rank}: no tier is small enough to use the caches")
+    if beyond := [name for name in cache.units if name in rank.beyond_host]:
+        raise ValueError(f"rank {rank.rank}: a cache is for {beyond[0]!r}, which lives beyond host memory")
     for tier in follows:
         if not tier.in_place and any(tier.placement(name).moves_each_step for name in cache.units):
             raise ValueError(f"rank {rank.rank}, tier {tier.tokens}: experts that may lie in slots are copied whole")

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pshard.model import ModelSpec
-from pshard.plan import Placement, TierPlan
+from pshard.plan import Placement, RankPlan, TierPlan
 from pshard.routing.expert_uses import read_nbytes
 from pshard.steps.move import (
     Move,
@@ -288,12 +288,12 @@ class _Whereabouts:
             self._beside.update((port, on) for port in written)
 
 
-def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Move, ...]:
-    """Weights and states that a tier holds in VRAM, in the order of need."""
+def list_residents(spec: ModelSpec, plan: RankPlan, tier: TierPlan) -> tuple[Move, ...]:
+    """Moves of the weights and states that a tier of the plan holds in VRAM, in the order of need."""
     found = []
     for unit, place in _placed(spec, tier):
         if place.in_arena:
-            found.append(bring_pins(unit.name, place.share))
+            found.append(bring_pins(unit.name, place.share, plan.home_of(unit.name)))
         if place.has_state_in_vram:
             found.append(fetch_state(unit.name))
     return tuple(found)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
-from pshard.reports.figures.placement_map import COLOURS
+from pshard.reports.figures.placement_map import colour_of
 from pshard.reports.figures.style import OWN, OWN_STRATEGY, colour_strategies, format_number, name_strategy, new_figure
-from pshard.reports.summary import WHERE, Gain, count_places
+from pshard.reports.summary import Gain, count_places, name_sort
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def _draw_places(ax: "Axes", variant: Variant) -> None:
     for x, tier in enumerate((tiers[0], tiers[-1])):
         below = 0
         for sort, count in count_places(tier).items():
-            ax.bar(x, count, 0.6, below, color=COLOURS[sort], label=WHERE[sort])
+            ax.bar(x, count, 0.6, below, color=colour_of(sort), label=name_sort(sort))
             below += count
     ax.set_xticks([0, 1], ["answers", "prompts"])
     handles = {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}

@@ -4,7 +4,7 @@ import re
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED
+from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED, list_sorts
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.reports.figures.style import (
     BLUE,
@@ -12,6 +12,7 @@ from pshard.reports.figures.style import (
     GREEN,
     ORANGE,
     OWN_STRATEGY,
+    PURPLE,
     RESOURCE_NAMES,
     format_number,
     format_time,
@@ -27,9 +28,14 @@ MEANINGS = {
     PINNED: "pinned: weights stay in VRAM",
     STREAMED: "streamed: copied before use",
     ON_CPU: "cpu: computed on the host",
-    "divided": "divided: rows on both sides",
+    DIVIDED: "divided: rows on both sides",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+def colour_of(sort: str) -> str:
+    """The colour of units by where they are; one for all that live beyond host memory."""
+    return COLOURS.get(sort, PURPLE)
 
 
 def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
@@ -63,7 +69,9 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     title = f"Where {model} lives within {rank.budget_mib} MiB of VRAM{whose}"
     figure.suptitle(f"{title}\n{fill(terms, 85)}", fontweight="bold", fontsize=11)
     used = {p.sort for tier in rank.tiers for p in tier.placements}
-    handles: list = [Patch(color=COLOURS[w], label=MEANINGS[w]) for w in COLOURS if w in used]
+    handles: list = [
+        Patch(color=colour_of(w), label=MEANINGS.get(w, f"{w}: copied before use")) for w in list_sorts() if w in used
+    ]
     anywhere = any(p.has_state_in_vram for tier in rank.tiers for p in tier.placements)
     dot = "KV cache in VRAM (else host)" if anywhere else "KV cache in VRAM (no layer's here)"
     handles.append(Line2D([], [], marker="o", color="black", linestyle="", markersize=3.5, label=dot))
@@ -82,7 +90,7 @@ def _draw_tier(ax: "Axes", tier: TierPlan, kinds: list[str], layers: int, at: fl
 
 
 def _draw_unit(ax: "Axes", place: Placement, x: float, y: float, height: float) -> None:
-    ax.bar(x, height * 0.9, 0.9, y - height * 0.45, color=COLOURS[place.sort])
+    ax.bar(x, height * 0.9, 0.9, y - height * 0.45, color=colour_of(place.sort))
     if place.has_state_in_vram:
         ax.plot(x, y, "o", color="white" if place.site.in_arena else "black", markersize=3.5)
 

@@ -3,7 +3,8 @@
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from pshard.reports.figures.style import BLUE, FAINT, GREEN, ORANGE, PURPLE, new_figure
+from pshard.homes import BACK, LINK, list_lanes
+from pshard.reports.figures.style import BLUE, FAINT, GREEN, ORANGE, PURPLE, RED, new_figure
 from pshard.times.measurement import Timeline
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ LANES = (
 
 def draw_timeline(timeline: Timeline) -> "Figure":
     """One bar per event in the lane of its resource; idle time is left grey, its share is named at the right."""
-    lanes = [lane for lane in LANES if any(e.lane == lane[0] for e in timeline.events)]
+    further = [(lane.name, lane.name, RED) for lane in list_lanes() if lane not in (LINK, BACK)]
+    lanes = [lane for lane in (*further, *LANES) if any(e.lane == lane[0] for e in timeline.events)]
     end = max(e.end for e in timeline.events)
     scale, unit = (1e3, "ms") if end < 10 else (1.0, "s")
     figure = new_figure(11, 1.5 + 0.72 * len(lanes))

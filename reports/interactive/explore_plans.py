@@ -7,11 +7,12 @@ import re
 from collections.abc import Sequence
 from html import escape
 
+from pshard.homes import list_sorts
 from pshard.plan import Placement, TierPlan, Variant
 from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.reports.figures.style import RESOURCE_NAMES, format_number, format_time
 from pshard.reports.interactive.svg import draw_box, draw_svg, write_text
-from pshard.reports.summary import WHERE
+from pshard.reports.summary import name_sort
 
 MOST_BUDGETS = 24  # of one slider; a page of more is slow to open
 BOX, LEFT = 11.0, 120.0
@@ -75,7 +76,7 @@ def _count(tiers: Sequence[TierPlan]) -> str:
     said = []
     for tier in tiers:
         sorts = [place.sort for place in tier.placements]
-        where = ", ".join(f"{sorts.count(sort)} {text}" for sort, text in WHERE.items() if sort in sorts)
+        where = ", ".join(f"{sorts.count(sort)} {name_sort(sort)}" for sort in list_sorts() if sort in sorts)
         said.append(f"{tier.tokens} tokens: {where}.")
     return " ".join(said)
 
@@ -85,7 +86,7 @@ def _draw_unit(place: Placement, tier: TierPlan, rows: dict[str, int], layers: i
     column = int(match[1]) + 2 if match else 0 if place.unit == tier.placements[0].unit else layers + 3
     row = rows[match[2]] if match else 0
     height = BOX - 1 if match else BOX * max(1, len(rows)) - 1
-    title = f"{place.unit}, {tier.tokens} tokens: {WHERE[place.sort]}"
+    title = f"{place.unit}, {tier.tokens} tokens: {name_sort(place.sort)}"
     if place.share:
         title += f", the CPU's share {place.share}"
     if place.kv:

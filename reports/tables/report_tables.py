@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED
+from pshard.homes import list_sorts
 from pshard.plan import TierPlan, Variant
 from pshard.reports.figures.style import RESOURCE_NAMES, format_number, name_strategy
 from pshard.reports.tables.bench_formats import format_bytes, table_columns
@@ -34,7 +34,7 @@ def tabulate_plan(variant: Variant) -> "DataFrame":
                 {
                     "rank": str(rank.rank),
                     "tier (tokens)": str(tier.tokens),
-                    **{name: str(where.count(name)) for name in (PINNED, STREAMED, ON_CPU, DIVIDED)},
+                    **{name: str(where.count(name)) for name in list_sorts()},
                     "predicted ms": format_number(1e3 * prediction.seconds),
                     "predicted tok/s": format_number(tier.tokens / prediction.seconds),
                     "limit": RESOURCE_NAMES.get(prediction.binds, prediction.binds),

@@ -311,7 +311,7 @@ class CpuEvent:
             raise RuntimeError("a copy failed") from self._error
 
 
-class _CopyThread:
+class CopyThread:
     """Runs copies in order. After one that failed none is made, as on a GPU: whoever waits for the last of several
     learns of it."""
 
@@ -368,8 +368,8 @@ class CpuDevice:
     fills = True
 
     def __init__(self) -> None:
-        self._in, self._out = _CopyThread("copy-in"), _CopyThread("copy-out")
-        self._fill: tuple[_CopyThread, Copiers] | None = None  # from its first use on
+        self._in, self._out = CopyThread("copy-in"), CopyThread("copy-out")
+        self._fill: tuple[CopyThread, Copiers] | None = None  # from its first use on
         self._allocated = 0
         self._last: list[CpuEvent] = []
 
@@ -392,7 +392,7 @@ class CpuDevice:
     def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> CpuEvent:
         if self._fill is None:
             copiers = Copiers()
-            self._fill = _CopyThread("copy-fill", copiers.copy), copiers
+            self._fill = CopyThread("copy-fill", copiers.copy), copiers
         return self._track(self._fill[0].submit(dst, src, after))
 
     def _track(self, event: CpuEvent) -> CpuEvent:

@@ -1,10 +1,10 @@
-"""Copies to the device from memory that is not page-locked: through a small ring that is.
+"""Copies to the device from what is not page-locked memory: through a small ring that is.
 
 Threads fill one buffer of the ring while the copy engine empties the others. Both are lanes of the device, so order and
 events are those of direct copies; and a ring that is full ahead of a slot that is not free yet saves its fill time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ BUFFERS = 4
 class StagingRing:
     """Buffers that copies take turns with. Raises MemoryError when they cannot be page-locked.
 
-    most: bytes of the largest copy; a ring for small ones is smaller.
+    most: bytes of the largest copy; a ring for small ones is smaller. fill: what brings bytes to a buffer; None: the
+    device's threads, from host memory.
     """
 
-    def __init__(self, device: Device, most: int) -> None:
+    def __init__(self, device: Device, most: int, fill: Callable[..., Any] | None = None) -> None:
         chunk = align(min(CHUNK, -(-most // BUFFERS)), TENSOR_ALIGN)
-        self._device = device
+        self._device, self._fill = device, fill
         self._memory = map_memory(BUFFERS * chunk)
         if not device.page_lock(self._memory):
             raise MemoryError(f"{self.nbytes} bytes of a staging ring cannot be page-locked")
@@ -40,12 +41,12 @@ class StagingRing:
 
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any:
         """Like `Device.copy_in`, for contiguous bytes."""
-        done = None
+        done, fill = None, self._fill or self._device.fill
         chunk = self._buffers[0].numel()
         for to, source in zip(dst.split(chunk), src.split(chunk), strict=True):
             at, self._next = self._next, (self._next + 1) % BUFFERS
             buffer, emptied = self._buffers[at][: source.numel()], self._emptied[at]
-            filled = self._device.fill(buffer, source, () if emptied is None else (emptied,))
+            filled = fill(buffer, source, () if emptied is None else (emptied,))
             done = self._emptied[at] = self._device.copy_in(to, buffer, (*after, filled))
             after = ()  # copies of a lane happen in turn
         return done

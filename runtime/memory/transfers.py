@@ -1,12 +1,15 @@
 """Copies of weights and states to the device and back, in its lanes, with an account of what crossed the link."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from pshard.errors import UserError
+from pshard.homes import HOST, Home
 from pshard.model import ModelSpec
 from pshard.runtime.devices.device import Device
+from pshard.runtime.memory.beyond_host import Store
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.states import Copies
 from pshard.runtime.memory.weights import HostWeights, LentWeights
@@ -14,27 +17,44 @@ from pshard.units.divide_unit import Piece, Portion, find_portion
 
 
 class Transfers:
-    """Starts copies; those of weights that are not page-locked go through a ring.
+    """Starts copies; those of weights that are not in page-locked memory go through a ring.
 
     Attributes:
         link_bytes: moved host to device since the start: weights, states, activations, and what kernels are expected to
             have read in host memory.
     """
 
-    def __init__(self, device: Device, spec: ModelSpec, weights: HostWeights | LentWeights) -> None:
+    def __init__(
+        self,
+        device: Device,
+        spec: ModelSpec,
+        weights: HostWeights | LentWeights,
+        stores: Mapping[Home, Store] | None = None,
+    ) -> None:
+        """stores: of homes beyond host memory."""
         self._device, self._spec, self._weights = device, spec, weights
+        self._beyond = dict(stores or {})
+        self._stores: dict[Home, HostWeights | LentWeights | Store] = {HOST: weights, **self._beyond}
         self._ring: StagingRing | None = None
+        self._rings: dict[Home, StagingRing] = {}  # of homes beyond host memory
         self._refused = False  # the ring
         self.link_bytes = 0
 
     @property
     def ring_nbytes(self) -> int:
-        """Bytes of the ring; 0 without one."""
+        """Bytes of the ring for what is in host memory; 0 without one."""
         return self._ring.nbytes if self._ring else 0
 
-    def make_ring(self) -> None:
-        """A ring for weights that will not be page-locked. It comes before them, as they take all there is."""
-        if not self._weights.page_locked and self._device.fills:
+    def make_rings(self, may_lock: bool) -> None:
+        """Rings for what is not in page-locked memory: for weights in host memory, where more may be locked, one that
+        comes before them, as they take all there is; and one for each home beyond it. Raises UserError where the system
+        locks none for that."""
+        for home, store in self._beyond.items():
+            try:
+                self._rings[home] = StagingRing(self._device, store.largest, store.fill)
+            except MemoryError as error:
+                raise UserError(f"{error}, for weights in {home.name!r}; raise the limit of locked memory") from None
+        if may_lock and not self._weights.page_locked and self._device.fills:
             try:
                 self._ring = StagingRing(self._device, self._weights.largest)
             except MemoryError:
@@ -51,25 +71,27 @@ class Transfers:
         if self.may_lock:
             self._weights.lock()
         if self._weights.page_locked:
-            self.close()
+            self._close_ring()
 
-    def held(self, unit: str) -> Portion:
-        """What host memory has of a unit."""
-        return self._weights.held[unit]
+    def held(self, unit: str, home: Home = HOST) -> Portion:
+        """What a home has of a unit."""
+        return self._stores[home].held[unit]
 
-    def cut_portion(self, target: torch.Tensor, portion: Portion) -> Copies:
+    def cut_portion(self, target: torch.Tensor, portion: Portion, home: Home = HOST) -> Copies:
         """The copies that bring what a portion is of a unit."""
         unit = portion.unit.name
-        return self.cut(target, unit, find_portion(portion, self.held(unit)).pieces)
+        return self.cut(target, unit, find_portion(portion, self.held(unit, home)).pieces, home)
 
-    def cut(self, target: torch.Tensor, unit: str, pieces: Iterable[Piece]) -> Copies:
-        """The copies that bring these pieces of a unit's blob in host memory to the device."""
-        blob = self._weights.blob(unit)
+    def cut(self, target: torch.Tensor, unit: str, pieces: Iterable[Piece], home: Home = HOST) -> Copies:
+        """The copies that bring these pieces of a unit's blob in a home to the device."""
+        blob = self._stores[home].blob(unit)
         return tuple((target[p.to : p.to + p.nbytes], blob[p.start : p.start + p.nbytes]) for p in pieces)
 
-    def bring_weights(self, unit: str, copies: Copies, after: Iterable[Any] = ()) -> Any:
-        """Start the copies of a unit; returns the event of their end."""
-        ring = self._ring if self._ring is not None and not self._weights.is_locked(unit) else None
+    def bring_weights(self, unit: str, copies: Copies, after: Iterable[Any] = (), home: Home = HOST) -> Any:
+        """Start the copies of a unit from its home; returns the event of their end."""
+        ring = self._rings.get(home)
+        if ring is None and self._ring is not None and not self._weights.is_locked(unit):
+            ring = self._ring
         return self._start_in(ring.copy_in if ring else self._device.copy_in, copies, after)
 
     def bring(self, copies: Copies, after: Iterable[Any] = ()) -> Any:
@@ -91,7 +113,15 @@ class Transfers:
         return done
 
     def close(self) -> None:
-        """Give the ring back; no copy may be under way."""
+        """Give the rings back, and close the stores; no copy may be under way."""
+        self._close_ring()
+        for ring in self._rings.values():
+            ring.close()
+        for store in self._beyond.values():
+            store.close()
+        self._rings, self._beyond = {}, {}
+
+    def _close_ring(self) -> None:
         if self._ring:
             self._ring.close()
             self._ring = None

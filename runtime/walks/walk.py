@@ -325,8 +325,10 @@ def bring_weights(context: RunContext, tier: TierInForce, step: Move, after: tup
     assert step.slot is not None
     if copies is None:
         unit, slot = context.spec.unit(step.unit), tier.carved.slots[step.slot]
-        copies = tier.copies[step] = context.transfers.cut_portion(slot, divide_unit(unit, step.share).brought)
-    tier.arrived[step.slot] = context.transfers.bring_weights(step.unit, copies, after)
+        copies = tier.copies[step] = context.transfers.cut_portion(
+            slot, divide_unit(unit, step.share).brought, step.origin
+        )
+    tier.arrived[step.slot] = context.transfers.bring_weights(step.unit, copies, after, step.origin)
 
 
 ACTS: dict[type, Callable[[Walk, Any], None]] = {

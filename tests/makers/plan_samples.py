@@ -35,13 +35,13 @@ def make_tier(
     """A tier of such placements, with honest buffers for float32 activations, and slots for what is read in place too.
     in_place: whether experts are read so; None: as is likely to be faster. batch: see StateShape."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
-    streamed = [divided_sizes(spec.unit(p.unit), p.share).brought for p in placements if p.where == "streamed"]
+    streamed = [divided_sizes(spec.unit(p.unit), p.share).brought for p in placements if p.moves_each_step]
     reads = ways_to_read(spec.config, tokens)[0] if in_place is None else in_place
     held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
     shape = StateShape(context, sequences, "f32", "f32", batch)
     scratch = scratch_bytes(spec, tokens, shape, 4)
     scratch += row_stage_bytes(tokens, widest_join(spec, placements))
-    if any(p.kv == "host" and p.where != "cpu" for p in placements):
+    if any(p.stages_state for p in placements):
         scratch += state_stage_bytes(spec, shape)
     buffers = Buffers(
         pinned=sum(align(portion.nbytes, TENSOR_ALIGN) for portion in held if portion),

@@ -133,13 +133,13 @@ def test_how_long_copies_take_decides_nothing(way: tuple, monkeypatch: pytest.Mo
     """Decisions hang on tokens, never on clocks: over a link that dawdles, now more, now less."""
     file, text, found, rng = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), [], random.Random(0)
 
-    class Slow(device._CopyThread):
+    class Slow(device.CopyThread):
         def __init__(self, name: str, copy: Callable = device.move) -> None:
             super().__init__(name, lambda dst, src: (time.sleep(0.004 * rng.random()), copy(dst, src)))
 
     for dawdles in (False, True):
         if dawdles:
-            monkeypatch.setattr(device, "_CopyThread", Slow)
+            monkeypatch.setattr(device, "CopyThread", Slow)
         with open_cached(file, make_cached(file, way, (cache_of(file, 4),)), "fast") as engine:
             found.append((walk_text(engine, text), engine.expert_hits))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
