@@ -1,11 +1,11 @@
 """Discrete-event simulation of the very steps that the executor runs.
 
-Lanes: those of copies (pshard/homes.py), the accelerator, and the CPU, whose one host thread issues the steps in order.
-Copies and accelerator work are asynchronous and start when their lane and what they depend on are free; CPU work and
-a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down as the profile's
-contention says. Of a divided unit what the accelerator has is given to it first, wait for their copy
-there, and run while the CPU computes the rest. Several micro-batches are run, and the time between the end of the
-first and of the last is measured: a steady state in which the next one's first copies run under this one's last units.
+Lanes: the copies (pshard/homes.py), the accelerator, and the CPU, whose one host thread issues the steps in order.
+Copies and accelerator work are asynchronous and start when their lane and what they depend on are free; CPU work and a
+hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down as the profile's
+contention says. The accelerator's part of a divided unit is issued first, waits for its copy, and runs while the CPU
+computes the rest. Several micro-batches are run, and the time between the end of the first and of the last is measured:
+a steady state in which the next one's first copies run under this one's last units.
 
 Ranks are simulated together: at every sum all wait for the last one.
 """
