@@ -91,7 +91,7 @@ class NoKernels:
     def _nothing(self, *arguments: Any, **more: Any) -> None:
         pass
 
-    forget = look_up = rms_norm = leave_norm = linear = linear_group = gate_up = rope_store = _nothing
+    forget = look_up = rms_norm = linear = linear_group = gate_up = rope_store = _nothing
 
     def attention(self, *arguments: Any) -> None:
         if self._reads is not None:

@@ -181,17 +181,13 @@ def take(side: Side, rows: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-def announce_norm(side: Side, residual: Residual) -> None:
-    """Have the product that comes next leave the norm that follows it, where that can be."""
-    if residual.following is not None:
-        cast(NormKernels, side.kernels).leave_norm(residual.following, side.config.norm_eps)
-
-
 def leave(side: Side, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: Residual) -> None:
     """A unit's last product, added to `hidden` or left as this rank's part."""
     (out, accumulate), leaving = residual.target(side, x.shape[0]), residual.leaving
-    announce_norm(side, residual)
-    if leaving is None or accumulate:
+    if residual.following is not None:
+        following, kernel = (residual.following, side.config.norm_eps), cast(NormKernels, side.kernels).linear
+        kernel(x, weight, out, side.space.tile, bias, accumulate, following)
+    elif leaving is None or accumulate:
         side.kernels.linear(x, weight, out, side.space.tile, bias, accumulate)
     else:
         kernels = cast(SumKernels, side.kernels)

@@ -6,9 +6,9 @@ import torch
 
 from pshard.model_config import ModelConfig
 from pshard.quant import packed_nbytes
-from pshard.runtime.blocks.block import Block, Residual, Side, Work, announce_norm
+from pshard.runtime.blocks.block import Block, Residual, Side, Work
 from pshard.runtime.blocks.routed_rows import view_routed
-from pshard.runtime.kernels.api import ExpertWeights, Packed, SumKernels
+from pshard.runtime.kernels.api import ExpertWeights, NormKernels, Packed, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner
 from pshard.units.moe.routed import expert_buffers, rule_of
@@ -49,10 +49,9 @@ class ExpertsBlock(Block):
 
     def run(self, work: Work, weights: ExpertWeights, state: None, residual: Residual) -> None:
         side, n = work.side, work.rows.tokens
-        announce_norm(side, residual)
         out, accumulate = residual.target(side, n)
         if residual.leaving is None or accumulate:
-            _add_experts(work, weights, out, accumulate)
+            _add_experts(work, weights, out, accumulate, residual.following)
         else:
             x, routes = view_routed(side, work.rows)
             cast(SumKernels, side.kernels).experts_part(
@@ -75,10 +74,17 @@ def _cut_stack(stack: Packed, rows: int) -> list[Packed]:
             for at in range(0, stack.rows // rows * size, size)]  # fmt: skip
 
 
-def _add_experts(work: Work, weights: ExpertWeights, out: torch.Tensor, accumulate: bool) -> None:
+def _add_experts(
+    work: Work, weights: ExpertWeights, out: torch.Tensor, accumulate: bool, following: torch.Tensor | None = None
+) -> None:
     side, n = work.side, work.rows.tokens
     x, routes = view_routed(side, work.rows)
-    side.kernels.experts(x, routes, weights, rule_of(side.config), out, _scratch(side, n), accumulate)
+    rule, scratch = rule_of(side.config), _scratch(side, n)
+    if following is None:
+        side.kernels.experts(x, routes, weights, rule, out, scratch, accumulate)
+    else:
+        kernel, norm = cast(NormKernels, side.kernels).experts, (following, side.config.norm_eps)
+        kernel(x, routes, weights, rule, out, scratch, accumulate, norm)
 
 
 def _scratch(side: Side, n: int) -> dict[str, torch.Tensor]:

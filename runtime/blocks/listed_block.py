@@ -11,7 +11,7 @@ import torch
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig
-from pshard.runtime.blocks.block import Block, Residual, Work, announce_norm
+from pshard.runtime.blocks.block import Block, Residual, Work, leave
 from pshard.runtime.kernels.api import Packed, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import TEMPERATURE
@@ -128,19 +128,13 @@ class Course:
             kernels.place(x, self.at(take.out))
 
     def multiply(self, product: Product) -> None:
-        side, leaving = self.work.side, self.residual.leaving
+        side = self.work.side
         x, matrix = self.at(product.x), self.weights.matrices[product.matrix.role]
         bias = None if product.bias is None else self.vector(product.bias.role)
-        out, accumulate = self.target(product.out, product.adds)
-        if not product.adds:
-            side.kernels.linear(x, matrix, out, side.space.tile, bias)
-            return
-        announce_norm(side, self.residual)
-        if leaving is None or accumulate:
-            side.kernels.linear(x, matrix, out, side.space.tile, bias, accumulate)
+        if product.adds:
+            leave(side, x, matrix, bias, self.residual)
         else:
-            kernels = cast(SumKernels, side.kernels)
-            kernels.linear_part(leaving.exchange, leaving.wire, x, matrix, out, side.space.tile, bias)
+            side.kernels.linear(x, matrix, self.at(product.out), side.space.tile, bias)
 
     def multiply_group(self, group: ProductGroup) -> None:
         side, first = self.work.side, group.writes[0]

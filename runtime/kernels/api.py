@@ -473,12 +473,41 @@ class TiledKernels(Kernels, Protocol):
         ...
 
 
-class NormKernels(Kernels, Protocol):
-    """Kernels whose products can leave a norm of what they have been added to."""
+NextNorm = tuple[torch.Tensor, float]  # weight and eps of the `rms_norm` that comes next
 
-    def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
-        """The next `linear` or `experts` is added to rows of which `rms_norm` with these comes next; what that gives is
-        taken by `linear_group` of packed matrices, or by `route`, alone. It may make the norm as it ends."""
+
+class NormKernels(Kernels, Protocol):
+    """Kernels whose products can leave a norm of what they have been added to.
+
+    following: the product is added to rows of which that `rms_norm` comes next; what this gives is taken by
+    `linear_group` of packed matrices, or by `route`, alone. The product may make the norm as it ends.
+    """
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+        following: NextNorm | None = None,
+    ) -> None:
+        """See `Kernels.linear`."""
+        ...
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        out: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+        accumulate: bool,
+        following: NextNorm | None = None,
+    ) -> None:
+        """See `Kernels.experts`."""
         ...
 
 

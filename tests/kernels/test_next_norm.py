@@ -80,15 +80,12 @@ def run_layer(tokens: int, qtype: str, rule: Experts, leaves: bool) -> list[torc
     group = tuple(random_weight(qtype, rows, D, seed=rows)[0] for rows in (64, 32, 32))
     products = torch.full((tokens, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     kernels.forget()
-    if leaves:
-        kernels.leave_norm(first, EPS)
-    kernels.linear(mixed, out, hidden, NO_TILE, bias.float(), accumulate=True)
+    told = [(norm, EPS) if leaves else None for norm in (first, second)]
+    kernels.linear(mixed, out, hidden, NO_TILE, bias.float(), accumulate=True, following=told[0])
     middle = hidden.clone()
     kernels.rms_norm(hidden, first, EPS, x)
     kernels.route(x, weight, rule, routes)
-    if leaves:
-        kernels.leave_norm(second, EPS)
-    kernels.experts(x, routes, make_experts(rule, qtype), rule, hidden, {"normed": normed}, True)
+    kernels.experts(x, routes, make_experts(rule, qtype), rule, hidden, {"normed": normed}, True, told[1])
     kernels.rms_norm(hidden, second, EPS, normed)
     kernels.linear_group(normed, group, products, NO_TILE, (None, None, None))
     return [middle, x, routes.weights, hidden, products, ids]
@@ -116,8 +113,8 @@ def test_a_norm_of_other_rows_weights_or_number_is_made(launched: list[int]) -> 
     for rows, weight, eps in ((1, norm, EPS), (2, other, EPS), (2, norm, 2 * EPS), (5, norm, EPS)):
         hidden = random_tensor(5, D, seed=2).float()
         normed = torch.full((rows, D), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-        kernels.leave_norm(norm, EPS)
-        kernels.linear(mixed[: 5 if rows == 5 else 2], out, hidden[: 5 if rows == 5 else 2], NO_TILE, accumulate=True)
+        n = 5 if rows == 5 else 2
+        kernels.linear(mixed[:n], out, hidden[:n], NO_TILE, accumulate=True, following=(norm, EPS))
         kernels.rms_norm(hidden[:rows], weight, eps, normed)
         want = hidden[:rows] * torch.rsqrt(hidden[:rows].square().mean(1, keepdim=True) + eps)
         assert launched.pop() == rows
@@ -129,8 +126,7 @@ def test_what_was_told_is_for_one_product(launched: list[int]) -> None:
     kernels, out = cuda.CudaKernels(DEVICE, 64), random_weight("Q8_0", D, 64, 3)[0]
     mixed, hidden = random_tensor(1, 64, seed=1), random_tensor(1, D, seed=2).float()
     norm, normed = torch.ones(D, device=DEVICE), torch.empty(1, D, dtype=torch.bfloat16, device=DEVICE)
-    kernels.leave_norm(norm, EPS)
-    kernels.linear(mixed, out, hidden, NO_TILE, accumulate=True)
+    kernels.linear(mixed, out, hidden, NO_TILE, accumulate=True, following=(norm, EPS))
     kernels.linear(mixed, out, hidden, NO_TILE, accumulate=True)  # what the first one left is no longer so
     kernels.rms_norm(hidden, norm, EPS, normed)
     assert launched == [1]
@@ -143,7 +139,6 @@ def test_a_product_that_leaves_a_norm_completes_32_results_whatever_tile_is_the_
     kernels.use_tiles((TileChoice("acc", "matvec", "Q4_0", 1, fastest, 1e-5, 2e-5),))
     mixed, hidden = random_tensor(1, 64, seed=1), random_tensor(1, D, seed=2).float()
     norm, normed = torch.ones(D, device=DEVICE), torch.empty(1, D, dtype=torch.bfloat16, device=DEVICE)
-    kernels.leave_norm(norm, EPS)
-    kernels.linear(mixed, out, hidden, NO_TILE, accumulate=True)
+    kernels.linear(mixed, out, hidden, NO_TILE, accumulate=True, following=(norm, EPS))
     kernels.rms_norm(hidden, norm, EPS, normed)
     assert launched == []

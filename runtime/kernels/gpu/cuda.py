@@ -13,7 +13,7 @@ import torch
 import triton
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.api import LayerKV, NextNorm, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
@@ -58,7 +58,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         """limits: of a card that kernels are compiled for and that is not there; None: the device's."""
         self._picker = TilePicker(limits or card_limits(device), tiles)
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device, self._picker)
-        self._wanted = self._left = self._placed = self._pairs = None
+        self._left = self._placed = self._pairs = None
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
         """See `TiledKernels.use_tiles`."""
@@ -138,8 +138,9 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         tile: torch.Tensor,
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
+        following: NextNorm | None = None,
     ) -> None:
-        """See `Kernels.linear`."""
+        """See `Kernels.linear` and `NormKernels`."""
         tokens = x.shape[0]
         if tokens > SMALL_BATCH:
             self._activations.ready = None
@@ -149,8 +150,8 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
             self._few_rows.multiply_plain(x, weight, out, bias, accumulate)
         else:
             quantised, fits = self._activations.quantise(x), self._few_rows.leaves_norm(weight, tokens)
-            following = self._room_for_norm(out, accumulate and fits)
-            self._few_rows.multiply(quantised, (weight,), out, (bias,), accumulate, following=following)
+            left = self._room_for_norm(out, following, accumulate and fits)
+            self._few_rows.multiply(quantised, (weight,), out, (bias,), accumulate, following=left)
 
     def linear_group(
         self,

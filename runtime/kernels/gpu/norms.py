@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from pshard.runtime.kernels.api import NextNorm
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
 from pshard.runtime.kernels.gpu.next_norm import Unscaled
@@ -12,24 +13,18 @@ class NormsOnGpu:
     """See `Kernels` and `NormKernels`."""
 
     _activations: Activations
-    _wanted: tuple[torch.Tensor, float] | None  # what `leave_norm` was told
     _left: tuple[Quantised, Unscaled] | None  # what a product has left for the norm that comes next
     _placed: tuple[torch.Tensor, torch.Tensor] | None  # the last norm that was rounded, and where
 
     def forget(self) -> None:
         """See `Kernels.forget`."""
-        self._activations.ready = self._wanted = self._left = self._placed = None
-
-    def leave_norm(self, weight: torch.Tensor, eps: float) -> None:
-        """See `NormKernels.leave_norm`."""
-        self._wanted = weight, eps
+        self._activations.ready = self._left = self._placed = None
 
     def _room_for_norm(
-        self, out: torch.Tensor, fits: bool, beside_spare: bool = False
+        self, out: torch.Tensor, following: NextNorm | None, fits: bool, beside_spare: bool = False
     ) -> tuple[Quantised, Unscaled] | None:
-        """Where the product that is next added to `out` leaves it for the norm that was told of, if one was."""
-        wanted, self._wanted = self._wanted, None
-        self._left = self._activations.leave_norm(out, *wanted, beside_spare) if wanted and fits else None
+        """Where a product that is added to `out` leaves it for the norm that follows, if one does."""
+        self._left = self._activations.leave_norm(out, *following, beside_spare) if following and fits else None
         return self._left
 
     def _takes_left(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ import torch
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import Experts
-from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
+from pshard.runtime.kernels.api import ExpertWeights, NextNorm, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import Activations
 from pshard.runtime.kernels.gpu.default_tiles import share_programs
 from pshard.runtime.kernels.gpu.experts.grouped import Kinds, add_up, find_kinds, multiply_sorted
@@ -51,9 +51,10 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
         out: torch.Tensor,
         scratch: dict[str, torch.Tensor],
         accumulate: bool,
+        following: NextNorm | None = None,
     ) -> None:
-        """See `Kernels.experts`. x that was handed over quantised stays so. Two launches for up to 8 tokens, else four;
-        gate and up of different types, and types of plain numbers, always take four."""
+        """See `Kernels.experts` and `NormKernels`. x that was handed over quantised stays so. Two launches for up to 8
+        tokens, else four; gate and up of different types, and types of plain numbers, always take four."""
         self._pairs = None
         kinds = find_kinds(weights)
         if kinds is None:
@@ -65,8 +66,9 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
             gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
             if gated is not None:
                 how = accumulate, self._few_rows.scratch, self._picker
-                following = self._room_for_norm(out, accumulate and kinds.down.rows % 32 == 0, beside_spare=True)
-                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=following)
+                fits = accumulate and kinds.down.rows % 32 == 0
+                left = self._room_for_norm(out, following, fits, beside_spare=True)
+                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=left)
                 return
         add_up(self._multiply_pairs(x, routes, weights, kinds, rule, scratch), out, accumulate)
 
