@@ -48,7 +48,7 @@ class IdlePool:
 
     def open(self, ids: Sequence[int], salt: str = "", seconds: float = 0.0) -> Text:
         """An empty text."""
-        return Text([], 0, salt, None)
+        return Text([], 0, salt)
 
     def missing(self, wanted: Any) -> int:
         """There is room for all."""

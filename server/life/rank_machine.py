@@ -8,7 +8,7 @@ import pickle
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from math import inf
 from multiprocessing.connection import Connection, wait
@@ -16,7 +16,7 @@ from typing import Any
 
 from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.runtime.ranks.start_ranks import StderrReader, end_ranks, start_rank
-from pshard.runtime.texts.text import BlockCounts, Piece, Row
+from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.life.rank_program import (
     CannotRun,
     Close,
@@ -29,19 +29,10 @@ from pshard.server.life.rank_program import (
     StepCall,
     Stepped,
 )
-from pshard.server.scheduling.served_machine import PlanFacts
+from pshard.server.scheduling.served_machine import PlanFacts, Pool
 
 WRITE_SECONDS = 20.0  # that a rank has to write its files at the end
 MODULE = "pshard.server.life.rank_program"
-
-
-@dataclass(eq=False)
-class RankText:
-    """A text of the ranks' pools, as this process knows it."""
-
-    number: int
-    ids: list[int] = field(default_factory=list)
-    cached: int = 0
 
 
 class Ranks:
@@ -145,32 +136,32 @@ def _ended(process: subprocess.Popen, seconds: float = 0.2) -> bool:
 
 
 class RankPool:
-    """The pools of all ranks, which are alike: a `Pool`."""
+    """The pools of all ranks, which are alike: a `Pool`. Its texts have a number by which ranks know theirs."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._numbers = ranks, count()
         self._counts: BlockCounts | None = None
         self.tier, self.link_bytes = 0, 0
 
-    def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> RankText:
+    def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> Text:
         """As `TextPool.open`."""
-        text = RankText(next(self._numbers))
+        text = Text([], 0, salt, next(self._numbers))
         self._ranks.tell(Open(text.number, tuple(ids), salt, seconds))
         opened: Opened = self._ranks.hear()
         if opened.refused:
             raise UserError(opened.refused)
-        text.cached, self._counts = opened.cached, None
-        text.ids = list(ids[: opened.cached])
+        text.cached = text.committed = opened.cached
+        text.ids[:], self._counts = ids[: opened.cached], None
         return text
 
-    def missing(self, wanted: Mapping[RankText, int]) -> int:
+    def missing(self, wanted: Mapping[Text, int]) -> int:
         """As `TextPool.missing`."""
         self._ranks.tell_first(Missing(tuple((text.number, cells) for text, cells in wanted.items())))
         return self._ranks.hear()
 
     def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> Sequence[Sequence[Row]]:
         """As `TextPool.step`."""
-        sent = tuple((piece.text.number, replace(piece, text=None)) for piece in pieces)  # type: ignore[arg-type, attr-defined]
+        sent = tuple((piece.text.number, replace(piece, text=None)) for piece in pieces)  # type: ignore[arg-type]
         self._ranks.tell(StepCall(sent, self.tier))
         meanwhile()
         stepped: Stepped = self._ranks.hear()
@@ -178,10 +169,12 @@ class RankPool:
             raise UserError(stepped.refused)
         for piece in pieces:
             piece.text.ids += piece.ids
+            if not piece.drafts:
+                piece.text.committed = len(piece.text.ids)
         self._counts, self.link_bytes = stepped.counts, stepped.link_bytes
         return stepped.rows
 
-    def close(self, text: RankText, keep: bool = True) -> None:
+    def close(self, text: Text, keep: bool = True) -> None:
         """As `TextPool.close`."""
         self._ranks.tell(Close(text.number, keep))
         self._counts = None
@@ -206,7 +199,8 @@ class RankMachine:
 
     def __init__(self, ranks: Ranks, facts: PlanFacts) -> None:
         self._ranks, self.facts = ranks, facts
-        self.pool: Any = RankPool(ranks)
+        self._pool = RankPool(ranks)
+        self.pool: Pool = self._pool
 
     @classmethod
     def start(cls, task: RankTask, facts: Callable[[tuple[str, ...]], PlanFacts]) -> "RankMachine":
@@ -222,11 +216,11 @@ class RankMachine:
     @property
     def link_bytes(self) -> int:
         """Bytes moved to the device of rank 0."""
-        return self.pool.link_bytes
+        return self._pool.link_bytes
 
     def keep_tier(self, tokens: int) -> None:
         """Later steps run under a tier of at least so many tokens."""
-        self.pool.tier = tokens
+        self._pool.tier = tokens
 
     def close(self) -> None:
         """End the processes."""
