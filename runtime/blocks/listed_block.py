@@ -15,17 +15,21 @@ from pshard.runtime.blocks.block import Block, Residual, Work, leave
 from pshard.runtime.kernels.api import Packed, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import TEMPERATURE
+from pshard.units.latent_attention import sizes_of
 from pshard.units.operands import JOINED, NORMED, STREAM, Rows
 from pshard.units.operations import (
     Attend,
+    AttendLatent,
     GatedProduct,
     GateRows,
+    HeadProducts,
     Norm,
     Operation,
     PlaceRows,
     Product,
     ProductGroup,
     Rotate,
+    StoreLatent,
     Take,
 )
 from pshard.units.ports import BESIDE
@@ -194,6 +198,32 @@ class Course:
     def gate_rows(self, gate: GateRows) -> None:
         self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate))
 
+    def multiply_heads(self, products: HeadProducts) -> None:
+        """Each head's own numbers with its own matrix, the first of the operand's into the first of the result's."""
+        stack = products.stack
+        x, out = self.by_head(products.x, stack.parts), self.by_head(products.out, stack.parts)
+        matrix = self.weights.matrices[stack.role]
+        self.work.side.kernels.head_products(x[..., : stack.cols], matrix, out[..., : stack.rows // stack.parts])
+
+    def store_latent(self, store: StoreLatent) -> None:
+        side, rows = self.work.side, self.work.rows
+        queries = self.by_head(store.queries, store.n_heads)
+        turned = self.by_head(store.out, store.n_heads)[..., store.rank :]
+        norm, rope = (self.vector(store.norm.role), side.config.norm_eps), side.ropes["rope"]
+        q = queries[..., queries.shape[2] - store.rope :]
+        side.kernels.store_latent(self.at(store.x), q, turned, *norm, rope, rows, self.state)
+
+    def attend_latent(self, attend: AttendLatent) -> None:
+        side, latent = self.work.side, sizes_of(self.work.side.config)
+        scale, partial = latent.score_scale * latent.query**-0.5, side.space.tensors["partial"]
+        q, out = (self.by_head(operand, attend.n_heads) for operand in (attend.x, attend.out))
+        side.kernels.attend_latent(q, attend.rank, self.state, self.work.rows, scale, out, partial)
+
+    def by_head(self, operand: Rows, heads: int) -> torch.Tensor:
+        """An operand as [tokens, heads, numbers of each]."""
+        rows = self.at(operand)
+        return rows if rows.dim() == 3 else rows.unflatten(1, (heads, -1))
+
     def join(self, place: PlaceRows) -> None:
         self.work.side.kernels.place(self.at(JOINED), self.at(place.out))
 
@@ -207,6 +237,9 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     Gate: Course.gate,
     Ffn: Course.ffn,
     PlaceRows: Course.join,
+    HeadProducts: Course.multiply_heads,
+    StoreLatent: Course.store_latent,
+    AttendLatent: Course.attend_latent,
     Rotate: Course.rotate,
     Attend: Course.attend,
     GateRows: Course.gate_rows,
