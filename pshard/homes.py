@@ -7,6 +7,7 @@ A home that is added with `declare_home` is planned, simulated, checked and run 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 ACC, CPU = "acc", "cpu"  # who computes: the accelerator, or the host's CPU
 
@@ -27,6 +28,9 @@ class Lane:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple:  # another process has one of its own
+        return _find_lane, (self.name,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,9 @@ class Home:
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple:  # another process has one of its own
+        return _find_home, (self.name,)
+
 
 @dataclass(frozen=True, eq=False)
 class Site:
@@ -62,22 +69,25 @@ class Site:
     def __repr__(self) -> str:
         return self.name
 
-    @property
+    def __reduce__(self) -> tuple:  # another process has one of its own
+        return _find_site, (self.name,)
+
+    @cached_property
     def is_on_acc(self) -> bool:
         """Whether the accelerator computes."""
         return self.computer == ACC
 
-    @property
+    @cached_property
     def in_arena(self) -> bool:
         """Whether the weights lie in the accelerator's arena."""
         return not self.home.way_in
 
-    @property
+    @cached_property
     def is_beyond_host(self) -> bool:
         """Whether the weights live beyond host memory, and take none of it."""
         return not self.in_arena and not self.home.in_host_memory
 
-    @property
+    @cached_property
     def moves_each_step(self) -> bool:
         """Whether weights come to the accelerator for every micro-batch: through a staging slot, or read in place."""
         return self.is_on_acc and not self.in_arena
@@ -97,12 +107,25 @@ HOMES: dict[str, Home] = {home.name: home for home in (VRAM, HOST)}
 SITES: dict[str, Site] = {
     site.name: site for site in (Site(PINNED, VRAM, ACC), Site(STREAMED, HOST, ACC), Site(ON_CPU, HOST, CPU))
 }
+MOVING = {site.name: site.home for site in SITES.values() if site.moves_each_step}  # homes of sites whose weights move
 
 
 def list_lanes() -> tuple[Lane, ...]:
     """All lanes of copies, each once."""
     lanes = [lane for home in HOMES.values() for lane in (*home.way_in, home.way_out) if lane is not None]
     return tuple(dict.fromkeys(lanes))
+
+
+def _find_lane(name: str) -> Lane:
+    return next(lane for lane in (COMPUTE, *list_lanes()) if lane.name == name)
+
+
+def _find_home(name: str) -> Home:
+    return HOMES[name]
+
+
+def _find_site(name: str) -> Site:
+    return SITES[name]
 
 
 def list_sorts() -> tuple[str, ...]:
@@ -124,8 +147,8 @@ def declare_home(home: Home) -> Iterator[Site]:
         raise ValueError(f"there is a home or a site called {home.name!r} already")
     if not home.way_in or home.way_in[-1] is not LINK:
         raise ValueError(f"what lives in {home.name!r} must come to the accelerator over the link")
-    HOMES[home.name], SITES[home.name] = home, Site(home.name, home, ACC)
+    HOMES[home.name], SITES[home.name], MOVING[home.name] = home, Site(home.name, home, ACC), home
     try:
         yield SITES[home.name]
     finally:
-        del HOMES[home.name], SITES[home.name]
+        del HOMES[home.name], SITES[home.name], MOVING[home.name]

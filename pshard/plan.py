@@ -41,47 +41,47 @@ class Placement(Divisible):
         """Where the weights live, and who computes."""
         return SITES[self.where]
 
-    @property
+    @cached_property
     def weights_home(self) -> Home:
         """Where the weights live, or of a divided unit what is neither in the arena beside a slot nor the CPU's."""
         return self.site.home
 
-    @property
+    @cached_property
     def is_on_acc(self) -> bool:
         """Whether the accelerator computes the unit, whole or its part."""
         return self.site.is_on_acc
 
-    @property
+    @cached_property
     def moves_each_step(self) -> bool:
         """Whether weights come to the accelerator for every micro-batch."""
         return self.site.moves_each_step
 
-    @property
+    @cached_property
     def sort(self) -> str:
         """`where`, or "divided"."""
         return DIVIDED if self.share else self.where
 
-    @property
+    @cached_property
     def in_arena(self) -> bool:
         """Whether the weights lie in the VRAM arena, all that the accelerator has or some."""
         return self.site.in_arena or self.kept_parts > 0
 
-    @property
+    @cached_property
     def is_whole_in_arena(self) -> bool:
         """Whether the arena has all of the unit."""
         return self.site.in_arena and not self.share
 
-    @property
+    @cached_property
     def has_state_in_vram(self) -> bool:
         """Whether the unit keeps a state, in VRAM."""
         return self.kv == VRAM.name
 
-    @property
+    @cached_property
     def has_state_on_host(self) -> bool:
         """Whether the unit keeps a state, in host memory."""
         return self.kv == HOST.name
 
-    @property
+    @cached_property
     def stages_state(self) -> bool:
         """Whether the state passes through the stage: the accelerator computes, and it lives elsewhere."""
         return self.is_on_acc and self.has_state_on_host

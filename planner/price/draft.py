@@ -7,7 +7,7 @@ from operator import getitem
 from typing import Any
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.homes import ACC, BACK, CPU, ON_CPU, PINNED, SITES, Home, list_lanes
+from pshard.homes import ACC, BACK, CPU, MOVING, ON_CPU, PINNED, SITES, Home, list_lanes
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
@@ -158,9 +158,8 @@ def draft_tier(
                 joined = max(joined, joined_width(unit, share, room.spec.config))
                 placements[i] = _placement(unit.name, places[i], None, *share)
     pinned += sum([nbytes for nbytes, place in zip(sizes, places) if place == PINNED])
-    moving = {site.name: site.home for site in SITES.values() if site.moves_each_step}
-    streamed = [i for i, place in enumerate(places) if place in moving]
-    copied = [i for i in streamed if not (reads and columns.has_parts[i] and moving[places[i]].is_readable)]
+    streamed = [i for i, place in enumerate(places) if place in MOVING]
+    copied = [i for i in streamed if not (reads and columns.has_parts[i] and MOVING[places[i]].is_readable)]
     scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
     largest = max([sizes[i] for i in copied], default=0)
