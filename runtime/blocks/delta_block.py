@@ -1,39 +1,17 @@
-"""A gated delta net: norm, products, the recurrence over each sequence's state, output product."""
+"""A gated delta net: its state, and what the recurrence takes of its tensors."""
 
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
 
 import torch
 
 from pshard.model_config import ModelConfig
-from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
-from pshard.runtime.kernels.api import DeltaWeights, Packed
+from pshard.runtime.blocks.listed_block import Listed, ListedBlock
+from pshard.runtime.kernels.api import DeltaWeights
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.delta_net import (
-    CONV,
-    DECAY,
-    HEAD_NORM,
-    NORM,
-    OUT,
-    PRODUCTS,
-    STEP_BIAS,
-    TAIL,
-    VALUE,
-    count_delta_heads,
-    delta_of,
-)
+from pshard.units.delta_net import CONV, DECAY, HEAD_NORM, STEP_BIAS, TAIL, count_delta_heads, delta_of
 from pshard.units.operations import Operation
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
-
-
-@dataclass(frozen=True)
-class DeltaParts:
-    """A unit's matrices by role, the norm before them, and what the recurrence takes."""
-
-    matrices: dict[str, Packed]
-    norm: torch.Tensor
-    scan: DeltaWeights
 
 
 @dataclass(frozen=True)
@@ -45,7 +23,7 @@ class DeltaState:
     tails: torch.Tensor
 
 
-class DeltaBlock(Block):
+class DeltaBlock(ListedBlock):
     """Its state is a DeltaState, all zeros where a sequence begins."""
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> DeltaState:
@@ -66,31 +44,14 @@ class DeltaBlock(Block):
         weights: UnitWeights,
         device: torch.device,
         operations: tuple[Operation, ...],
-    ) -> DeltaParts:
+    ) -> Listed:
         v, heads = weights.vectors, count_delta_heads(unit.by_role, config)
         conv = _join(v[CONV[0]], v[CONV[1]]).view(-1, TAIL + 1)
         delta = delta_of(config)
         scan = DeltaWeights(
             conv, v[STEP_BIAS], v[DECAY], v[HEAD_NORM], config.norm_eps, *heads, delta.head, delta.tiled
         )
-        return DeltaParts(weights.matrices, v[NORM], scan)
-
-    def run(self, work: Work, weights: DeltaParts, state: DeltaState, residual: Residual) -> None:
-        side, rows, m = work.side, work.rows, weights.matrices
-        k, space, n = side.kernels, side.space, work.rows.tokens
-        normed = normalise(side, weights.norm, n, residual)
-        ends = tuple(accumulate(m[role].rows for role in PRODUCTS))
-        inner, out = space.rows("delta_in", n)[:, : ends[-1]], space.rows("delta_out", n)[:, : m[VALUE].rows]
-        k.linear_group(normed, tuple(m[role] for role in PRODUCTS), inner, space.tile, (None,) * len(PRODUCTS))
-        assert rows.sequences is not None
-        qkv, z, beta, alpha = (inner[:, start:stop] for start, stop in ((0, ends[1]), *pairwise(ends[1:])))
-        slots, offsets, longest = rows.sequences
-        k.delta_net(
-            qkv, z, beta, alpha, weights.scan,
-            states=state.matrices, tails=state.tails, slots=slots, offsets=offsets, out=out, longest=longest,
-            scratch=space.tensors["delta_room"].view(torch.uint8),
-        )  # fmt: skip
-        leave(side, out, m[OUT], None, residual)
+        return replace(super().prepare(unit, config, weights, device, operations), scan=scan)
 
 
 def _join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

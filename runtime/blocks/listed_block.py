@@ -12,7 +12,7 @@ import torch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig
 from pshard.runtime.blocks.block import Block, Residual, Work, leave
-from pshard.runtime.kernels.api import Packed, RowIndex, SumKernels
+from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import TEMPERATURE
 from pshard.units.latent_attention import sizes_of
@@ -20,6 +20,7 @@ from pshard.units.operands import JOINED, NORMED, STREAM, Rows
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    DeltaNet,
     GatedProduct,
     GateRows,
     HeadProducts,
@@ -39,10 +40,11 @@ from pshard.units.unit import Unit
 
 @dataclass(frozen=True)
 class Listed:
-    """What a step of the unit carries out, and its tensors."""
+    """What a step of the unit carries out, and its tensors. scan: those of a gated delta net as kernels take them."""
 
     steps: tuple[Step, ...]
     weights: UnitWeights
+    scan: DeltaWeights | None = None
 
 
 class ListedBlock(Block):
@@ -59,16 +61,16 @@ class ListedBlock(Block):
         return Listed(rewrite(operations), weights)
 
     def run(self, work: Work, weights: Listed, state: Any, residual: Residual) -> None:
-        Course(work, weights.weights, state, residual).run(weights.steps)
+        Course(work, weights, state, residual).run(weights.steps)
         if not any(STREAM in step.writes for step in weights.steps):  # a rank that only takes what it needs for others
             self.contribute_nothing(work, residual)
 
     def run_share(self, work: Work, weights: Listed, residual: Residual, out: torch.Tensor | None) -> None:
         places = {} if out is None else {weights.steps[-1].writes[0]: out}
-        Course(work, weights.weights, None, residual, places).run(weights.steps)
+        Course(work, weights, None, residual, places).run(weights.steps)
 
     def run_rest(self, work: Work, weights: Listed, residual: Residual, from_cpu: torch.Tensor) -> None:
-        Course(work, weights.weights, None, residual, {JOINED: from_cpu}).run(weights.steps)
+        Course(work, weights, None, residual, {JOINED: from_cpu}).run(weights.steps)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Course:
     """One unit on its way through its operations. places: where operands are that do not lie in the side's scratch."""
 
     work: Work
-    weights: UnitWeights
+    listed: Listed
     state: Any
     residual: Residual
     places: dict[Rows, torch.Tensor] = field(default_factory=dict)
@@ -85,6 +87,11 @@ class Course:
         """All of them."""
         for step in steps:
             ACTS[type(step)](self, step)
+
+    @property
+    def weights(self) -> UnitWeights:
+        """The unit's tensors."""
+        return self.listed.weights
 
     @property
     def tokens(self) -> int:
@@ -219,6 +226,18 @@ class Course:
         q, out = (self.by_head(operand, attend.n_heads) for operand in (attend.x, attend.out))
         side.kernels.attend_latent(q, attend.rank, self.state, self.work.rows, scale, out, partial)
 
+    def scan(self, net: DeltaNet) -> None:
+        side, index, scan = self.work.side, self.work.rows.sequences, self.listed.scan
+        assert index is not None and scan is not None
+        keys, values, gate, beta, alpha = net.reads
+        qkv = self.at(Rows(net.x.buffer, net.x.first, keys.width + values.width))
+        side.kernels.delta_net(
+            qkv, self.at(gate), self.at(beta), self.at(alpha), scan, states=self.state.matrices,
+            tails=self.state.tails, slots=index.slots,
+            offsets=index.offsets, out=self.at(net.out), longest=index.longest,
+            scratch=side.space.tensors["delta_room"].view(torch.uint8),
+        )  # fmt: skip
+
     def by_head(self, operand: Rows, heads: int) -> torch.Tensor:
         """An operand as [tokens, heads, numbers of each]."""
         rows = self.at(operand)
@@ -240,6 +259,7 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     HeadProducts: Course.multiply_heads,
     StoreLatent: Course.store_latent,
     AttendLatent: Course.attend_latent,
+    DeltaNet: Course.scan,
     Rotate: Course.rotate,
     Attend: Course.attend,
     GateRows: Course.gate_rows,
