@@ -212,7 +212,9 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
         min(config.context, 16384),
         tuple((gate, down, d_model, replace(rule, d_expert=n)) for gate, down, n in sorted(experts) if rule),
         routers=tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
-        latent=tuple(dict.fromkeys(o for o in inside if isinstance(o, AttendLatent))),
+        latent=tuple(
+            dict.fromkeys(AttendLatent(o.n_heads, o.rank, o.rope) for o in inside if isinstance(o, AttendLatent))
+        ),
         delta=tuple({o.shape: o for o in inside if isinstance(o, DeltaNet)}.values()),
     )
 

@@ -22,7 +22,7 @@ def make_side(rows: int) -> Any:
     hidden = torch.randn(rows, D, generator=torch.Generator().manual_seed(1))
     tensors = {"hidden": hidden, "normed": torch.zeros(rows, D), ROUTED: torch.full((rows, D + 2 * RULE.used), -7.0)}
     space = SimpleNamespace(tensors=tensors, rows=lambda name, n: tensors[name][:n])
-    config = SimpleNamespace(d_model=D, experts=RULE, norm_eps=1e-5)
+    config = SimpleNamespace(d_model=D, experts=RULE, norm_eps=1e-5, centred=False)
     return SimpleNamespace(kernels=PlainKernels(), space=space, config=config)
 
 
