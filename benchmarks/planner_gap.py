@@ -2,8 +2,8 @@
 
 Random models of 2 to 12 layers on random machines, one decode tier, budgets that do not hold the model. `bound`: what
 no placement can beat, by the integer program with waits free, so a plan may be over it and still be the best one.
-`exact`: a search over every placement of every unit and every number of slots, given up after MOST_VISITED; it says
-that nothing is faster than the plan, or what is. `search`: random steps over single units that began from the plan and
+`exact`: the tests' search over every placement of every unit and every number of slots; it says that nothing is faster
+than the plan, or what is. `search`: random steps over single units that began from the plan and
 went on for so many seconds, with seeds that the planner does not use; what it gains is a least value of what the plan
 misses.
 """
@@ -17,21 +17,18 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "planner"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "makers"))
 
-from test_planner_oracle import random_case
+from random_steps import UnitSearch
+from test_planner_oracle import Oracle, random_case
 
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import simulated_seconds
-from pshard.planner.rank_task import RankTask
-from pshard.planner.search.anneal import UnitSearch
-from pshard.planner.search.exact import ExactSearch, list_places
 
 LAYERS = (2, 3, 4, 6, 8, 12)
 SEEDS = 12
 HEATS = (0.02, 0.15, 0.4, 0.05)
-MOST_VISITED = 2_000_000  # complete placements: 10 to 20 s
-EXACT_LAYERS = 4  # above, hardly a search ends
+EXACT_LAYERS = 3  # above, the search takes minutes
 
 
 def main(seconds: float) -> None:
@@ -75,17 +72,13 @@ def measure_case(layers: int, seed: int, seconds: float) -> tuple[float, float, 
         attempt += 1
     found = simulated_seconds(task.room, best, task.costs[0])
     planned = tier.prediction.seconds
-    fastest = find_fastest(task, min(found, planned)) if layers <= EXACT_LAYERS else None
+    fastest = None
+    if layers <= EXACT_LAYERS:
+        oracle = Oracle(task, min(found, planned) * (1 - 1e-9))
+        oracle.search()
+        fastest = min(oracle.fastest, found, planned)
     over = planned / tier.prediction.bound_seconds - 1
     return over, max(0.0, planned / found - 1), None if fastest is None else planned / fastest - 1
-
-
-def find_fastest(task: RankTask, limit: float) -> float | None:
-    """Seconds of the fastest of all placements, at most `limit`; None when the search did not end."""
-    places = list_places(task.room, task.classes, task.costs[0])
-    search = ExactSearch(task.room, task.classes, task.costs[0], limit * (1 - 1e-9), places, MOST_VISITED)
-    search.run()
-    return min(search.limit, limit) if search.proven else None
 
 
 if __name__ == "__main__":

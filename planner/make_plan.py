@@ -31,7 +31,6 @@ from pshard.planner.published.strategies import (
 from pshard.planner.rank_task import RankTask
 from pshard.planner.remedies.advise import plan_or_advise
 from pshard.planner.routing.slot_promises import fill_pools, list_pools
-from pshard.planner.search.anneal import refine_candidate
 from pshard.planner.search.candidates import (
     Candidate,
     keep_everything,
@@ -44,12 +43,10 @@ from pshard.planner.search.candidates import (
     whole_tier,
 )
 from pshard.planner.search.divide_ffns import divide_candidate
-from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.planner.search.round_times import steps_seconds
-from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
-from pshard.planner.search.rounds.exact_tiers import perfect_round
+from pshard.planner.search.small.refine_units import refine_units
 from pshard.predicted_times import round_seconds, sum_first_token, sum_round
 from pshard.routing.followed import hold_slots
 from pshard.routing.order_experts import order_experts
@@ -165,13 +162,10 @@ def sketch_plan(
     """The quick part of what `plan_variant` does. Raises as `plan_roughly` does."""
     tasks = prepare_ranks(spec, profile, workload, correction)
 
-    def sketch(task: RankTask) -> Candidate:
-        return _improve(task, refine_candidate, place_ranks((task,), time_limit / len(tasks))[0])
-
-    found = _like_ranks_once(tasks, sketch)
+    found = place_ranks(tasks, time_limit)
     if len(tasks) == 1:
-        return Sketch(tasks, tuple(found), found[0].total)
-    chosen = _pick_fastest(tasks, [tuple(found), *_list_common(tasks, found)])
+        return Sketch(tasks, found, found[0].total)
+    chosen = _pick_fastest(tasks, [found, *_list_common(tasks, found)])
     return Sketch(tasks, chosen, joint_seconds(tasks, chosen))
 
 
@@ -333,7 +327,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     best, *others = _place(task, time_limit, programs)
     whole, divided = _refine_alone(task, best)
     divided = _or_unlimited(task, divided, time_limit)
-    others = others if divided is whole else [whole, *others]
+    others = others if divided is whole else [_search_units(task, whole, divides=False), *others]
     return (divided, *(_share(task, candidate) for candidate in others))
 
 
@@ -386,24 +380,20 @@ def _keep_steps(task: RankTask, refine: _Refine, candidate: Candidate) -> tuple[
 
 
 def _refine_rank(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
-    """The plan of one of several devices refined: of whole units, and with divided FFNs."""
-    whole = _improve(task, refine_candidate, candidate)
-    return whole, _share(task, _polish(task, _improve(task, divide_candidate, whole)))
+    """The plan of one of several devices refined: as it is, and with divided FFNs and every unit's place searched."""
+    refined = _search_units(task, _improve(task, divide_candidate, candidate), divides=True)
+    return candidate, _share(task, _polish(task, refined))
 
 
 def _refine_device(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
     """The plan of the only device refined, likewise."""
-    refined = _improve(task, refine_candidate, candidate)
-    polished = _polish(task, refined)
-    whole = _perfect(task, polished, divides=False)
-    if not any(cls.shares for cls in task.classes):
-        whole = _share(task, whole)
-        return whole, whole
-    divided = _improve(task, divide_candidate, refined)
-    divided = polished if divided is refined else _polish(task, divided)
-    divided = _perfect(task, divided, divides=True)
-    if divided.promise(task.costs) < whole.promise(task.costs):
-        return whole, _share(task, divided)
+    whole = _polish(task, candidate)
+    divided = _improve(task, divide_candidate, candidate)
+    divided = whole if divided is candidate else _polish(task, divided)
+    start = divided if divided.promise(task.costs) < whole.promise(task.costs) else whole
+    refined = _search_units(task, start, divides=True)
+    if refined.promise(task.costs) < whole.promise(task.costs):
+        return whole, _share(task, refined)
     whole = _share(task, whole)
     return whole, whole
 
@@ -437,11 +427,8 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
     return improved if improved.keeps(task.costs) else candidate
 
 
-def _perfect(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:
-    """The plan of a small model with its most important tier, then all of them together, as fast as can be."""
-    for improve in (perfect_candidate, anneal_tiers, perfect_round):
-        candidate = _improve(task, partial(improve, divides=divides), candidate)
-    return candidate
+def _search_units(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:
+    return _improve(task, partial(refine_units, divides=divides), candidate)
 
 
 def _polish(task: RankTask, candidate: Candidate) -> Candidate:

@@ -9,15 +9,14 @@ from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import may_divide, offered_shares, tier_problem
+from pshard.planner.program.coefficients import count_tier, may_divide, offered_shares, tier_problem
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.joint_program import Question
 from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.tier_problems import ClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.anneal import arrange_tier, refine_divided
 from pshard.planner.search.candidates import EVALUATIONS, Candidate
-from pshard.planner.search.climb import TierSearch
+from pshard.planner.search.climb import TierSearch, state_of
 from pshard.planner.search.polish_tiers import polish_tiers, rank_starts
 from pshard.planner.search.program_starts import START_GAP, affordable_slots
 from pshard.planner.search.residency_order import arrange_residency
@@ -56,8 +55,7 @@ def divide_candidate(
                     break
     if none_kept is not found and none_kept is not best:
         best = min((_balance_parts(room, classes, costs, c, main) for c in (best, none_kept)), key=lambda c: c.total)
-    refined = refine_divided(room, classes, costs, best, main) if may_divide(costs[main]) else best
-    return next((c for c in (refined, best) if any(p.share for t in c.tiers for p in t.placements)), found)
+    return best if any(p.share for t in best.tiers for p in t.placements) else found
 
 
 def _balance_parts(
@@ -156,7 +154,7 @@ def _place(
     for i, before in enumerate(found.tiers):
         if costs[i].load.rare:  # like the smallest entered one where the order pins what `before` has elsewhere
             starts = rank_starts(searches[i], sum(p.has_state_in_vram for p in before.placements))
-            tier = starts[0].tier if starts else arrange_tier(searches[i], classes, small)
+            tier = starts[0].tier if starts else _arrange_tier(searches[i], classes, small)
             if tier is None:
                 return None
             tiers[i] = tier
@@ -168,3 +166,12 @@ def _place(
     return replace(
         found, strategy="ilp", residency=residency, tiers=placed, seconds=seconds, total=total, solution=solution
     )
+
+
+def _arrange_tier(search: TierSearch, classes: tuple[UnitClass, ...], tier: TierPlan) -> TierPlan | None:
+    """A tier with about the same counts under another residency order, improved."""
+    counts = count_tier(classes, tier)
+    state = state_of(classes, counts, 0, max(tier.buffers.slots, 1))
+    filled = search.fill(replace(state, pins=min(state.pins, search.most_pins), runs=max(state.cpu), divided=()))
+    start = search.score(filled) if filled else None
+    return search.improve(start, EVALUATIONS).tier if start else None

@@ -3,14 +3,16 @@
 from pshard.homes import ON_CPU, PINNED, STREAMED
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.share import WHOLE, Share
-from pshard.units.unit import Unit, UnitKind
+from pshard.units.unit import Unit, UnitKind, places_of
 
 Place = tuple[str, bool, Share]  # where a unit is, whether its state is in VRAM, how it is divided
 
 
-def place_choices(kind: UnitKind) -> tuple[Place, ...]:
-    """The legal placements of units of a kind, none of them divided."""
-    return tuple((where, state == "vram", WHOLE) for where, state in kind.places)
+def place_choices(kind: UnitKind, sums: bool = False) -> tuple[Place, ...]:
+    """The legal placements of units of a kind in VRAM and host memory, none of them divided; `sums` as in
+    `places_of`."""
+    legal = set(places_of(kind, sums))
+    return tuple((place[0], place[1] == "vram", WHOLE) for place in kind.places if place in legal)
 
 
 def divided_choices(shares: tuple[Share, ...]) -> tuple[Place, ...]:

@@ -130,38 +130,6 @@ def limit_host(room: Room, residency: Residency, counts: Sequence[tuple[Counts, 
     return replace(residency, least_pins=pins, least_kv=kv)
 
 
-def order_around(
-    classes: tuple[UnitClass, ...],
-    counts: list[tuple[Counts, ...]],
-    pinned: set[str],
-    kv: set[str],
-    shares: Mapping[str, Share],
-) -> Residency:
-    """Orders of which the given sets are prefixes, and the other tiers' counts about so.
-
-    shares: of those that are there in part; they stand last in the set, as large tiers end before them.
-    """
-    orders = []
-    for members, lengths in (
-        (pinned, [[n.pin for n in tier] for tier in counts]),
-        (kv, [[n.kv for n in tier] for tier in counts]),
-    ):
-        own = [sum(u.name in members for u in cls.units) for cls in classes]
-        lengths = [  # nested with the given set
-            [(min if sum(row) <= sum(own) else max)(n, m) for n, m in zip(row, own)] for row in (*lengths, own)
-        ]
-        by_class = []
-        for c, cls in enumerate(classes):
-            inside = [u.name for u in cls.units if u.name in members]
-            marks = sorted({min(row[c], len(inside)) for row in lengths})
-            outside = [u.name for u in cls.units if u.name not in members]
-            by_class.append([*_spread_order(inside, marks, 0.5), *outside])
-        orders.append(_merge(by_class, lengths))
-    pin_order, kv_order = orders
-    first = sorted(pin_order[: len(pinned)], key=lambda name: name in shares)
-    return Residency((*first, *pin_order[len(pinned) :]), kv_order, shares)
-
-
 def order_nested(room: Room, tiers: Sequence[TierPlan]) -> Residency:
     """Orders of which every tier's pins and KV are prefixes, where these lie within each other; units that are there
     in part come last of what a tier adds."""

@@ -4,15 +4,9 @@ import importlib
 
 import pytest
 
-SEARCH = "pshard.planner.search"
-# The random search unit by unit takes a hundred steps a pass instead of thousands, that of all tiers ten; placements of
-# a tier and mixes of all tiers are not enumerated.
+SEARCH = "pshard.planner.search.small"
 SHORT = {
-    ("anneal", "TRIES"): 100,
-    ("anneal", "TRIES_PER_UNIT"): 1,
-    ("rounds.anneal_tiers", "TRIES"): 10,
-    ("exact", "MOST_UNITS"): 0,
-    ("rounds.exact_tiers", "MOST_UNITS"): 0,
+    ("refine_units", "MOST_UNITS"): 0,  # units are not placed one by one
 }
 WHOLE = {at: getattr(importlib.import_module(f"{SEARCH}.{at[0]}"), at[1]) for at in SHORT}
 

@@ -16,7 +16,7 @@ from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_mode import MORE_DEVICES_SHARE, plan_mode
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.search import exact
+from pshard.planner.search.small import refine_units
 from pshard.predicted_times import first_token_seconds, round_seconds
 from pshard.workload import Split, Workload
 
@@ -49,7 +49,7 @@ def chosen_way(profile: MachineProfile, wanted: Workload, search: int) -> tuple[
 @pytest.mark.usefixtures("search")
 def test_the_fastest_way_is_taken(profile, budgets, generated, mode):
     wanted = replace(workload(*budgets), generated=generated)
-    best, _ = chosen_way(profile, wanted, exact.MOST_UNITS)
+    best, _ = chosen_way(profile, wanted, refine_units.MOST_UNITS)
     assert best.workload.split_mode == mode
     check_variant(cut_ranks(SPEC, best.split), best, "cuda")
     one = plan_variant(SPEC, profile, replace(wanted, vram_mib=wanted.vram_mib[:1], split_mode="none"))
@@ -121,6 +121,6 @@ def test_one_budget_is_one_device():
 
 @pytest.mark.slow
 def test_ways_that_no_refinement_could_bring_to_the_front_are_not_refined():
-    best, refined = chosen_way(SLOW, workload(100, 100, generated=200), exact.MOST_UNITS)
+    best, refined = chosen_way(SLOW, workload(100, 100, generated=200), refine_units.MOST_UNITS)
     assert best.workload.split_mode == "layer"
     assert "layer" in refined and "tensor" not in refined

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 from planner_cases import OWN, make_model, simulate_tier
+from random_steps import UnitSearch
 
 from pshard.model import ModelSpec
 from pshard.planner.make_plan import plan_variant
@@ -12,9 +13,7 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier, simulated_seconds
 from pshard.planner.rank_task import RankTask
-from pshard.planner.search.anneal import UnitSearch
 from pshard.planner.search.climb import SLOT_CHOICES
-from pshard.planner.search.exact import ExactSearch, list_places
 from pshard.units.attention import ATTENTION
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -156,18 +155,6 @@ def test_divided_ffns_of_four_layers_are_all_tried():
     """The optimum is the oracle's with MOST_SPLIT = 4, which takes it 40 s."""
     planned, _ = plan_and_oracle(4, 9, WITHIN)
     assert planned == pytest.approx(0.0004536536237398236, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_planners_exact_search_finds_what_the_oracle_finds(seed):
-    """From no plan at all, and it says that it is the best."""
-    spec, rates, workload = random_case(200 + seed, 2)
-    (task,) = prepare_ranks(spec, profile_from_datasheet(rates), workload)
-    (cost, *_), places = task.costs, list_places(task.room, task.classes, task.costs[0])
-    oracle, search = Oracle(task, float("inf")), ExactSearch(task.room, task.classes, cost, float("inf"), places)
-    oracle.search()
-    search.run()
-    assert search.proven and search.limit == pytest.approx(oracle.fastest, rel=1e-9)
 
 
 def test_the_oracle_finds_the_same_optimum_with_and_without_cutting():

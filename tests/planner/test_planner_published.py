@@ -1,6 +1,5 @@
 """The published planner's search: its schemes as published, the best mix of them, and plans that are never slower."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -22,8 +21,7 @@ from pshard.planner.published.rivals import fastest_rival
 from pshard.planner.published.strategies import PER_TIER
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.round_times import plan_seconds, steps_seconds
-from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
-from pshard.planner.search.rounds.exact_tiers import perfect_round
+from pshard.planner.search.small.refine_units import refine_units
 from pshard.predicted_times import round_seconds
 from pshard.workload import Workload
 
@@ -154,18 +152,16 @@ def test_a_round_is_improved_within_the_seconds_that_its_micro_batches_may_take(
     (task,) = prepare_ranks(make_model(3), profile_from_datasheet(DESKTOP), workload)
     placed = place_ranks((task,), 10.0)[0]
 
-    def improve(how: Callable, most: float) -> tuple[float, float]:
-        found = how(task.room, task.classes, task.costs, replace(placed, most=most), True)
+    def improve(most: float) -> tuple[float, float]:
+        found = refine_units(task.room, task.classes, task.costs, replace(placed, most=most), True)
         return found.total, steps_seconds(found.seconds, task.costs)
 
     took = steps_seconds(placed.seconds, task.costs)
-    best, limited = improve(anneal_tiers, inf), improve(anneal_tiers, took)
+    best = improve(inf)
+    assert best[0] < placed.total and best[1] > took
+    limited = improve(took)
     assert best[0] < limited[0] < placed.total
-    assert limited[1] <= took < best[1]
-    best = improve(perfect_round, inf)
-    most = (1 - 1e-6) * best[1]
-    limited = improve(perfect_round, most)
-    assert best[0] < limited[0] <= placed.total  # at worst as it was
+    assert limited[1] <= took
 
 
 def test_the_published_search_is_for_one_device() -> None:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from planner_cases import DESKTOP, OWN, make_model
@@ -14,10 +15,11 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import draft_tier, simulated_seconds
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import Candidate
-from pshard.planner.search.rounds import exact_tiers
-from pshard.planner.search.rounds.anneal_tiers import JointSearch, anneal_tiers
-from pshard.planner.search.rounds.exact_tiers import perfect_round
-from pshard.planner.search.rounds.ways import least_seconds
+from pshard.planner.search.small.moves import Moves, State
+from pshard.planner.search.small.refine_units import refine_units
+from pshard.planner.search.small.space import Space
+from pshard.planner.search.small.starts import list_starts
+from pshard.planner.search.small.walk import Walk
 from pshard.units.divide_unit import Piece, arena_portion
 from pshard.workload import Workload
 
@@ -52,62 +54,106 @@ def held_pins(task: RankTask, tier: TierPlan) -> set[tuple[str, tuple[Piece, ...
     return {(name, portion.pieces) for name, portion in portions.items() if portion}
 
 
-def test_random_steps_keep_the_tiers_nested_and_within_the_arena() -> None:
+def open_space(task: RankTask) -> Space:
+    return Space(task.room, task.classes, task.costs, True)
+
+
+def draft(space: Space, state: State) -> list[TierPlan]:
+    """The tiers of a state, whether they fit or not."""
+    tiers = []
+    for i, (row, slots) in enumerate(zip(state.rows, state.slots)):
+        named = [
+            (unit.name, *space.tiers[i].all[way].place) for unit, way in zip(space.room.spec.units, row, strict=True)
+        ]
+        where = {name: at for name, at, _, _ in named}
+        kv = frozenset(name for name, _, in_vram, _ in named if in_vram)
+        shares = {name: share for name, _, _, share in named if share}
+        tiers.append(draft_tier(space.room, space.costs[i].load.tokens, where, kv, slots, shares))
+    return tiers
+
+
+def test_steps_keep_the_tiers_nested_and_within_the_arena() -> None:
     task, found = place(40)
-    search, rng = JointSearch(task.room, task.classes, task.costs, True), Random(0)
-    state, changed = search.state_of(found.tiers), 0
-    for _ in range(300):
-        after = search.step(state, rng)
-        if after is None or after == state:
-            continue
-        state, changed = after, changed + 1
-        tiers = search.draft(state)
-        assert tiers and all(tier.buffers.total <= task.room.arena for tier in tiers)
-        cells = [{p.unit for p in tier.placements if p.kv == "vram"} for tier in tiers]
+    space, rng = open_space(task), Random(0)
+    moves = Moves(space, range(len(space.tiers)), [tier.of_unit for tier in space.tiers])
+    state, changed = State(*space.read(found.tiers)), 0
+    for _ in range(60):
+        steps = [*moves.rank(state, float("inf")), *moves.reorder(state)]
+        state = state.put(rng.choice(steps))
+        tiers = draft(space, state)
+        assert all(tier.buffers.total <= task.room.arena for tier in tiers)
+        cells = [{p.unit for p in tier.placements if p.has_state_in_vram} for tier in tiers]
         pins = [held_pins(task, tier) for tier in tiers]
-        for one, other in (cells, pins):
-            assert one <= other or other <= one
+        for one, *others in (cells, pins):
+            assert all(one <= other or other <= one for other in others)
+        changed += len(steps) > 100
     assert changed > 50
 
 
 def test_what_the_ways_add_up_to_is_what_a_draft_of_the_tier_takes() -> None:
     """Bytes exactly, and never more seconds: a search leaves out what would not fit, or would take too long."""
-    task, found = place(40)
-    search, rng = JointSearch(task.room, task.classes, task.costs, True), Random(1)
-    tried = 0
-    for of_tier, cost in zip(search.tiers, task.costs):
+    task, _ = place(40)
+    space, rng = open_space(task), Random(1)
+    for i, (of_tier, cost) in enumerate(zip(space.tiers, task.costs)):
         for _ in range(200):
-            ways = [rng.choice(of) for of in of_tier.of_unit]
-            named = [(unit.name, *way.place) for unit, way in zip(task.room.spec.units, ways)]
-            where = {name: at for name, at, _, _ in named}
-            kv = frozenset(name for name, _, vram, _ in named if vram)
-            shares = {name: share for name, _, _, share in named if share}
-            slots = rng.randint(1, 4)
-            tier = draft_tier(task.room, cost.load.tokens, where, kv, slots, shares)
-            assert of_tier.count_bytes(ways, slots) == tier.buffers.total
-            if tier.buffers.slots * 2 <= sum(way.copied for way in ways):
-                assert least_seconds(ways) <= simulated_seconds(task.room, tier, cost) * (1 + 1e-9)
-                tried += 1
-    assert tried > 100
+            row, slots = tuple(rng.choice(of) for of in of_tier.of_unit), rng.randint(1, 4)
+            state = State(tuple((0,) * i + (way,) + (0,) * (len(space.tiers) - i - 1) for way in row), (slots,) * 9)
+            tier = draft(space, state)[i]
+            assert of_tier.count_bytes(row, slots) == tier.buffers.total
+            least = of_tier.least_seconds(row, slots)
+            assert least <= simulated_seconds(task.room, tier, cost) * (1 + 1e-9)
 
 
-def test_a_tier_as_fast_as_alone_leads_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are too many placements for all rounds, what was found of each tier alone is not thrown away."""
+def test_descending_and_roaming_lead_to_no_slower_states() -> None:
     task, found = place(40)
-    monkeypatch.setattr(exact_tiers, "MOST_UNITS", len(task.room.spec.units))
-    monkeypatch.setattr(exact_tiers, "MOST_VISITED", 3000)
-    better = perfect_round(task.room, task.classes, task.costs, found, True)
-    assert better.total < found.total
-    pins = [held_pins(task, tier) for tier in better.tiers]
-    cells = [{p.unit for p in tier.placements if p.kv == "vram"} for tier in better.tiers]
-    for one, *others in (pins, cells):
-        assert all(one <= other or other <= one for other in others)
+    space = open_space(task)
+    walk = Walk(space, range(len(space.tiers)), [tier.of_unit for tier in space.tiers])
+    start = State(*space.read(found.tiers))
+    seconds, state = walk.descend(start)
+    assert walk.score(state) == seconds < walk.score(start)
+    further = walk.roam((seconds, state), 20)
+    assert walk.score(further[1]) == further[0] <= seconds
 
 
+def test_starts_of_a_tier_have_the_ways_that_it_may_go() -> None:
+    task, _ = place(40)
+    space = open_space(task)
+    allowed = [of[1:] for of in space.tiers[0].of_unit]
+    states = [state for alike in list_starts(space, 0, allowed) for state in alike]
+    assert len(states) > 20
+    assert all(way in of for state in states for (way,), of in zip(state.columns, allowed, strict=True))
+
+
+@pytest.mark.usefixtures("whole_search")
 def test_a_round_is_improved_or_left_as_it_is() -> None:
     task, found = place(40)
-    better = anneal_tiers(task.room, task.classes, task.costs, found, True)
-    assert better.total <= found.total
-    assert anneal_tiers(task.room, task.classes, task.costs[:1], found, True) is found  # nothing to weigh
-    assert perfect_round(task.room, task.classes, task.costs, found, True) is found  # too many placements
-    assert better is found or better.tiers != found.tiers
+    better = refine_units(task.room, task.classes, task.costs, found, True)
+    assert better.total < found.total
+    again = refine_units(task.room, task.classes, task.costs, better, True)
+    assert again.total <= better.total
+    assert again is better or again.tiers != better.tiers
+
+
+@pytest.mark.usefixtures("whole_search")
+def test_ranks_with_layers_of_their_own_are_searched_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has few units; when each was searched like a small model, planning over 4 ranks took half a minute."""
+    spaces: list[Space] = []
+
+    class Counted(Space):
+        def __init__(self, *of: Any) -> None:
+            super().__init__(*of)
+            spaces.append(self)
+
+    monkeypatch.setattr("pshard.planner.search.small.refine_units.Space", Counted)
+
+    def count(layers: int, budgets: tuple[int, ...], mode: str) -> int:
+        spaces.clear()
+        load = Workload(budgets, context=256, prompt=128, generated=32, max_ubatch=16, split_mode=mode)
+        spec = make_model(layers=layers, d_model=256, heads=2, d_ffn=512)
+        tasks = prepare_ranks(spec, profile_from_datasheet(DESKTOP), load)
+        for task, found in zip(tasks, place_ranks(tasks, 10.0)):
+            refine_units(task.room, task.classes, task.costs, found, True)
+        return sum(space.simulated for space in spaces)
+
+    alone = count(20, (OWN + 8,), "none")
+    assert 0 < count(80, tuple(OWN + 8 + rank for rank in range(4)), "layer") < 4 * alone / 2

@@ -30,9 +30,6 @@ from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program import unit_classes as classes
 from pshard.planner.program.unit_classes import group_units
-from pshard.planner.search import anneal
-from pshard.planner.search.anneal import UnitSearch, anneal_tier
-from pshard.planner.search.candidates import whole_tier
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.steps.step import Compute
 from pshard.units.attention import ATTENTION
@@ -240,25 +237,3 @@ def test_what_the_planner_splits_runs_and_gives_the_logits_of_whole_units(tmp_pa
     got = talk(open_engine(path, tiers, "fast", 96))
     expected = talk(open_engine(path, pinned_everywhere(spec, (1, 16), 96), "fast", 96))
     assert ((got - expected) ** 2).mean() < 1e-12 * (expected**2).mean()
-
-
-def test_ranks_with_layers_of_their_own_share_the_tries_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has few units; with all the tries that few units get, planning over 4 ranks took half a minute."""
-    monkeypatch.setattr(anneal, "TRIES", 2000)
-    monkeypatch.setattr(anneal, "TRIES_PER_UNIT", 150)
-    tried: list[UnitSearch] = []
-    monkeypatch.setattr(UnitSearch, "_make_fit", lambda search, *_: tried.append(search))
-    spec, profile = make_model(layers=80, d_model=256, heads=2, d_ffn=512), profile_from_datasheet(DESKTOP)
-    spent = []
-    for ranks in (2, 4, 8):
-        budgets = tuple(OWN + 8 + rank for rank in range(ranks))
-        load = Workload(budgets, context=256, prompt=128, generated=32, max_ubatch=16, split_mode="layer")
-        for task in prepare_ranks(spec, profile, load):
-            tier = whole_tier(task.room, 1)
-            anneal_tier(task.room, tier, task.costs[0])
-        spent.append(sum(len(search.units) for search in tried))
-        tried.clear()
-    small = prepare_ranks(make_model(layers=4), profile, Workload((OWN + 16,), context=256, prompt=128, generated=32))
-    anneal_tier(small[0].room, whole_tier(small[0].room, 1), small[0].costs[0])
-    assert max(spent) <= len(anneal.HEATS) * anneal.SHARED_TRIES
-    assert len(tried) == len(anneal.HEATS) * 2000  # a small model on one device has all of them

@@ -1,7 +1,6 @@
-"""Unit by unit: small models have few units of a class, and which one goes where matters. Simulated annealing."""
+"""Random steps over single units of one tier, simulated annealing: what they gain on a plan its search has missed."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import exp, inf
 from random import Random
 
@@ -10,113 +9,17 @@ from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import count_tier
-from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.candidates import Candidate
-from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
-from pshard.planner.search.other_tiers import EVALUATIONS
+from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES
 from pshard.planner.search.places import Place, divided_choices, place_choices
-from pshard.planner.search.residency_order import limit_host, order_around
-from pshard.planner.search.round_times import plan_seconds
 from pshard.units.divide_unit import count_shares
 from pshard.units.share import WHOLE, Share
 
-MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
 MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
 TRIES = 2000  # random steps of each pass, or more:
 TRIES_PER_UNIT = 150
-HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
-# Of ranks that each have layers of their own, which are few units: tries times units of all ranks together, in a pass.
-# What one unit more or less of a rank gains is a small part of the round.
-SHARED_TRIES = 90_000
-
-DIVIDING_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may divide FFNs
 UNDIVIDED: Mapping[str, tuple[Share, ...]] = {}
 
 _Key = tuple[tuple[Place, ...], int]  # places of all units, slots
-
-
-def refine_candidate(
-    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
-) -> Candidate:
-    """The candidate with its most important tier refined unit by unit and the others arranged around it, if better."""
-    if len(room.spec.units) > MOST_UNITS:
-        return found
-    main = main_tier(costs, found)
-    return place_around(room, classes, costs, found, main, anneal_tier(room, found.tiers[main], costs[main]))
-
-
-def refine_divided(
-    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate, main: int
-) -> Candidate:
-    """The candidate with its tier number `main` refined unit by unit, FFNs divided where that helps, if better."""
-    if len(room.spec.units) > MOST_UNITS:
-        return found
-    shares = {u.name: cls.shares for cls in classes for u in cls.units}
-    tier = anneal_tier(room, found.tiers[main], costs[main], DIVIDING_HEATS, shares)
-    return place_around(room, classes, costs, found, main, tier)
-
-
-def main_tier(costs: tuple[TierCosts, ...], found: Candidate) -> int:
-    """The tier in which a round spends the most time."""
-    return max(range(len(costs)), key=lambda i: costs[i].load.weight * found.seconds[i])
-
-
-def place_around(
-    room: Room,
-    classes: tuple[UnitClass, ...],
-    costs: tuple[TierCosts, ...],
-    found: Candidate,
-    main: int,
-    refined: TierPlan,
-) -> Candidate:
-    """The candidate with `refined` for its tier number `main` and the others arranged around it, if better."""
-    counts = [count_tier(classes, tier) for tier in found.tiers]
-    counts[main] = count_tier(classes, refined)
-    pinned = {p.unit: p.share for p in refined.placements if p.in_arena}
-    kv = {p.unit for p in refined.placements if p.has_state_in_vram}
-    shares = {unit: share for unit, share in pinned.items() if share}
-    residency = limit_host(room, order_around(classes, counts, set(pinned), kv, shares), counts)
-    tiers = []
-    for i, (tier, cost) in enumerate(zip(found.tiers, costs)):
-        arranged = refined if i == main else arrange_tier(TierSearch(room, classes, residency, cost), classes, tier)
-        if arranged is None:
-            return found
-        tiers.append(arranged)
-    if not holds(room, tiers):
-        return found
-    seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
-    total = plan_seconds(room, tuple(tiers), seconds, costs)
-    if total >= found.total:
-        return found
-    return replace(found, residency=residency, tiers=tuple(tiers), seconds=seconds, total=total)
-
-
-def arrange_tier(search: TierSearch, classes: tuple[UnitClass, ...], tier: TierPlan) -> TierPlan | None:
-    """A tier with about the same counts under another residency order, improved."""
-    counts = count_tier(classes, tier)
-    state = state_of(classes, counts, 0, max(tier.buffers.slots, 1))
-    filled = search.fill(replace(state, pins=min(state.pins, search.most_pins), runs=max(state.cpu), divided=()))
-    start = search.score(filled) if filled else None
-    return search.improve(start, EVALUATIONS).tier if start else None
-
-
-def anneal_tier(
-    room: Room,
-    tier: TierPlan,
-    costs: TierCosts,
-    heats: tuple[float, ...] = HEATS,
-    shares: Mapping[str, tuple[Share, ...]] = UNDIVIDED,
-) -> TierPlan:
-    """The best tier found by passes of random steps, each pass from the best one yet.
-
-    shares: by unit, how it may be divided. A hot pass leaves the neighbourhood that the counts led to, where few units
-    make all the difference; cold ones polish, which matters where there are many.
-    """
-    search = UnitSearch(room, tier.tokens, costs, shares)
-    for seed, heat in enumerate(heats):
-        tier = search.anneal(tier, heat, Random(seed))
-    return tier
 
 
 class UnitSearch:
@@ -130,8 +33,6 @@ class UnitSearch:
         self._choices = [(*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in self.units]
         self._known: dict[_Key, float | None] = {}  # seconds of places
         self._tries = max(TRIES, TRIES_PER_UNIT * len(self.units))
-        if room.spec.neighbours:
-            self._tries = min(self._tries, SHARED_TRIES // (room.ranks * len(self.units)))
 
     def anneal(self, tier: TierPlan, heat: float, rng: Random) -> TierPlan:
         """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
