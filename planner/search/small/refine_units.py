@@ -73,8 +73,8 @@ class _Search:
         """The fastest state found. What one of several ranks gains by a unit is a small part of the round: there only
         the first tier is searched, and nothing roams over all of them."""
         if self.is_rank:
-            led = self._lead(self.order[0])
-            return min((self.walk.descend(state) for state in (self.start, led) if state), key=lambda run: run[0])[1]
+            first = self._lead(self.order[0])
+            return min((self.walk.descend(state) for state in (self.start, first) if state), key=lambda run: run[0])[1]
         leads = [i for i in self.order if not self.space.costs[i].load.rare]
         led = [state for i in leads if (state := self._lead(i))]
         if len(self.order) == 1:

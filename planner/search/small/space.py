@@ -43,13 +43,13 @@ class Space:
         self._tables: dict[int, Numbers] = {}
         self._beside: dict[tuple[int, int], Numbers] = {}
 
-    def read(self, tiers: Sequence[TierPlan]) -> tuple[list[Column], tuple[int, ...]]:
+    def read(self, tiers: Sequence[TierPlan]) -> tuple[tuple[Column, ...], tuple[int, ...]]:
         """The units' columns and the tiers' slots."""
         rows = [
             [of.number(u, (p.where, p.has_state_in_vram, p.share)) for u, p in zip(self.units, tier.placements)]
             for of, tier in zip(self.tiers, tiers)
         ]
-        return list(zip(*rows)), tuple(max(1, tier.buffers.slots) for tier in tiers)
+        return tuple(zip(*rows)), tuple(max(1, tier.buffers.slots) for tier in tiers)
 
     def time(self, i: int, ways: tuple[int, ...], slots: int) -> tuple[TierPlan, float] | None:
         """A tier with these ways, and its simulated seconds; None where it does not fit."""

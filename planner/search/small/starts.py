@@ -20,8 +20,8 @@ def list_starts(space: Space, i: int, allowed: Sequence[Sequence[int]]) -> Itera
     ways, kinds = space.tiers[i].all, dict[str, list[int]]()
     for at, unit in enumerate(space.units):
         kinds.setdefault(unit.kind.name, []).append(at)
-    choices = [
-        sorted({ways[w].place for at in units for w in allowed[at] if not _is_pinned(ways[w].place)}) or [None]
+    choices: list[list[Place | None]] = [
+        [*sorted({ways[w].place for at in units for w in allowed[at] if not _is_pinned(ways[w].place)})] or [None]
         for units in kinds.values()
     ]
     for combination in islice(product(*choices), MOST):
