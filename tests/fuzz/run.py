@@ -15,8 +15,7 @@ from pathlib import Path
 from fuzz.mutate_bytes import Mutant
 from fuzz.targets import Target, make_targets
 
-from pshard.planner.search import anneal
-from pshard.planner.search.rounds import anneal_tiers, exact_tiers
+from pshard.planner.search.small import refine_units
 
 HANGS = 20  # seconds for one mutant; most take milliseconds
 KEPT = Path(__file__).resolve().parents[2] / "build" / "fuzz"
@@ -75,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.environ["PSHARD_VALIDATE"] = "0"
     # as `shorten_searches` of the tests: how good plans are is no question here
-    anneal.TRIES, anneal.TRIES_PER_UNIT, anneal_tiers.TRIES, exact_tiers.MOST_UNITS = 100, 1, 10, 0
+    refine_units.MOST_UNITS = 0
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         makers = make_targets(Path(folder))

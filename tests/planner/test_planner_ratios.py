@@ -175,7 +175,6 @@ def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(cases, modes):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="only the chosen split is refined unit by unit; equal layers would gain 3%")
 def test_layers_of_equal_devices_are_no_slower_than_equal_ones(quick_search):
     expect_no_slower_than_equal([10, 10], 1.0, 1.0, "layer")
 

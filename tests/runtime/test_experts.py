@@ -8,7 +8,7 @@ import torch
 from experts_file import N_EXPERTS, RULES, WAYS, ExpertsFile
 from plan_samples import make_tier, make_variant
 from planner_cases import DESKTOP, OWN, simulate_tier
-from short_searches import shorten_searches
+from short_searches import lengthen_searches
 from toy_kinds import CONTEXT, VOCAB
 
 from pshard.model_config import Experts
@@ -185,8 +185,8 @@ def plan_toy(file: ExpertsFile, arena: int) -> Variant:
 def planned() -> tuple[ExpertsFile, Variant]:
     file = ExpertsFile(Experts(N_EXPERTS, 2, 160), layers=2, d_model=512)
     with pytest.MonkeyPatch.context() as patch:
-        shorten_searches(patch)
-        return file, plan_toy(file, 7)
+        lengthen_searches(patch)
+        return file, plan_toy(file, 6)
 
 
 def places(tier: TierPlan) -> list[Placement]:

@@ -13,6 +13,7 @@ import pytest
 from cli_world import World, made_up_profile, make_world
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 from rich.console import Console
+from short_searches import lengthen_searches
 
 from pshard.batch import Batch
 from pshard.commands import cli_plan
@@ -28,6 +29,7 @@ from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.rank_task import RankTask
+from pshard.planner.search.small import refine_units
 from pshard.planner.show_plan import print_trials
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.store import load_registry, save_variants
@@ -181,10 +183,14 @@ _PLANNED: dict[tuple, tuple[Variant, ...]] = {}
 
 
 def plan_once(task: RankTask, time_limit: float, programs: int = 2) -> tuple[Variant, ...]:
-    """`plan_several`, for the model and the machine of all worlds: what is solved does not depend on what was tried."""
+    """`plan_several`, for the model and the machine of all worlds: what is solved does not depend on what was tried.
+    The whole search finds more plans to try than a short one."""
     key = task.room.workload, task.costs[0].tables.correction, programs
     if key not in _PLANNED:
-        _PLANNED[key] = plan_several(task, time_limit, programs)
+        with pytest.MonkeyPatch.context() as patch:
+            lengthen_searches(patch)
+            patch.setattr(refine_units, "MOST_EFFORT", 1)
+            _PLANNED[key] = plan_several(task, time_limit, programs)
     return _PLANNED[key]
 
 
@@ -258,7 +264,7 @@ def test_a_plan_that_does_not_run_again_keeps_its_first_time(world, monkeypatch)
 def test_nothing_that_runs_means_the_planners_choice_as_predicted(world, monkeypatch):
     engines = Scripted(monkeypatch, *[UserError("cannot allocate 6 MiB")] * 3)
     chosen, trials, said = choose(world)
-    assert chosen == engines.variants[0] and trials == () and len(said) == 3
+    assert chosen == engines.variants[0] and trials == () and len(said) == len(engines.variants) >= 2
 
 
 def test_no_further_plan_is_tried_when_the_time_is_spent(world, monkeypatch):
