@@ -220,6 +220,7 @@ def best_by_brute_force(task) -> float:
     return best
 
 
+@pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize("mib", [4, 10, 16])
 @pytest.mark.parametrize("link", [3e9, 25e9])
 def test_plans_of_small_models_equal_brute_force(mib, link):
