@@ -9,7 +9,7 @@ import torch
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
-from pshard.runtime.blocks.block import ALONE, Block
+from pshard.runtime.blocks.block import ALONE, Block, Laid
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.memory.arena import Arena, Carved
 from pshard.runtime.memory.host_side import HostSide
@@ -141,7 +141,7 @@ class Residents:
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         whole = divide_operations(unit, step.share, self._spec.config)
         here = whole.on_cpu if step.on == "cpu" and step.part else whole.after if step.part == "rest" else whole.on_acc
-        weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved), device, here)
+        weights = block.prepare(Laid(unit, self._spec.config, self._weights_of(step, carved), device, here))
         weights, opens = context.slots.attach(tokens, step, weights), unit.opens_with_norm(self._spec.config)
         if not step.part:
             state = self._state_of(step, carved)

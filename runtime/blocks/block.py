@@ -100,6 +100,18 @@ class Work:
     exchange: "PeerExchange | None" = None
 
 
+@dataclass(frozen=True)
+class Laid:
+    """A unit whose weights lie in place. device: what computes it, which may read them in host memory; operations: what
+    it does of the unit there."""
+
+    unit: Unit
+    config: ModelConfig
+    weights: UnitWeights
+    device: torch.device
+    operations: tuple[Operation, ...]
+
+
 class Block:
     """What units of one kind compute. `state`: as `view_state` gave it; None for units that keep none."""
 
@@ -115,17 +127,9 @@ class Block:
         grows, else sequences."""
         return (state,)
 
-    def prepare(
-        self,
-        unit: Unit,
-        config: ModelConfig,
-        weights: UnitWeights,
-        device: torch.device,
-        operations: tuple[Operation, ...],
-    ) -> Any:
-        """What `run` takes as weights, made once of a unit's bytes where they lie in a tier. device: what computes it,
-        which may read them in host memory. operations: what it does of the unit there."""
-        return weights
+    def prepare(self, laid: Laid) -> Any:
+        """What `run` takes as weights, made once of a unit's bytes where they lie in a tier."""
+        return laid.weights
 
     def first_norm(self, weights: Any) -> torch.Tensor | None:
         """Weights of the norm of hidden by which `run` begins, where only packed matrices, or routes, take its result;

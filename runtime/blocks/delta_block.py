@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from pshard.model_config import ModelConfig
+from pshard.runtime.blocks.block import Laid
 from pshard.runtime.blocks.listed_block import Listed, ListedBlock
 from pshard.runtime.kernels.api import DeltaWeights
-from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.delta_net import CONV, DECAY, HEAD_NORM, STEP_BIAS, TAIL, count_delta_heads, delta_of
-from pshard.units.operations import Operation
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -37,21 +36,15 @@ class DeltaBlock(ListedBlock):
     def state_parts(self, state: DeltaState) -> tuple[torch.Tensor, ...]:
         return state.matrices, state.tails
 
-    def prepare(
-        self,
-        unit: Unit,
-        config: ModelConfig,
-        weights: UnitWeights,
-        device: torch.device,
-        operations: tuple[Operation, ...],
-    ) -> Listed:
-        v, heads = weights.vectors, count_delta_heads(unit.by_role, config)
+    def prepare(self, laid: Laid) -> Listed:
+        v, config = laid.weights.vectors, laid.config
+        heads = count_delta_heads(laid.unit.by_role, config)
         conv = _join(v[CONV[0]], v[CONV[1]]).view(-1, TAIL + 1)
         delta = delta_of(config)
         scan = DeltaWeights(
             conv, v[STEP_BIAS], v[DECAY], v[HEAD_NORM], config.norm_eps, *heads, delta.head, delta.tiled
         )
-        return replace(super().prepare(unit, config, weights, device, operations), scan=scan)
+        return replace(super().prepare(laid), scan=scan)
 
 
 def _join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

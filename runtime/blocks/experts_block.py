@@ -4,29 +4,19 @@ from typing import cast
 
 import torch
 
-from pshard.model_config import ModelConfig
 from pshard.quant import packed_nbytes
-from pshard.runtime.blocks.block import Block, Residual, Side, Work
+from pshard.runtime.blocks.block import Block, Laid, Residual, Side, Work
 from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.kernels.api import ExpertWeights, NormKernels, Packed, SumKernels
-from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner
 from pshard.units.moe.routed import expert_buffers, rule_of
-from pshard.units.operations import Operation
-from pshard.units.unit import Unit
 
 
 class ExpertsBlock(Block):
     """Whichever experts `weights` has: those of one side, or all."""
 
-    def prepare(
-        self,
-        unit: Unit,
-        config: ModelConfig,
-        weights: UnitWeights,
-        device: torch.device,
-        operations: tuple[Operation, ...],
-    ) -> ExpertWeights:
+    def prepare(self, laid: Laid) -> ExpertWeights:
+        unit, config, weights = laid.unit, laid.config, laid.weights
         rule, places = rule_of(config), [weights, *([weights.last] if weights.last else [])]
         numbers = unit.order or range(rule.count)  # of the experts, by where they stand in the stacks
         inner, stacks = count_inner(unit.by_role), list[tuple[Packed | None, ...]]()
@@ -42,7 +32,7 @@ class ExpertsBlock(Block):
             gate, up = (weights.vectors[role].view(rule.count, -1) for role in BIASES[:2])
             down = weights.vectors.get(BIASES[2])  # of several ranks one has it
             biases = gate, up, None if down is None else down.view(rule.count, -1)
-        return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=device), biases)
+        return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=laid.device), biases)
 
     def ends_in_product(self, weights: ExpertWeights) -> bool:
         return True

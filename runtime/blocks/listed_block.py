@@ -5,14 +5,12 @@ What is declared of a unit (pshard/units/) is what runs; rewrites of the list ar
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from pshard.batch_sizes import SMALL_BATCH
-from pshard.model_config import ModelConfig
-from pshard.runtime.blocks.block import Block, Residual, Work, leave
-from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex, SumKernels
+from pshard.runtime.blocks.block import Block, Laid, Residual, Work, leave, normalise, take
+from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import TEMPERATURE
 from pshard.units.latent_attention import sizes_of
@@ -25,7 +23,6 @@ from pshard.units.operations import (
     GateRows,
     HeadProducts,
     Norm,
-    Operation,
     PlaceRows,
     Product,
     ProductGroup,
@@ -33,9 +30,7 @@ from pshard.units.operations import (
     StoreLatent,
     Take,
 )
-from pshard.units.ports import BESIDE
 from pshard.units.rewrites import Ffn, Gate, Step, rewrite
-from pshard.units.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -50,15 +45,8 @@ class Listed:
 class ListedBlock(Block):
     """A unit of any kind whose operations all have an act below."""
 
-    def prepare(
-        self,
-        unit: Unit,
-        config: ModelConfig,
-        weights: UnitWeights,
-        device: torch.device,
-        operations: tuple[Operation, ...],
-    ) -> Listed:
-        return Listed(rewrite(operations), weights)
+    def prepare(self, laid: Laid) -> Listed:
+        return Listed(rewrite(laid.operations), laid.weights)
 
     def run(self, work: Work, weights: Listed, state: Any, residual: Residual) -> None:
         Course(work, weights, state, residual).run(weights.steps)
@@ -114,29 +102,16 @@ class Course:
         return self.weights.vectors[role]
 
     def norm(self, norm: Norm) -> None:
-        kernels, eps, x = self.work.side.kernels, self.work.side.config.norm_eps, self.at(norm.x)
         assert norm.weight is not None
-        weight, out = self.vector(norm.weight.role), self.at(norm.out)
-        if norm.adds:
-            kernels.rms_norm(x, weight, eps, out, accumulate=True)
-            return
-        if norm.centred:
-            kernels.centre_rows(x)
-        many = self.tokens > SMALL_BATCH  # whose products will want what stands in a port placed where they take it
-        rounded = self.at(NORMED) if norm.out.buffer in BESIDE and many else None
-        sums = self.residual.entering if norm.x == STREAM else None
-        if sums is None:
-            kernels.rms_norm(x, weight, eps, out, rounded=rounded)
+        side, weight = self.work.side, self.vector(norm.weight.role)
+        if norm.x == STREAM:
+            normalise(side, weight, self.tokens, self.residual, None if norm.out == NORMED else self.at(norm.out))
         else:
-            sum_norm = cast(SumKernels, kernels).sum_rms_norm
-            sum_norm(sums.exchange, sums.part, sums.wire, x, weight, eps, out, rounded)
+            out = self.at(norm.out)
+            side.kernels.rms_norm(self.at(norm.x), weight, side.config.norm_eps, out, accumulate=norm.adds)
 
-    def take(self, take: Take) -> None:
-        x, kernels = self.at(take.x), self.work.side.kernels
-        if kernels.act_dtype is x.dtype:
-            self.places[take.out] = x
-        else:
-            kernels.place(x, self.at(take.out))
+    def take(self, operation: Take) -> None:
+        self.places[operation.out] = take(self.work.side, self.at(operation.x))
 
     def multiply(self, product: Product) -> None:
         side = self.work.side

@@ -19,6 +19,7 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import tier_steps
 from pshard.routing.expert_uses import read_nbytes
+from pshard.runtime.blocks.block import Laid
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
@@ -167,7 +168,7 @@ def test_experts_read_in_host_memory_have_their_addresses_on_what_computes() -> 
     unit = next(u for u in file.spec.units if u.kind is EXPERTS)
     blob = torch.zeros(unit.packed_nbytes, dtype=torch.uint8)
     config, view = file.spec.config, view_unit(unit, blob)
-    weights = find_block(unit.kind).prepare(unit, config, view, torch.device("meta"), unit.operations(config))
+    weights = find_block(unit.kind).prepare(Laid(unit, config, view, torch.device("meta"), unit.operations(config)))
     assert weights.addresses.device.type == "meta"
 
 
