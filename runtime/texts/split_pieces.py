@@ -12,9 +12,11 @@ def split_at_borders(pieces: Sequence[Piece]) -> tuple[list[Piece], dict[int, Pi
     of those that go on behind one."""
     firsts, rests = list(pieces), dict[int, Piece]()
     for i, piece in enumerate(pieces):
+        if piece.drafts or not piece.text.borders:
+            continue
         start = len(piece.text.ids)
         inside = [at - start for at in piece.text.borders if start < at < start + len(piece.ids)]
-        if inside and not piece.drafts:
+        if inside:
             n = min(inside)
             if piece.rows == "all":
                 firsts[i] = replace(piece, ids=piece.ids[:n], of=piece.of[:n])

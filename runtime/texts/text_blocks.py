@@ -117,34 +117,29 @@ class TextBlocks:
 
     def can_own(self, text: Text, length: int) -> bool:
         """Whether `own_last` has room."""
-        return all(pool.room > 0 for pool in self._list_lacking(text, length))
+        return all(pool.room > 0 or not pool.is_shared(block) for pool, block in self._list_cut(text, length))
 
     def own_last(self, text: Text, length: int) -> list[tuple[int, int, bool]]:
         """Let a text that is cut within a shared block hold that block alone; returns which blocks are to be copied:
         (from, to, whether of layers with a window)."""
-        if not length % KV_BLOCK or length // KV_BLOCK >= len(text.keys):
-            return []
         at, copies = length // KV_BLOCK, list[tuple[int, int, bool]]()
-        old, text.blocks[at] = text.blocks[at], self.pool.own(text.blocks[at])
-        if old != text.blocks[at]:
-            copies.append((old, text.blocks[at], False))
-        if self.recent and self.recent.first(text.number) <= length:
-            old = self.recent.block(text.number, at)
-            new = self.recent.own(text.number, at)
-            if old != new:
-                copies.append((old, new, True))
+        for pool, old in self._list_cut(text, length):
+            if self.recent and pool is self.recent.pool:
+                new = self.recent.own(text.number, at)
+            else:
+                new = text.blocks[at] = pool.own(old)
+            if new != old:
+                copies.append((old, new, pool is not self.pool))
         return copies
 
-    def _list_lacking(self, text: Text, length: int) -> Iterator[BlockPool]:
-        """The pools that `own_last` takes a block of."""
+    def _list_cut(self, text: Text, length: int) -> Iterator[tuple[BlockPool, int]]:
+        """The blocks that a cut at this length goes through and that may be shared, each with its pool."""
         at = length // KV_BLOCK
         if not length % KV_BLOCK or at >= len(text.keys):
             return
-        if self.pool.is_shared(text.blocks[at]):
-            yield self.pool
-        recent = self.recent
-        if recent and recent.first(text.number) <= length and recent.pool.is_shared(recent.block(text.number, at)):
-            yield recent.pool
+        yield self.pool, text.blocks[at]
+        if self.recent and self.recent.first(text.number) <= length:
+            yield self.recent.pool, self.recent.block(text.number, at)
 
     def keeps_window(self, text: Text, length: int) -> bool:
         """Cut a text's blocks of layers with a window; whether what the next token sees is still there. Where it is
