@@ -19,12 +19,10 @@ class Lane:
     Attributes:
         name: as simulations and figures call it.
         timed: the `direction` of those copies in a profile that say how long one takes, by its bytes: rate and latency.
-        shares_dram: whether its copies and the CPU slow each other down, as both read host memory.
     """
 
     name: str
     timed: str
-    shares_dram: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -93,7 +91,7 @@ class Site:
         return self.is_on_acc and not self.in_arena
 
 
-LINK = Lane("link", "h2d", shares_dram=True)
+LINK = Lane("link", "h2d")
 BACK = Lane("d2h", "d2h")
 COMPUTE = Lane(ACC, "")  # where the accelerator computes: activations pass there, between units; see `Tables.handoff`
 
