@@ -40,6 +40,7 @@ NOUNS = (
         "jsonio",
         "batch",
         "batch_sizes",
+        "speculation",
         "quant",
         "tensor",
         "model_config",

@@ -1,0 +1,148 @@
+"""Speculation: how likely drafts are accepted, what a step then brings, and how many drafts pay. No torch.
+
+Words: a step verifies `drafts` drafts in drafts + 1 rows; it brings the accepted ones and one token more.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from pshard.errors import UserError
+
+NONE, LOOKUP, MTP, DRAFT = "none", "lookup", "mtp", "draft"  # drafters
+DRAFTERS = (NONE, LOOKUP, MTP, DRAFT)
+GIVEN, RECORDED, ASSUMED = "given", "recorded", "assumed"  # where an acceptance is from
+SOURCES = (GIVEN, RECORDED, ASSUMED)
+PLANNED_DRAFTS = (1, 2, 3, 5, 7, 11, 15)  # numbers of drafts that a plan is tried with
+MOST_DRAFTS = PLANNED_DRAFTS[-1]  # of a step
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Who drafts (DRAFTERS), and how many drafts a step verifies at most. Raises ValueError where both disagree."""
+
+    kind: str = NONE
+    drafts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in DRAFTERS or not 0 <= self.drafts <= MOST_DRAFTS:
+            raise ValueError(f"{self.drafts} drafts of {self.kind!r} are no drafting")
+        if (self.kind == NONE) != (self.drafts == 0):
+            raise ValueError(f"{self.drafts} drafts cannot come from {self.kind!r}")
+
+    @property
+    def rows(self) -> int:
+        """Of a text's step with all drafts."""
+        return self.drafts + 1
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How likely drafts are accepted. `rates`: the chances that the first, the first two, ... of a step's drafts all
+    are; a shorter list goes on by its last ratio. source: one of SOURCES. share: of steps that have drafts at all; the
+    others are steps of one row. Raises ValueError for chances that rise or lie outside 0 to 1, or for none."""
+
+    rates: tuple[float, ...]
+    source: str = GIVEN
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.rates or self.source not in SOURCES:
+            raise ValueError(f"{self.rates} from {self.source!r} is no acceptance")
+        if not all(0 <= rate <= 1 for rate in (*self.rates, self.share)):
+            raise ValueError("chances lie between 0 and 1")
+        if any(later > earlier for earlier, later in zip(self.rates, self.rates[1:])):
+            raise ValueError("chances that more drafts are all accepted cannot rise")
+
+    def at(self, drafts: int) -> float:
+        """The chance that the first so many drafts of a step are all accepted."""
+        known = len(self.rates)
+        if drafts <= known:
+            return self.rates[drafts - 1] if drafts else 1.0
+        last, before = self.rates[-1], self.rates[-2] if known > 1 else 1.0
+        return last * (last / before if before else 0.0) ** (drafts - known)
+
+    def tokens(self, drafts: int) -> float:
+        """What a step with so many drafts brings in the mean."""
+        return 1 + sum(self.at(i) for i in range(1, drafts + 1))
+
+    def mean_tokens(self, drafts: int) -> float:
+        """The same over all steps, those without drafts too."""
+        return 1 + self.share * (self.tokens(drafts) - 1)
+
+    def mean_seconds(self, alone: float, step: float, drafting: float = 0.0) -> float:
+        """Seconds of a step over all steps: `alone` those of one row, `step` with drafts, which take `drafting`."""
+        return (1 - self.share) * alone + self.share * (step + drafting)
+
+    def rate(self, drafts: int, alone: float, step: float, drafting: float = 0.0) -> float:
+        """Tokens a second with so many drafts a step; seconds as in `mean_seconds`."""
+        return self.mean_tokens(drafts) / self.mean_seconds(alone, step, drafting)
+
+
+def best_drafts(acceptance: Acceptance, seconds: Mapping[int, float], draft_seconds: float = 0.0) -> int:
+    """The number of drafts with the highest rate; of equal ones the smaller. seconds: of a step by its drafts, that of
+    0 among them; draft_seconds: of a draft."""
+    alone = seconds[0]
+
+    def rate(drafts: int) -> float:
+        return acceptance.rate(drafts, alone, seconds[drafts], drafts * draft_seconds)
+
+    return max(sorted(seconds), key=lambda drafts: rate(drafts) if drafts else 1 / alone)
+
+
+def break_even(drafts: int, alone: float, step: float, drafting: float = 0.0) -> float | None:
+    """The chance, the same for every draft, from which on so many drafts a step are no slower than none; None where
+    even drafts that are all accepted are slower. Seconds as in `Acceptance.mean_seconds`."""
+    needed = (step + drafting) / alone
+    if needed > drafts + 1:
+        return None
+    low, high = 0.0, 1.0 if needed > 1 else 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if Acceptance((middle,)).tokens(drafts) >= needed else (middle, high)
+    return high
+
+
+def parse_acceptance(text: str, flag: str, source: str = GIVEN) -> Acceptance:
+    """ ".8,.64,.51" -> chances that the first, the first two, the first three drafts are accepted. Raises UserError
+    that names the flag."""
+    try:
+        return Acceptance(tuple(float(part) for part in text.split(",")), source)
+    except ValueError:
+        raise UserError(
+            f"{flag} {text}: give the chances that the first, the first two, ... drafts are all accepted, from 0 to 1 "
+            "and none above the one before it (.8,.64,.51)"
+        ) from None
+
+
+@dataclass
+class AcceptanceRecord:
+    """What became of a drafter's drafts, by position: `tried[i]` steps in which draft i + 1 followed accepted ones
+    only, `held[i]` of them in which it was accepted too. steps: all, those without drafts too."""
+
+    kind: str
+    steps: int = 0
+    tried: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a step with so many drafts, of which the first `accepted` held."""
+        if not 0 <= accepted <= drafted:
+            raise ValueError(f"{accepted} of {drafted} drafts cannot be accepted")
+        self.steps += 1
+        for i in range(min(drafted, accepted + 1)):
+            if i == len(self.tried):
+                self.tried.append(0)
+                self.held.append(0)
+            self.tried[i] += 1
+            self.held[i] += i < accepted
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """The chances that it shows; None before the first draft. Drafts of few steps count by their ratio, so that
+        steps of several lengths go together."""
+        if not self.tried:
+            return None
+        ratios = [held / tried for held, tried in zip(self.held, self.tried)]
+        rates = tuple(prod(ratios[: i + 1]) for i in range(len(ratios)))
+        return Acceptance(rates, RECORDED, self.tried[0] / self.steps)
