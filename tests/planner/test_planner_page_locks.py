@@ -60,6 +60,13 @@ def plan_without_a_limit() -> Variant:
     return plan_variant(SPEC, PROFILE, WORKLOAD)
 
 
+@cache
+def plan_under(gib: float) -> tuple[MachineProfile, Variant]:
+    """The plan of a machine that page-locks so much, and copies much slower what it does not."""
+    profile = limited(PROFILE, int(gib * GIB), share=0.15)
+    return profile, plan_variant(SPEC, profile, WORKLOAD)
+
+
 def test_without_a_limit_or_under_one_that_holds_everything_nothing_changes():
     want = plan_without_a_limit()
     for lockable in (None, 1 << 40):
@@ -71,8 +78,7 @@ def test_without_a_limit_or_under_one_that_holds_everything_nothing_changes():
 def test_the_lower_the_limit_the_less_is_streamed_and_the_longer_the_round(share: float):
     found = []
     for gib in (16.0, 2.0, 1.0, 0.5, 0.0) if share == 1 else (16.0, 1.0, 0.0):
-        profile = limited(PROFILE, int(gib * GIB), share=0.15)
-        variant = plan_variant(SPEC, profile, WORKLOAD)
+        profile, variant = plan_under(gib)
         check_variant((SPEC,), variant, "cuda")
         (plan,) = variant.ranks
         beyond = staged_by_hand(SPEC, plan, WORKLOAD, profile.lockable_bytes or 0)
@@ -109,8 +115,7 @@ def _seconds(profile, tier, cost) -> float:
 def test_knowing_the_limit_makes_a_plan_that_is_faster_under_it(gib: float, gain: float):
     """The plan that was made without knowing streams more than can be page-locked; under the last limit only in tiers
     that the round does not enter. Decoding of either streams next to nothing: what knowing brings is in the prompt."""
-    profile = limited(PROFILE, int(gib * GIB), share=0.15)
-    informed, naive = plan_variant(SPEC, profile, WORKLOAD), plan_without_a_limit()
+    (profile, informed), naive = plan_under(gib), plan_without_a_limit()
     seconds = []
     for variant in (informed, naive):
         there = Predictor((SPEC,), profile, variant)

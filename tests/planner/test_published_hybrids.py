@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "published.md").read_text(encoding="utf-8")
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "published-hybrids.json").read_text(encoding="utf-8"))
 CLOSE = 0.03  # relative: a better plan may change a figure a little before the page is made anew
+PREDICTED = [
+    n for n in range(len(ROWS)) if n % 4 in ((0, 3), (1, 2))[n // 4 % 2]
+]  # of each model and budget two contexts
 GIGABYTES = {"Qwen3-Next-80B-A3B": 45, "Qwen3.5-122B-A10B": 69, "Qwen3.5-397B-A17B": 224}
 
 
@@ -69,7 +72,7 @@ def test_micro_batches_of_2048_tokens_take_what_the_page_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(ROWS)))
+@pytest.mark.parametrize("number", PREDICTED)
 def test_what_the_page_predicts_of_hybrids_is_what_the_code_predicts(published: ModuleType, number: int) -> None:
     model, row = list(published.list_rows())[number]
     wanted = ROWS[number]["first_token"][1], ROWS[number]["rate"][1]

@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 from experts_file import ExpertsFile
-from planner_cases import OWN
+from planner_cases import MANY, OWN
 from rich.console import Console
 from routing_samples import make_drifting_record
 from slot_cases import DRIFTING, EXPERTS, FILE, LAYERS, PROFILE, USED, WORK
@@ -163,7 +163,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, RoutingRecord]:
 
 def test_no_plan_with_slots_is_slower_than_without(quick_search: None, share: float) -> None:
     better = 0
-    for seed in range(16, 16 + max(3, int(10 * share))):
+    for seed in range(16, 16 + max(3, int(MANY * share))):
         spec, work, record = random_case(seed)
         try:
             without, variant = plan_both(spec, work, record)
