@@ -44,6 +44,14 @@ def searches_of_the_run() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def warm_ups_of_the_run() -> Iterator[None]:
+    """Benches warm up by two runs only: no test asks how steady a rate is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pshard.session.bench_engine.WARM_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def ranks_of_the_run() -> Iterator[None]:
     """Ranks that commands start in the tests' process are forked from one that has imported torch."""
     from warm_python import warm_ranks
