@@ -76,6 +76,29 @@ def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["64 pp16", "64 tg2"]
 
 
+def test_kernels_as_another_card_stand_beside_both_their_rates_and_what_a_sheet_says() -> None:
+    """A library's products keep this GPU's share in both codes; a kernel that no sheet knows is priced by memory."""
+    script = SimpleNamespace(**runpy.run_path(str(SCRIPTS / "as_card_kernels.py")))
+    cases = script.list_cases()
+    kinds = {case.name.split()[0] for case in cases}
+    assert kinds == {"product", "attention", "latent", "experts", "router", "delta", "norm", "rope", "silu_mul"}
+    assert {q for q in script.QTYPES for case in cases if f"product {q} " in case.name} == set(script.QTYPES)
+    assert {case.name.split()[0] for case in cases[:6]} >= {"product", "attention", "latent", "experts", "delta"}
+    cards = {"native": script.card_of("NVIDIA H100", 90), "as_card": script.card_of("NVIDIA H100", 86)}
+    times = {way: {case.name: 2e-3 if way == "as_card" else 1e-3 for case in cases} for way in script.WAYS}
+    library, _ = next(case for case in cases if case.is_library), times["native"].pop("norm of 4096, 1 tokens")
+    times["as_card"]["rope of 5120, 1 tokens"] = "KernelRefused: no room"
+    rows = {row["case"]: row for row in script.make_rows(cases, times, cards)}
+    row, left, failed = rows[library.name], rows["norm of 4096, 1 tokens"], rows["rope of 5120, 1 tokens"]
+    assert row["share"] == 0.5 and row["as_card"]["sheet_us"] == row["native"]["sheet_us"]
+    for way, us in (("as_card", 2000.0), ("native", 1000.0)):
+        assert row[way]["us"] == us and row[way]["off"] == pytest.approx(row[way]["sheet_us"] / us - 1, abs=1e-3)
+    assert (left["native"], left["share"]) == ("no time left", None) and left["as_card"]["us"] == 2000.0
+    assert (failed["as_card"], failed["share"]) == ("KernelRefused: no room", None)
+    latent = rows["latent 16x512+64 bf16, 1x4096 of 4096"]["as_card"]
+    assert latent["no_share"] == "prompts over latents" and latent["slots"] > 0 < latent["tensor"]
+
+
 def test_quiet_rounds_count_and_only_plans_near_the_fastest_need_two() -> None:
     truth = runpy.run_path(str(SCRIPTS / "truth.py"))
     quiet, loud = (truth["Round"]((rate, rate), (), 0.0, rate > 50) for rate in (100.0, 50.0))
