@@ -1,7 +1,7 @@
 """The engine: sequences of tokens in, logits and text out, under a plan."""
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from operator import index
@@ -12,6 +12,7 @@ import torch
 
 from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.plan import RankPlan, Variant
+from pshard.predicted_times import tier_seconds
 from pshard.routing.follow_use import HitCounts, RankHits
 from pshard.routing.followed import expect_hits
 from pshard.routing.record import RoutingRecord
@@ -24,9 +25,12 @@ from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.ranks.gather import gather_nouns, gather_record
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
+from pshard.runtime.speculation.draft_length import StepSeconds
+from pshard.runtime.speculation.speculator import Speculation, Speculator
 from pshard.runtime.texts.numbered_texts import NumberedTexts
 from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.runtime.texts.text_pool import TextPool
+from pshard.speculation import NONE
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
 
 
@@ -74,7 +78,7 @@ class Engine:
         self.longest = longest_sequence(executor.spec.config, context)
         blocks = TextBlocks(sequences, self.longest, kv_blocks(context, sequences), _recent_blocks(executor))
         self.texts = TextPool(executor, blocks, self._checkpoints, store, self._guard)
-        self._sequences = NumberedTexts(self.texts)
+        self._sequences, self._seconds = NumberedTexts(self.texts), StepSeconds(tier_seconds(variant))
         self._broken: BaseException | None = None
         self._closed, self._told = False, 0  # told: tiles that were passed over and stand in the notes
 
@@ -227,6 +231,7 @@ class Engine:
         sampling: Sampling | None = None,
         text: bool = True,
         constraint: Constraint | None = None,
+        speculation: Speculation | None = None,
     ) -> Iterator[Any]:
         """Continue a prompt in sequence 0 and yield as it comes.
 
@@ -234,23 +239,47 @@ class Engine:
             prompt: text (needs a tokenizer) or token ids.
             max_tokens: at most so many; it ends before at an end-of-text token or a full context.
             constraint: what tokens may come, as of a grammar (pshard.runtime.sampling.grammar).
+            speculation: who drafts; the tokens are the same, and may come several a step.
             text: yield pieces of text (whole characters; U+FFFD at the end for one not completed), else token ids.
         """
         ids = _encode(self.tokenizer, prompt)
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         sampler = Sampler(sampling or Sampling(), constraint, self.vocab)
-        sampler.see((*self.tokens(), *ids))
+        before = (*self.tokens(), *ids)
+        sampler.see(before)
         decoder = self.tokenizer.stream() if text and self.tokenizer else None
-        token = _draw(self, ids, sampler)
-        for made in range(max_tokens):
-            if token in stops:
-                break
-            yield decoder.push(token) if decoder else token
-            if made + 1 == max_tokens or self._sequences.is_full(0):
-                break
-            token = _draw(self, [token], sampler)
+        first = _draw(self, ids, sampler)
+        if speculation is None or speculation.kind == NONE:
+            made = self._decode(first, max_tokens, sampler, stops)
+        else:
+            made = self._speculate(before, first, max_tokens, sampler, stops, speculation)
+        with closing(made):
+            for token in made:
+                yield decoder.push(token) if decoder else token
         if decoder and (rest := decoder.finish()):
             yield rest
+
+    def _decode(self, token: int, most: int, sampler: Sampler, stops: Collection[int]) -> Generator[int]:
+        for made in range(most):
+            if token in stops:
+                break
+            yield token
+            if made + 1 == most or self._sequences.is_full(0):
+                break
+            token = _draw(self, [token], sampler)
+
+    def _speculate(
+        self,
+        before: Sequence[int],
+        first: int,
+        most: int,
+        sampler: Sampler,
+        stops: Collection[int],
+        wanted: Speculation,
+    ) -> Generator[int]:
+        with self._sequences.use([0]) as (text,):
+            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.agree)
+            yield from speculator.go_on(before, first, most)
 
     def close(self) -> None:
         """Release device and host memory. May be called twice."""

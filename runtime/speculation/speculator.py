@@ -1,0 +1,140 @@
+"""Goes on with one text, several tokens a step where drafts hold: the tokens are those of steps of one token."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pshard.batch import DECODE, VERIFY
+from pshard.errors import StepFailed
+from pshard.runtime.sampling import Sampler
+from pshard.runtime.sampling.sampler import NO_NUMBERS
+from pshard.runtime.speculation.accept import MadeUp, match_drafts
+from pshard.runtime.speculation.draft_length import DraftLength, StepSeconds
+from pshard.runtime.speculation.prompt_lookup import PromptLookup
+from pshard.runtime.texts.text import Piece, Row, Text
+from pshard.runtime.texts.text_pool import TextPool
+from pshard.speculation import LOOKUP, NONE, Acceptance, AcceptanceRecord
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What is asked of it. kind: who drafts; most: drafts of a step; fixed: never fewer, where there are some.
+    made_up: chances at which drafts are said to hold, whatever the model says: the text means nothing then. record:
+    what became of drafts is counted here."""
+
+    kind: str = NONE
+    most: int = 0
+    fixed: bool = False
+    made_up: Acceptance | None = None
+    record: AcceptanceRecord = field(default_factory=lambda: AcceptanceRecord(LOOKUP))
+
+
+class Speculator:
+    """That of one text of a pool."""
+
+    def __init__(
+        self,
+        pool: TextPool,
+        text: Text,
+        sampler: Sampler,
+        wanted: Speculation,
+        seconds: StepSeconds,
+        stops: Collection[int] = (),
+        agree: Callable[[int], int] = lambda drafts: drafts,
+    ) -> None:
+        """sampler: has seen what the text has. seconds: of steps of the pool. agree: rank 0's number on all ranks,
+        whose clocks differ."""
+        self._pool, self._text, self._sampler, self._record = pool, text, sampler, wanted.record
+        self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
+        self._stops = () if self._made_up else stops
+        self._drafter, self._agree = PromptLookup(), agree
+        most = min(wanted.most, pool.largest_step - 1)
+        self._seconds, self._tier = seconds, 0
+        self._length = DraftLength(most, self._seconds, wanted.fixed)
+
+    def go_on(self, before: Sequence[int], first: int, most: int) -> Iterator[int]:
+        """Tokens of the text, at most so many. before: those that came before the first one, which was drawn and is not
+        computed. They end before a stop, and where the context does. Whoever leaves early finds the text as if its
+        tokens had come one by one."""
+        self._drafter.see(before)
+        token, told = first, 1
+        if first in self._stops or most < 1:
+            return
+        yield first
+        try:
+            while told < most and not self._pool.is_full(self._text):
+                start = len(self._text.ids)
+                tokens = self._step(token, most - told - 1)
+                for at, token in enumerate(tokens, start + 1):
+                    if token in self._stops:
+                        return
+                    told += 1
+                    try:
+                        yield token
+                    except GeneratorExit:
+                        if at < len(self._text.ids):
+                            self._give_again(self._pool.cut(self._text, at))
+                        raise
+        finally:
+            if self._text.is_open:
+                self._pool.keep_tier(1)
+
+    def _step(self, token: int, most: int) -> list[int]:
+        """Compute a token and drafts of at most so many more; the tokens that follow."""
+        self._drafter.see((token,))
+        text, wanted = self._text, self._agree(self._length.choose())
+        self._keep_tier(wanted + 1)
+        drafts = self._drafter.draft(self._count_room(min(wanted, most)))
+        if self._made_up:
+            drafts += (token,) * (self._count_room(min(wanted, most)) - len(drafts))
+        begin, start = time.perf_counter(), len(text.ids)
+        greedy = self._sampler.greedy
+        kind, rows = (VERIFY, "all") if drafts else (DECODE, "last")
+        piece = Piece(text, (token, *drafts), rows, best=int(greedy), full=not greedy, kind=kind)
+        found = self._pool.step([piece])[0]
+        told = self._tell(found, drafts)
+        if drafts:
+            self._give_again(self._pool.commit(text, start + len(told)))
+        self._seconds.observe(len(drafts) + 1, self._tier, time.perf_counter() - begin)
+        self._drafter.see(told[:-1])
+        self._record.add(len(drafts), len(told) - 1)
+        if wanted:
+            self._length.note(len(drafts), len(told) - 1)
+        return told
+
+    def _tell(self, rows: Sequence[Row], drafts: Sequence[int]) -> list[int]:
+        if self._made_up:
+            held = self._made_up.count(len(drafts))
+            self._sampler.see(drafts[:held])
+            return [*drafts[:held], self._draw(rows[held])]
+        return match_drafts(lambda at: self._draw(rows[at]), drafts, self._stops)
+
+    def _draw(self, row: Row) -> int:
+        """The next token from a row of logits. Raises StepFailed where these are no numbers."""
+        if row.bad:
+            raise StepFailed(NO_NUMBERS)
+        if row.full is None:
+            return self._sampler.take_best(float(row.logits[0]), int(row.ids[0]))
+        return self._sampler.choose(torch.from_numpy(row.full))
+
+    def _count_room(self, most: int) -> int:
+        """So many drafts, or as many as the context and the KV blocks have room for."""
+        length = len(self._text.ids)
+        most = max(0, min(most, self._pool.longest - length - 1))
+        while most and self._pool.missing({self._text: length + 1 + most}):
+            most -= 1
+        return most
+
+    def _keep_tier(self, rows: int) -> None:
+        """Steps with and without drafts run under one tier: going to and fro would move weights."""
+        tier = self._seconds.tier(rows)
+        if tier != self._tier:
+            self._pool.keep_tier(rows)
+            self._tier = tier
+
+    def _give_again(self, ids: list[int]) -> None:
+        """Compute tokens again, of which states could not be cut back."""
+        if ids:
+            self._pool.extend([(self._text, ids)], best_only=True)

@@ -1,0 +1,226 @@
+"""Speculation tells the tokens that steps of one token tell, whoever drafts and however many a step verifies."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engines import open_engine
+from hybrid_files import random_hybrid, write_hybrid_gguf
+from latent_files import random_tensors, write_latent_gguf
+from model_files import write_gguf
+from plan_samples import make_tier, make_variant
+from toy_kinds import ToyFile
+
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.engine import Engine
+from pshard.runtime.sampling import Sampler, Sampling
+from pshard.runtime.sampling.chain import Penalties
+from pshard.runtime.speculation import speculator
+from pshard.runtime.speculation.prompt_lookup import PromptLookup
+from pshard.runtime.speculation.speculator import Speculation
+from pshard.speculation import LOOKUP, Acceptance
+
+VOCAB, CONTEXT, TOKENS = 96, 512, 40
+KINDS = ["cells", "windows", "states", "states without checkpoints", "latents"]
+Open = Callable[[], Engine]
+SETTINGS = {
+    "greedy": Sampling(temperature=0),
+    "seed 1": Sampling(seed=1, temperature=1.5, penalties=Penalties(1.3, 0.4, 0.2, 16)),
+    "seed 2": Sampling(seed=2, temperature=0.7, top_k=5, penalties=Penalties(1.1)),
+    "seed 3": Sampling(seed=3, temperature=1.0, top_k=0, logit_bias=((7, 2.0), (9, float("-inf")))),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Open:
+    """Opens an engine of a model whose units keep such states, whose rows have equal bits whatever their number."""
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    sizes = dict(context=CONTEXT, tokens=(1, 16, 64), kernels="fast")
+    if request.param == "windows":
+        file = ToyFile("wawa", context=CONTEXT)
+        places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in file.spec.units}
+        tiers = tuple(make_tier(file.spec, n, places, 1, CONTEXT, 1, batch=64) for n in (1, 16, 64))
+        return lambda: build_engine(file, make_variant(file.spec, tiers, CONTEXT, 1), open_device("cpu"))
+    if request.param == "cells":
+        write_gguf(path, "qwen3", qtype="Q8_0", n_layers=2)
+        return lambda: open_engine(path, **sizes)
+    if request.param == "latents":
+        write_latent_gguf(path, "v3", random_tensors("v3"))
+        return lambda: open_engine(path, **sizes)
+    write_hybrid_gguf(path, "dense", random_hybrid("dense"))
+    kept = (1 << 22) * (request.param == "states")
+    return lambda: open_engine(path, **sizes, checkpoint_bytes=kept)
+
+
+class Drafts(PromptLookup):
+    """Drafts what a test says: of the right tokens, of others, or of both by chance."""
+
+    right: tuple[int, ...] = ()
+    chance = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = random.Random(5)
+
+    def draft(self, most: int) -> tuple[int, ...]:
+        at = len(self._text)
+        coming = self.right[at : at + most]
+        return tuple(t if self._random.random() < self.chance else (t + 1) % VOCAB for t in coming)
+
+
+def some_ids(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(n)]
+
+
+def make(engine: Engine, sampling: Sampling, drafts: int, most: int = TOKENS, prompt: int = 30) -> list[int]:
+    engine.reset()
+    wanted = Speculation(LOOKUP, drafts, fixed=True) if drafts else None
+    return list(engine.generate(some_ids(prompt), most, sampling, text=False, speculation=wanted))
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.0, 0.6])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tokens_are_those_without_drafts(
+    start: Open, setting: str, chance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    with start() as engine:
+        alone = make(engine, SETTINGS[setting], 0)
+        left = engine.tokens()
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+        monkeypatch.setattr(Drafts, "chance", chance)
+        for drafts in (1, 3, 7):
+            assert make(engine, SETTINGS[setting], drafts) == alone
+            assert engine.tokens() == left
+
+
+def test_right_drafts_take_fewer_steps_and_are_counted_by_position(
+    start: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    with start() as engine:
+        alone = make(engine, SETTINGS["greedy"], 0)
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+        wanted = Speculation(LOOKUP, 3, fixed=True)
+        engine.reset()
+        list(engine.generate(some_ids(30), TOKENS, SETTINGS["greedy"], text=False, speculation=wanted))
+        assert wanted.record.steps == 10  # 39 tokens after the prompt's, 4 a step
+        assert wanted.record.tried == wanted.record.held == [10, 10, 9]
+
+
+def test_what_leaves_early_finds_the_text_as_without_drafts(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    with start() as engine:
+        alone = make(engine, SETTINGS["seed 1"], 0)
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+        for stop in range(1, 8):
+            engine.reset()
+            wanted = Speculation(LOOKUP, 3, fixed=True)
+            made = engine.generate(some_ids(30), TOKENS, SETTINGS["seed 1"], text=False, speculation=wanted)
+            assert [next(made) for _ in range(stop)] == alone[:stop]
+            made.close()
+            assert list(engine.tokens()) == [*some_ids(30), *alone[: stop - 1]]
+        assert list(engine.generate([alone[6]], 1, Sampling(temperature=0), text=False))
+
+
+def test_texts_end_where_the_context_does(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    with start() as engine:
+        alone = make(engine, SETTINGS["greedy"], 0, most=CONTEXT, prompt=CONTEXT - 9)
+        assert len(alone) == 10
+        monkeypatch.setattr(Drafts, "right", (*some_ids(CONTEXT - 9), *alone, 1, 2, 3, 4, 5, 6, 7))
+        for drafts in (3, 7):
+            assert make(engine, SETTINGS["greedy"], drafts, most=CONTEXT, prompt=CONTEXT - 9) == alone
+
+
+def test_a_text_goes_on_after_it_was_saved_and_loaded(
+    start: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    monkeypatch.setattr(Drafts, "chance", 0.6)
+    with start() as engine:
+        alone = make(engine, SETTINGS["greedy"], 0)
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+        half = make(engine, SETTINGS["greedy"], 7, most=20)
+        engine.save(tmp_path / "text")
+    with start() as engine:
+        assert list(engine.load(tmp_path / "text")) == [*some_ids(30), *half[:-1]]
+        wanted = Speculation(LOOKUP, 7, fixed=True)
+        rest = list(engine.generate([half[-1]], 20, SETTINGS["greedy"], text=False, speculation=wanted))
+        assert [*half, *rest] == alone
+
+
+def test_one_random_number_is_spent_on_a_told_token(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on those after drafts that do not hold: the state of the generator says so at the end."""
+    ends = []
+    first = Sampler.__init__
+
+    def remember(self: Sampler, *args: object) -> None:
+        first(self, *args)
+        ends.append(self)
+
+    monkeypatch.setattr(Sampler, "__init__", remember)
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    monkeypatch.setattr(Drafts, "chance", 0.5)
+    with start() as engine:
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *make(engine, SETTINGS["seed 1"], 0)))
+        make(engine, SETTINGS["seed 1"], 3)
+    assert ends[0]._random.bit_generator.state == ends[1]._random.bit_generator.state
+
+
+def demo() -> Iterator[Engine]:
+    with open_engine(
+        Path(__file__).parents[2] / "examples" / "demo.gguf", context=1024, tokens=(1, 16, 64), kernels="fast"
+    ) as engine:
+        yield engine
+
+
+demo_engine = pytest.fixture(demo, scope="module")
+COPIED = "ROMEO:\nO, she doth teach the torches to burn bright!\nROMEO:\nO, she doth"
+
+
+def test_made_up_acceptance_holds_as_often_as_it_says(demo_engine: Engine) -> None:
+    wanted = Speculation(LOOKUP, 3, fixed=True, made_up=Acceptance((0.8, 0.64, 0.5)))
+    demo_engine.reset()
+    made = list(demo_engine.generate(some_ids(30), 900, Sampling(seed=1), text=False, speculation=wanted))
+    assert len(made) == 900
+    record = wanted.record
+    assert record.tried[0] >= record.steps - 1
+    found = record.acceptance
+    assert found is not None
+    assert found.at(1) == pytest.approx(0.8, abs=0.06)
+    assert found.at(3) == pytest.approx(0.5, abs=0.08)
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_lookup_tells_the_tokens_of_a_real_model(demo_engine: Engine, setting: str, drafts: int) -> None:
+    ids, wanted = demo_engine.tokenizer.encode(COPIED), Speculation(LOOKUP, drafts, fixed=True)
+    demo_engine.reset()
+    alone = list(demo_engine.generate(ids, 120, SETTINGS[setting], text=False))
+    demo_engine.reset()
+    assert list(demo_engine.generate(ids, 120, SETTINGS[setting], text=False, speculation=wanted)) == alone
+    if setting == "greedy":
+        assert wanted.record.steps < 100
+
+
+def test_a_grammar_sees_told_tokens_only(demo_engine: Engine) -> None:
+    pytest.importorskip("llguidance")
+    from pshard.runtime.sampling.grammar import follow_grammar
+
+    kind = json.dumps({"type": "array", "items": {"enum": ["to be", "not to be"]}, "minItems": 6, "maxItems": 6})
+    texts = []
+    for drafts in (0, 1, 3, 7):
+        demo_engine.reset()
+        follow = follow_grammar("schema", kind, demo_engine.tokenizer, demo_engine.vocab)
+        wanted = Speculation(LOOKUP, drafts, fixed=True) if drafts else None
+        ids = demo_engine.tokenizer.encode("To be:")
+        made = demo_engine.generate(ids, 200, Sampling(seed=4), constraint=follow, speculation=wanted)
+        texts.append("".join(made))
+        assert not wanted or sum(wanted.record.held) > 5
+    assert len(set(texts)) == 1
+    assert len(json.loads(texts[0])) == 6
