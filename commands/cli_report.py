@@ -101,7 +101,7 @@ def _ask_model(
             timelines = simulate_timelines(spec, profile, v)
         except ValueError:  # names of units agree, and not the number of experts
             raise UserError(other) from None
-        decode = rank.tiers.index(rank.covering(v.workload.sequences))
+        decode = rank.tiers.index(rank.covering(v.workload.answer_rows))
         chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
         experts += map_experts(spec, v)
         for path, record in runs:

@@ -142,7 +142,7 @@ def _unlike_devices(profile: MachineProfile, budgets: tuple[int, ...]) -> Iterat
 def explain_pace(spec: ModelSpec, tables: Tables, variant: Variant) -> str:
     """What a decode step of this way spends its time on, as predicted."""
     seconds = decode_seconds(variant)
-    tier = variant.ranks[0].covering(variant.workload.sequences)
+    tier = variant.ranks[0].covering(variant.workload.answer_rows)
     if variant.workload.split_mode == "layer":
         turns = " + ".join(f"{s * 1e3:.3g}" for s in rank_seconds(variant)[tier.tokens])
         return f"ranks take turns in a decode step: {turns} ms"

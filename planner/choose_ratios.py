@@ -123,7 +123,7 @@ class _Climb:
         """Micro-batches from the largest that fits down, as long as smaller ones take less time."""
         tiers, best = self._fitting(split), None
         for i, largest in reversed([*enumerate(tiers)]):
-            if largest < self._workload.sequences:
+            if largest < self._workload.answer_rows:
                 break
             found = self._estimate_under(split, tiers[: i + 1], best)
             if not found:

@@ -200,17 +200,17 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
         return on_device and host_fits(rooms, tables.profile, tokens)
 
     def suffices(mib: int) -> bool:
-        return fits(workload.sequences, _rooms(specs, workload, [mib] * len(specs), tables))
+        return fits(workload.answer_rows, _rooms(specs, workload, [mib] * len(specs), tables))
 
     rooms = _rooms(specs, workload, workload.vram_mib, tables)
     tiers = tuple(t for t in workload.tiers() if fits(t, rooms))
-    if tiers and tiers[-1] >= workload.sequences:
+    if tiers and tiers[-1] >= workload.answer_rows:
         return tiers
     budgets = range(1, MOST_MIB)
     least = bisect_left(budgets, True, key=suffices)
     works = budgets[least] if least < len(budgets) else None
-    if works is None or not host_fits(rooms, tables.profile, workload.sequences):
-        why, missing = explain_shortage(rooms, tables.profile, workload.sequences)
+    if works is None or not host_fits(rooms, tables.profile, workload.answer_rows):
+        why, missing = explain_shortage(rooms, tables.profile, workload.answer_rows)
         raise Shortage(why, max(1, missing), works)
     given = ",".join(map(str, workload.vram_mib))
     raise Shortage(f"--vram {given} MiB is too small for {specs[0].name}", 0, works)

@@ -47,7 +47,7 @@ def _ways_table(variant: Variant) -> "Table":
     """What the plan was chosen from, itself first."""
     columns = ("way", "round s", "more", "first token s", "tok/s", "why")
     table = new_table("Ways to use the devices that were predicted, the chosen one first", columns)
-    decoded = sum(texts * steps for texts, steps in variant.workload.decode_steps())
+    decoded = variant.workload.answer_tokens
     for way in variant.considered:
         if way.seconds is None or way.first_token is None:
             table.add_row(way.way, "-", "", "", "", "does not fit")

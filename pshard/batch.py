@@ -62,6 +62,11 @@ class Batch:
         return all(span.kind == DECODE for span in self.spans)
 
     @cached_property
+    def is_answer(self) -> bool:
+        """Whether every text decodes or verifies drafts: no prompts."""
+        return all(span.kind != PROMPT for span in self.spans)
+
+    @cached_property
     def wanted(self) -> tuple[int, ...]:
         """The rows whose logits are wanted, counted over the tokens in order."""
         found, end = list[int](), 0

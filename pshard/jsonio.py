@@ -129,7 +129,10 @@ def _dataclass_maker(kind: Any) -> Maker:
                 made[name] = make(data[name], (where, name))
             elif is_needed:
                 raise ValueError(f"{name_place(where)} lacks the field {name!r}")
-        return kind(**made)
+        try:
+            return kind(**made)
+        except ValueError as error:  # a noun that checks what its fields say together
+            raise ValueError(f"{name_place(where)}: {error}") from None
 
     return make_dataclass
 

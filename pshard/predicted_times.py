@@ -38,14 +38,15 @@ def first_token_seconds(variant: Variant) -> float:
 
 
 def decode_seconds(variant: Variant) -> float:
-    """Seconds of a decode step of all sequences; of a server's load, the mean."""
+    """Seconds in which all sequences get a token of their answers: a decode step, or with drafts less than a step; of a
+    server's load, the mean."""
     return _decode(variant.workload, rank_seconds(variant)) / variant.workload.generated
 
 
 def decode_rate(variant: Variant) -> float:
     """Tokens per second of all sequences that decode."""
     w = variant.workload
-    return sum(texts * steps for texts, steps in w.decode_steps()) / _decode(w, rank_seconds(variant))
+    return w.answer_tokens / _decode(w, rank_seconds(variant))
 
 
 def round_seconds(variant: Variant) -> float:
@@ -67,8 +68,8 @@ def sum_first_token(w: Workload, seconds: Mapping[int, Sequence[float]]) -> floa
 def _decode(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
     """Of all decode steps of a round."""
     return sum(
-        steps * join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= texts)]])
-        for texts, steps in w.decode_steps()
+        steps * join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= rows)]])
+        for rows, steps in w.answer_steps()
     )
 
 

@@ -36,6 +36,9 @@ class Drafting:
         return self.drafts + 1
 
 
+NO_DRAFTS = Drafting()
+
+
 @dataclass(frozen=True)
 class Acceptance:
     """How likely drafts are accepted. `rates`: the chances that the first, the first two, ... of a step's drafts all

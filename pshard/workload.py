@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from pshard.speculation import NO_DRAFTS, Acceptance, Drafting
 from pshard.times.running_requests import DECODE_WIDTHS, running_shares
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.state import StateShape
@@ -63,7 +64,8 @@ class Workload:
 
     context are the cells of the KV cache, which the sequences share as they need them. prompt and generated are the
     expected lengths per sequence; they weigh the tiers against each other. concurrency: of a server's load, how many
-    of the sequences run on average (`running_shares`); 0 where all of them always do.
+    of the sequences run on average (`running_shares`); 0 where all of them always do. drafting: who drafts, and how
+    many drafts a text's step has; acceptance: how likely they hold, where there are drafts.
     """
 
     vram_mib: tuple[int, ...]
@@ -80,6 +82,8 @@ class Workload:
     device: int = 0  # the accelerator that a plan for one is for
     reduce_dtype: str = "auto"  # in which type ranks' parts are summed: one of REDUCE_DTYPES
     concurrency: int = 0
+    drafting: Drafting = NO_DRAFTS
+    acceptance: Acceptance | None = None
 
     def under(self, split: Split) -> "Workload":
         """The same with another split."""
@@ -110,20 +114,54 @@ class Workload:
         """How often that happens in a round: the requests that run on average come one after the other."""
         return self.concurrency or 1
 
-    def decode_steps(self) -> tuple[tuple[int, float], ...]:
-        """How many steps of so many texts, a token each, a round takes: (texts, steps), ascending."""
+    def running(self) -> tuple[tuple[int, float], ...]:
+        """How many texts are answered at once for what share of the time: (texts, share), ascending."""
         if not self.concurrency:
-            return ((self.sequences, self.generated),)
+            return ((self.sequences, 1.0),)
         shares = running_shares(self.concurrency, self.sequences)
-        return tuple((n, self.generated * share) for n, share in enumerate(shares, 1) if share)
+        return tuple((n, share) for n, share in enumerate(shares, 1) if share)
+
+    def answer_steps(self) -> tuple[tuple[int, float], ...]:
+        """How many steps of so many rows the answers of a round take: (rows, steps). A row is a token that a text
+        decodes, or with drafts one of those that it verifies; a step without drafts has a row a text."""
+        held, found = self.acceptance, list[tuple[int, float]]()
+        for texts, share in self.running():
+            if held is None or not self.drafting.drafts:
+                found.append((texts, self.generated * share))
+                continue
+            steps = self.generated * share / held.mean_tokens(self.drafting.drafts)
+            found += [(texts, (1 - held.share) * steps)] * (held.share < 1)
+            found.append((texts * self.drafting.rows, held.share * steps))
+        return tuple(found)
+
+    @property
+    def answer_tokens(self) -> float:
+        """Of all texts that are answered in a round."""
+        return sum(texts * (self.generated * share) for texts, share in self.running())
+
+    @property
+    def answer_rows(self) -> int:
+        """Of the largest step of answers alone: all sequences, with their drafts."""
+        return self.sequences * self.drafting.rows
+
+    @property
+    def widths(self) -> frozenset[int]:
+        """How many texts at once get a tier to be answered in."""
+        some = {width for width in DECODE_WIDTHS if width < self.sequences} if self.concurrency else set[int]()
+        return frozenset({1, self.sequences} | some)
+
+    def count_verifying(self, tokens: int) -> int:
+        """How many texts verify all their drafts in a step of the tier of so many tokens; 0 in other tiers."""
+        texts, more = divmod(tokens, self.drafting.rows)
+        return texts if self.drafting.drafts and not more and texts in self.widths else 0
 
     def tiers(self) -> tuple[int, ...]:
         """Token counts that get a plan: decode (one token per sequence), then ubatch sizes up to the largest; of a
-        server's load each width of DECODE_WIDTHS that it may have.
+        server's load each width of DECODE_WIDTHS that it may have; with drafts also one and all of the sequences with
+        theirs.
 
         A step runs under the smallest tier that covers its tokens.
         """
-        wanted = {1, self.sequences, 16, 128, 512, 1024, 2048, 4096, 8192, 16384, self.largest}
-        if self.concurrency:
-            wanted |= {width for width in DECODE_WIDTHS if width < self.sequences}
+        wanted = {16, 128, 512, 1024, 2048, 4096, 8192, 16384, self.largest, *self.widths}
+        wanted |= {self.drafting.rows, self.answer_rows}
         return tuple(sorted(t for t in wanted if t <= self.largest))

@@ -74,6 +74,8 @@ def _check_workload(workload: Workload, where: str) -> None:
             raise ValueError(f"{where}.{name} is {value}, not 1 or more")
     if not 0 <= workload.concurrency <= min(workload.sequences, MOST_CONCURRENCY):
         raise ValueError(f"{where}.concurrency is {workload.concurrency}, not 0 to the number of sequences")
+    if workload.drafting.drafts and workload.acceptance is None:
+        raise ValueError(f"{where}.drafting has drafts, and acceptance does not say how likely they hold")
     kinds = sorted(kind.name for kind in kinds_by_flag().values())
     if unknown := [kind for kind, _ in workload.max_tp if kind not in kinds]:
         raise ValueError(f"{where}.max_tp names {unknown[0]!r}, not one of {', '.join(kinds)}")

@@ -154,7 +154,8 @@ def variant_key(variant: Variant) -> tuple:
     """What makes two variants the same one: planning it again replaces it."""
     w = variant.workload
     split = (w.split_mode, w.tensor_split, w.max_tp, w.device)
-    return (w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, *split, w.concurrency)
+    load = (w.sequences, w.concurrency, w.drafting.drafts > 0)
+    return (w.vram_mib, w.context, load, w.type_k, w.type_v, w.max_ubatch, *split)
 
 
 def _asked_key(variant: Variant) -> tuple:

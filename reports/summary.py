@@ -140,7 +140,7 @@ def _describe_plan(model: str, variant: Variant) -> str:
     )
     if not variant.plan_needed:
         return f"All of {model} fits into {budget}: {promise}."
-    places = count_places(rank.covering(variant.workload.sequences))
+    places = count_places(rank.covering(variant.workload.answer_rows))
     where = ", ".join(f"{count} {name_sort(sort)}" for sort, count in places.items())
     units = f"of the {sum(places.values())} units of {model}"
     return f"Within {budget} the plan has, while decoding, {units} {where}; {promise}."

@@ -109,7 +109,7 @@ def _needed(room: Room, largest: int) -> int:
     """Bytes that the arena does not hold beside the scratch of the largest tier. A prompt also has room for two slots:
     on the CPU what is not pinned would take longer than smaller micro-batches."""
     taken = room.scratch(largest)
-    if largest > max(SMALL_BATCH, room.workload.sequences):
+    if largest > max(SMALL_BATCH, room.workload.answer_rows):
         taken += 2 * max((u.packed_nbytes for u in room.spec.units if u.layer >= 0), default=0)
     return max(0, _total(room) - max(0, room.arena - taken))
 

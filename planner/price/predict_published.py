@@ -33,15 +33,19 @@ class Predictor:
     def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
         """Seconds of one micro-batch in the steady state, `past` cells of each sequence; ranks wait for each other, or
         come one after the other where they hold different layers."""
-        return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(tokens, sequences, past)])
+        return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(Batch.even(tokens, sequences, past))])
 
-    def rank_seconds(self, tokens: int, sequences: int, past: int, under: int = 0) -> list[float]:
-        """Seconds of that micro-batch on every rank. under: tokens by which the tier is chosen, where they are more."""
-        load = TierLoad(Batch.even(tokens, sequences, past))
+    def rank_seconds(self, batch: Batch, under: int = 0) -> list[float]:
+        """Seconds of a micro-batch of texts that are alike on every rank. under: tokens by which the tier is chosen,
+        where they are more."""
+        load = TierLoad(batch)
         v, w = self._variant, self._variant.workload
         on_host = self._tables.kind == "cpu"
-        shape = StepShape(tokens, sequences * past, sequences, sequences, w.type_k, w.type_v, len(v.ranks), on_host)
-        tiers = [rank.covering(max(tokens, under)) for rank in v.ranks]
+        shape = StepShape(
+            load.tokens, load.sequences * load.past, load.logit_rows, load.sequences, w.type_k, w.type_v, len(v.ranks),
+            on_host,
+        )  # fmt: skip
+        tiers = [rank.covering(max(load.tokens, under)) for rank in v.ranks]
         specs = [
             replace(spec, caches=tuple(cache for cache in rank.caches if tier.tokens <= cache.tokens))
             for spec, rank, tier in zip(self._specs, v.ranks, tiers)
@@ -61,7 +65,7 @@ class Predictor:
             take = min(largest, total - done)
             at_once = max(1, min(sequences, -(-take // tokens)))
             past = depth + (done % tokens if sequences > 1 else done)
-            batches.append(self.rank_seconds(take, at_once, past if at_once == 1 else depth))
+            batches.append(self.rank_seconds(Batch.even(take, at_once, past if at_once == 1 else depth)))
             done += take
         return join_seconds(self._variant.workload.split_mode, batches)
 

@@ -38,7 +38,8 @@ ATTENDED_AT_ONCE = 128
 @dataclass(frozen=True)
 class OneSide:
     """Who computes what: "acc" or "host" by the tables, `rows` of the micro-batch `load` over keys of `kv_type`, of
-    experts by their `uses`."""
+    experts by their `uses`, as so many unrelated tokens (`distinct`; None: the
+    rows) use them."""
 
     side: str
     tables: Tables
@@ -46,6 +47,12 @@ class OneSide:
     rows: int
     kv_type: str
     uses: Uses = ()
+    distinct: float | None = None
+
+    @property
+    def apart(self) -> float:
+        """How many unrelated tokens use as many experts."""
+        return self.rows if self.distinct is None else self.distinct
 
     @property
     def on_host(self) -> bool:
@@ -122,7 +129,7 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             timed = by.tables.routed.route(by.side, operation, by.rows)
             return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
         case ExpertProducts():
-            timed = by.tables.routed.experts(by.side, operation, by.rows, by.uses)
+            timed = by.tables.routed.experts(by.side, operation, by.apart, by.uses)
             return [(Order.OTHER, _untimed_experts(by, operation) if timed is None else timed)]
     raise TypeError(f"no formula says what {operation} costs")
 
@@ -138,7 +145,7 @@ def _matmul(by: OneSide, matrix: TensorSpec) -> float:
 def _untimed_delta(by: OneSide, net: DeltaNet) -> float:
     """Where a profile has no delta nets: the bytes of states, tails and rows at the rate of a norm, which moves eight
     for each number; or arithmetic as of a product of bfloat16, where that takes longer."""
-    load, chunked = by.load, by.load.tokens > by.load.sequences
+    load, chunked = by.load, by.load.takes_chunks
     nbytes = 2 * load.sequences * (net.state_nbytes + net.tail_nbytes)
     nbytes += 4 * load.tokens * (net.channels + 2 * net.value_heads * net.head)
     moved = by.tables.elementwise(by.side, "norm", 1, nbytes // 8)
@@ -155,7 +162,7 @@ def _untimed_route(by: OneSide, router: TensorSpec) -> float:
 def _untimed_experts(by: OneSide, experts: ExpertProducts) -> float:
     """Where a profile has no experts: all that are used as one matrix as tall as they are together, of as many tokens
     as each of them has."""
-    found = used_experts(experts.places, experts.chosen, experts.of, by.rows, by.uses)
+    found = used_experts(experts.places, experts.chosen, experts.of, by.apart, by.uses)
     picks = experts.chosen * chosen_share(experts.places, experts.of, by.uses)  # of a token, among these
     used, tokens = max(1, round(found)), max(1, round(by.rows * picks / found))
     seconds = 0.0
@@ -195,6 +202,10 @@ def _attention(by: OneSide, heads: Attend) -> float:
         return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, context)
     each = -(-load.tokens // load.sequences)
     context = min(load.past, window - 1) + each if window else load.past + each
+    if load.verifies:  # a text's cells are read once for its rows: as long as for one row at least
+        together = by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, context)
+        several, one = (by.tables.attention(by.side, heads, by.kv_type, n, context) for n in (each, 1))
+        return together * max(1.0, several / one)
     seen = window + min(each, ATTENDED_AT_ONCE)
     seconds = load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, context)
     return seconds * min(1.0, seen * each / count_pairs(each, context)) if window else seconds

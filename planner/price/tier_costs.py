@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pshard.batch import Batch
+from pshard.batch import VERIFY, Batch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.collectives import wire_type
 from pshard.homes import Lane
@@ -106,6 +106,8 @@ class TierCosts:
     def _setting_of_parts(self) -> Setting:
         """What divided units are priced for. They keep no state: nothing that they cost depends on past tokens."""
         load = self.load
+        if load.verifies:
+            return replace(self.setting, load=TierLoad(Batch.even(load.tokens, load.sequences, kind=VERIFY), weight=0))
         together = load.tokens if load.is_decode else 1
         return replace(self.setting, load=TierLoad(Batch.even(load.tokens, together), weight=0))
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pshard.batch import Batch
+from pshard.batch import VERIFY, Batch
+from pshard.batch_sizes import DELTA_STEPS
 from pshard.workload import Workload
 
 LEAST = 0.02  # share of the round's time that every tier counts for, also one that the round never enters
@@ -46,19 +47,34 @@ class TierLoad:
         """Whether every text has one token."""
         return self.batch.is_decode
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a delta net takes tokens of a text together instead of one after the other."""
+        return not self.is_answer or self.tokens > DELTA_STEPS * self.sequences
+
+    @property
+    def verifies(self) -> bool:
+        """Whether some texts verify drafts."""
+        return any(span.kind == VERIFY for span in self.batch.spans)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether every text decodes or verifies drafts."""
+        return self.batch.is_answer
+
 
 def tier_loads(workload: Workload, tiers: tuple[int, ...] | None = None) -> tuple[TierLoad, ...]:
     """The expected load of every tier, ascending in tokens.
 
     Decode tiers (tokens <= sequences) see the prompt and half of the answer as past. A prefill tier sees the mean
     past of the prompt's chunks of its size. Weights: the answer's steps on the tier of all sequences, or of as many as
-    run in a server's load; the prompt is so many full micro-batches of the largest tier and a tail on the smallest
-    tier that covers it.
+    run in a server's load, with their drafts where there are some; the prompt is so many full micro-batches of the
+    largest tier and a tail on the smallest tier that covers it.
     """
     tiers = workload.tiers() if tiers is None else tiers
     weights = dict.fromkeys(tiers, 0.0)
-    for texts, steps in workload.decode_steps():
-        weights[min((t for t in tiers if t >= texts), default=tiers[-1])] += steps
+    for rows, steps in workload.answer_steps():
+        weights[min((t for t in tiers if t >= rows), default=tiers[-1])] += steps
     full, tail = divmod(workload.prompt_tokens, tiers[-1])
     weights[tiers[-1]] += full * workload.rounds_of_prompts
     if tail:
@@ -81,8 +97,12 @@ def _load(workload: Workload, tokens: int, weight: float) -> TierLoad:
         """Cells of each of so many: of those of a server only as many run as there are."""
         return workload.context // sequences if workload.concurrency else workload.share
 
+    middle = workload.prompt + workload.generated // 2
+    if texts := workload.count_verifying(tokens):
+        past = max(0, min(middle, share(texts) - workload.drafting.rows))
+        return TierLoad(Batch.even(tokens, texts, past, VERIFY), weight)
     if tokens <= workload.sequences:
-        past = max(0, min(workload.prompt + workload.generated // 2, share(tokens) - 1))
+        past = max(0, min(middle, share(tokens) - 1))
         return TierLoad(Batch.even(tokens, tokens, past), weight)
     longest = max(1, min(share(1), workload.prompt))  # new tokens that one sequence can bring
     sequences = min(workload.sequences, -(-tokens // longest))

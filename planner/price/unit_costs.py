@@ -1,14 +1,16 @@
 """What units cost in one tier: seconds and bytes of each on either side, whole or divided between both."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
+from pshard.batch_sizes import SMALL_BATCH, next_rung
 from pshard.homes import ON_CPU
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.routing.expert_uses import Uses, read_nbytes, used_experts, used_nbytes, used_spread
+from pshard.routing.expert_uses import Uses, count_apart, read_nbytes, used_experts, used_nbytes, used_spread
 from pshard.units.divide_unit import DividedUnit, count_shares, divide_operations, divide_unit, joined_width
 from pshard.units.moe.expert_cache import part_sizes
 from pshard.units.share import WHOLE, Share
@@ -30,9 +32,23 @@ class Setting:
     ranks: int = 1
 
     def side(self, name: str, rows: int | None = None) -> OneSide:
-        """One side's view of the micro-batch; `rows`: of its tokens."""
+        """One side's view of the micro-batch; `rows`: of its tokens. A GPU computes more of them where drafts are
+        verified, up to the next size that kernels are made for."""
         rows = self.load.tokens if rows is None else rows
-        return OneSide(name, self.tables, self.load, rows, self.workload.type_k, self.uses)
+        if self.load.verifies and name == "acc" and not self.waits and rows <= SMALL_BATCH:
+            rows = next_rung(rows)
+        return OneSide(name, self.tables, self.load, rows, self.workload.type_k, self.uses, self.apart)
+
+    @cached_property
+    def apart(self) -> float:
+        """How many unrelated tokens use as many experts as those of the micro-batch: drafts follow each other."""
+        load, config, known = self.load, self.spec.config, self.spec.popularity
+        rules = (unit.kind.parts(config) for unit in self.spec.units if unit.kind.parts) if load.verifies else ()
+        chosen, of = next(iter(rules), (0, 0))
+        if not of:
+            return load.tokens
+        each, overlap = load.tokens // load.sequences, known.overlap if known else None
+        return load.sequences * count_apart(each, chosen, of, self.uses, overlap)
 
     @property
     def uses(self) -> Uses:
@@ -45,7 +61,7 @@ class Setting:
 
         Ranks with slices work at the same time. Those with layers take turns at a decode step, but stream at once.
         """
-        at_once = not (self.workload.split_mode == "layer" and self.load.is_decode)
+        at_once = not (self.workload.split_mode == "layer" and self.load.is_answer)
         share, tokens = self.tables.share, self.load.tokens
         return share("matmul", self.ranks, tokens, at_once), share("copy", self.ranks, 0, True)
 
@@ -59,9 +75,8 @@ class Setting:
         Never less than a copy takes, which it is priced as by a profile that did not time it."""
         if unit.kind.parts is None or self.waits:
             return 0.0
-        tokens = self.load.tokens
-        nbytes = read_nbytes(unit, share, self.spec.config, tokens, self.outside(unit))
-        timed = self.tables.routed.read(unit.packed_nbytes // count_shares(unit), nbytes, tokens)
+        nbytes = read_nbytes(unit, share, self.spec.config, self.apart, self.outside(unit))
+        timed = self.tables.routed.read(unit.packed_nbytes // count_shares(unit), nbytes, self.apart)
         return max(self.tables.copy("h2d", nbytes), timed or 0.0)
 
     def outside(self, unit: Unit) -> Uses:
@@ -70,7 +85,7 @@ class Setting:
 
     def reads(self, unit: Unit) -> int:
         """Bytes of weights that whoever computes a unit is expected to read."""
-        return used_nbytes(unit, self.spec.config, self.load.tokens, self.uses)
+        return used_nbytes(unit, self.spec.config, self.apart, self.uses)
 
     def weigh_slots(self, unit: Unit, first: int) -> tuple[float, float]:
         """What slots that follow use make of the times of a divided unit, whose parts from `first` on are the CPU's: by
@@ -79,7 +94,7 @@ class Setting:
         outside = self.outside(unit)
         if outside is self.uses or unit.kind.parts is None:
             return 1.0, 1.0
-        (chosen, of), tokens = unit.kind.parts(self.spec.config), self.load.tokens
+        (chosen, of), tokens = unit.kind.parts(self.spec.config), self.apart
         on_acc = used_experts(range(first), chosen, of, tokens, self.uses)
         on_cpu, left = (used_experts(range(first, of), chosen, of, tokens, uses) for uses in (self.uses, outside))
         return (on_acc + on_cpu - left) / on_acc, left / on_cpu
@@ -223,7 +238,7 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
         )
         more, less = setting.weigh_slots(unit, parts.on_cpu.first)
         on_acc *= more
-        reads = used_nbytes(parts.on_cpu.unit, spec.config, tokens, setting.outside(unit), parts.on_cpu.first)
+        reads = used_nbytes(parts.on_cpu.unit, spec.config, setting.apart, setting.outside(unit), parts.on_cpu.first)
         cpu = less * price_operations(work.on_cpu, setting.side("host"))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)
@@ -247,7 +262,7 @@ def _spread(unit: Unit, parts: DividedUnit, setting: Setting, seconds: tuple[flo
     """See `DividedCost.spread`. seconds: to read what is expected to be used of the streamed parts, and on the CPU."""
     if unit.kind.parts is None or parts.on_cpu is None or not seconds[0]:
         return 0.0
-    (chosen, of), tokens, uses = unit.kind.parts(setting.spec.config), setting.load.tokens, setting.uses
+    (chosen, of), tokens, uses = unit.kind.parts(setting.spec.config), setting.apart, setting.uses
     weights, by_slots = [], 0.0
     for portion, all_of_it, sign in ((parts.brought, seconds[0], 1), (parts.on_cpu, seconds[1], -1)):
         places = portion.parts

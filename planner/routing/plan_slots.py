@@ -136,7 +136,7 @@ def _list_caches(
     fit; of several ranks also those of a published plan, and as large ones that bring in less. Ranks with slices of the
     same experts bring in equally many, so that equal pools hold the same ones."""
     w, tables, parts = variant.workload, find_tables(profile, variant.correction), cut_ranks(spec, variant.split)
-    decoding = [rank.covering(w.sequences) for rank in variant.ranks]
+    decoding = [rank.covering(w.answer_rows) for rank in variant.ranks]
     in_vram = [_count_in_vram(part, tier) for part, tier in zip(parts, decoding)]
     admits = [
         _count_admits(part, tables.of_accelerator(w.device + rank), tier)

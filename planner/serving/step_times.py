@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pshard.batch import VERIFY, Batch
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.machine import MachineProfile
@@ -24,7 +25,7 @@ class TierSteps:
 
     empty: by number of tokens, without cached cells. decoding: by cells of all texts that decode, what attending to
     them takes more. prompt: by cells that a prompt has already, what a whole micro-batch of it takes more; () in tiers
-    of decoding, where a few tokens of a prompt read its cells as one that decodes does.
+    of decoding, where a few tokens of a prompt read its cells as one that decodes does; so do drafts that are verified.
     """
 
     tokens: int
@@ -93,6 +94,8 @@ class _Timer:
     def time_tier(self, load: TierLoad, below: int) -> TierSteps:
         """below: tokens of the tier before, 0 for the first."""
         w, tier = self._workload, load.tokens
+        if w.count_verifying(tier):
+            return self._time_verifying(load, below)
         decodes = min(tier, w.sequences)
         expected = self._simulate(tier, load.sequences, load.past, tier)
         scale = self._stored[tier] / expected
@@ -109,8 +112,20 @@ class _Timer:
         empty = ((float(few), scale * fewest), (float(tier), scale * full))
         return TierSteps(tier, empty[few == tier :], _rise(decoding), prompt)
 
-    def _simulate(self, tokens: int, texts: int, past: int, under: int) -> float:
-        return join_seconds(self._workload.split_mode, [self._predictor.rank_seconds(tokens, texts, past, under)])
+    def _time_verifying(self, load: TierLoad, below: int) -> TierSteps:
+        """The same of a tier in which texts verify drafts: `decoding` by cells of all of them."""
+        tier, texts, few = load.tokens, load.sequences, below + 1
+        scale = self._stored[tier] / self._simulate(tier, texts, load.past, tier, VERIFY)
+        full = self._simulate(tier, texts, 0, tier, VERIFY)
+        fewest = min(full, self._simulate(few, min(few, texts), 0, tier, VERIFY)) if few < tier else full
+        pasts = sorted({0, load.past, self._workload.context // texts - self._workload.drafting.rows})
+        decoding = [(n * texts, scale * self._simulate(tier, texts, n, tier, VERIFY)) for n in pasts]
+        empty = ((float(few), scale * fewest), (float(tier), scale * full))
+        return TierSteps(tier, empty[few == tier :], _rise(decoding), ())
+
+    def _simulate(self, tokens: int, texts: int, past: int, under: int, kind: str = "") -> float:
+        batch = Batch.even(tokens, texts, past, kind)
+        return join_seconds(self._workload.split_mode, [self._predictor.rank_seconds(batch, under)])
 
 
 def _rise(points: Sequence[tuple[float, float]]) -> Line:

@@ -59,7 +59,7 @@ def count_last(shares: tuple[float, ...], uses: Uses) -> tuple[int, ...]:
     return tuple(len(uses) - 1 - min(range(len(left)), key=lambda i: abs(left[i] - share)) for share in shares)
 
 
-def work_share(products: ExpertProducts, tokens: int, reads: bool, uses: Uses) -> float:
+def work_share(products: ExpertProducts, tokens: float, reads: bool, uses: Uses) -> float:
     """What the experts that are here take of a layer that was timed with all chosen alike: of the bytes that are read,
     where reading limits, else of the arithmetic."""
     here, chosen, of = products.places, products.chosen, products.of
@@ -68,7 +68,24 @@ def work_share(products: ExpertProducts, tokens: int, reads: bool, uses: Uses) -
     return used_experts(here, chosen, of, tokens, uses) / used_experts(range(of), chosen, of, tokens, ())
 
 
-def used_nbytes(unit: Unit, config: ModelConfig, tokens: int, uses: Uses = (), first: int = 0) -> int:
+@lru_cache(256)
+def count_apart(tokens: int, chosen: int, of: int, uses: Uses, overlap: float | None) -> float:
+    """How many unrelated tokens are expected to use as many of a layer's experts as so many that follow each other in a
+    text. overlap: of a token's experts, the share that the one before it used too: then n tokens use
+    `chosen * (1 + (1 - overlap) * (n - 1))` of them, and never more than unrelated ones; None: as these do."""
+    if overlap is None or tokens == 1:
+        return float(tokens)
+    found = chosen * (1 + (1 - overlap) * (tokens - 1))
+    low, high = 1.0, float(tokens)
+    if used_experts(range(of), chosen, of, high, uses) <= found:
+        return high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if used_experts(range(of), chosen, of, middle, uses) < found else (low, middle)
+    return high
+
+
+def used_nbytes(unit: Unit, config: ModelConfig, tokens: float, uses: Uses = (), first: int = 0) -> int:
     """Bytes of a unit's weights, or of what one place has of it from part `first` on, that so many tokens are expected
     to use."""
     stacks = [t for t in unit.tensors if t.parts]
@@ -80,7 +97,7 @@ def used_nbytes(unit: Unit, config: ModelConfig, tokens: int, uses: Uses = (), f
     return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in stacks))
 
 
-def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: int, uses: Uses = ()) -> int:
+def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: float, uses: Uses = ()) -> int:
     """Bytes that so many tokens are expected to read in place of what the accelerator streams of a unit."""
     brought = divide_unit(unit, share).brought
     return used_nbytes(brought.unit, config, tokens, uses, brought.first)

@@ -23,7 +23,20 @@ def measure_popularity(record: RoutingRecord) -> Popularity:
         LayerPopularity(layer, pack_numbers(order), pack_uses(_make_falling(own)))
         for layer, order, own in zip(record.layers, orders.tolist(), uses.tolist())
     )
-    return Popularity(tuple(found), record.experts, record.used, record.tokens)
+    return Popularity(tuple(found), record.experts, record.used, record.tokens, measure_overlap(record))
+
+
+def measure_overlap(record: RoutingRecord) -> float | None:
+    """The share of a token's experts that the token before it used too, in the mean of all layers; None of one
+    token."""
+    if record.tokens < 2:
+        return None
+    shared = sum(
+        int(np.count_nonzero(record.ids[1:, :, one] == record.ids[:-1, :, other]))
+        for one in range(record.used)
+        for other in range(record.used)
+    )
+    return shared / ((record.tokens - 1) * len(record.layers) * record.used)
 
 
 def _make_falling(values: list[float]) -> list[float]:

@@ -97,7 +97,7 @@ def _draw_unit(ax: "Axes", place: Placement, x: float, y: float, height: float) 
 
 def _name_tier(tier: TierPlan, variant: Variant) -> str:
     name = f"{tier.tokens} token{'s' if tier.tokens > 1 else ''}"
-    return f"decode\n{name}" if tier.tokens == variant.workload.sequences else name
+    return f"decode\n{name}" if tier.tokens == variant.workload.answer_rows else name
 
 
 def _describe_tier(tier: TierPlan) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.plan import Variant
+from pshard.predicted_times import decode_rate
 from pshard.reports.figures.style import BLUE, ORANGE, new_figure
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ def draw_sweep(model: str, variants: Sequence[Variant]) -> "Figure":
 
 
 def predict_decode(variant: Variant) -> float:
-    """Tokens per second over all sequences."""
+    """Tokens per second over all sequences that run at once."""
     w = variant.workload
+    if w.drafting.drafts:
+        return decode_rate(variant)
     return w.sequences / join_seconds(w.split_mode, [_seconds(variant, w.sequences)])
 
 

@@ -1,8 +1,6 @@
 """How many rows an accelerator computes for small micro-batches: few sizes, so that a graph serves many. No torch."""
 
-from pshard.batch_sizes import SMALL_BATCH
-
-RUNGS = (1, 2, 4, 8, 12, 16, 24, 32, 48, SMALL_BATCH)  # never beyond the power of two that kernels are compiled for
+from pshard.batch_sizes import SMALL_BATCH, next_rung
 
 
 def fill_rows(rows: int, tier: int, exact: bool) -> int:
@@ -13,4 +11,4 @@ def fill_rows(rows: int, tier: int, exact: bool) -> int:
     most = min(tier, SMALL_BATCH)
     if exact or not rows:
         return most if rows else 0
-    return min(most, next(rung for rung in RUNGS if rung >= rows))
+    return min(most, next_rung(rows))

@@ -4,10 +4,9 @@ compiles kernels, which may take seconds, and captures graphs."""
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pshard.batch_sizes import SMALL_BATCH
+from pshard.batch_sizes import RUNGS, SMALL_BATCH
 from pshard.machine import MachineProfile
 from pshard.runtime.texts.text import Piece, Text
-from pshard.runtime.walks.step_sizes import RUNGS
 from pshard.server.life.read_facts import served_tiers
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from rich.console import Console
 from routing_samples import make_drifting_record
 from slot_cases import DRIFTING, EXPERTS, FILE, LAYERS, PROFILE, USED, WORK
 
+from pshard.batch import Batch
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import NoPlan
 from pshard.jsonio import from_json, to_json
@@ -89,7 +90,7 @@ def test_each_rank_has_slots_for_what_it_holds_and_all_take_less_time(way: str, 
     predictor = Predictor(cut_ranks(under_plan(SPEC, variant), variant.split), PROFILE, variant)
     past = variant.ranks[0].tiers[0].prediction.past
     seconds = [rank.tiers[0].prediction.seconds for rank in variant.ranks]
-    assert predictor.rank_seconds(1, 1, past) == pytest.approx(seconds, rel=1e-6)
+    assert predictor.rank_seconds(Batch.even(1, 1, past)) == pytest.approx(seconds, rel=1e-6)
 
 
 def test_like_ranks_find_the_same_and_unlike_ones_what_their_own_slots_find(quick_search: None) -> None:

@@ -50,7 +50,7 @@ def test_requests_beyond_the_slots_wait_so_that_all_slots_are_busy():
 
 def test_one_request_at_a_time_is_never_two():
     assert running_shares(1, 4) == (1.0,)
-    assert LOAD.decode_steps() != ((8, 128),) == replace(LOAD, concurrency=0).decode_steps()
+    assert LOAD.answer_steps() != ((8, 128),) == replace(LOAD, concurrency=0).answer_steps()
 
 
 def test_a_load_has_a_tier_for_each_width_and_prompts_as_before():

@@ -30,6 +30,7 @@ from pshard.plan import (
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
 from pshard.routing.measure_popularity import measure_popularity
+from pshard.speculation import Acceptance, Drafting
 from pshard.units.moe.expert_cache import ExpertCache, pack_hits
 from pshard.workload import Workload
 
@@ -53,6 +54,8 @@ CHOICES = {
     (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
     (Workload, "concurrency"): st.sampled_from([0, 1]),
     (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
+    (Workload, "drafting"): st.sampled_from([Drafting(), Drafting("lookup", 3)]),
+    (Workload, "acceptance"): st.sampled_from([Acceptance((0.8, 0.5), "recorded", 0.4)]),
     (Registry, "version"): st.just(REGISTRY_VERSION),
 }
 
@@ -130,6 +133,7 @@ def set_at(data, value, *path):
     data[path[-1]] = value
 
 
+WORKLOAD = ("sets", 0, "variants", 0, "workload")
 TIER = ("sets", 0, "variants", 0, "ranks", 0, "tiers", 0)
 
 
@@ -162,6 +166,15 @@ def pin_with_other_rows(data):
             lambda d: set_at(d, "pipeline", "sets", 0, "variants", 0, "workload", "split_mode"),
             "workload.split_mode is 'pipeline'",
         ),
+        (
+            lambda d: set_at(d, {"kind": "tea", "drafts": 2}, *WORKLOAD, "drafting"),
+            "drafting: 2 drafts of 'tea'",
+        ),
+        (
+            lambda d: set_at(d, {"kind": "lookup", "drafts": 2}, *WORKLOAD, "drafting"),
+            "workload.drafting has drafts, and acceptance does not say",
+        ),
+        (lambda d: set_at(d, {"rates": [0.5, 0.6]}, *WORKLOAD, "acceptance"), "workload.acceptance: chances that more"),
         (lambda d: set_at(d, "12", "sets", 0, "inputs", 0, 1), "sets[0].fingerprint is not the digest"),
         (lambda d: d["sets"].append(d["sets"][0]), "sets has a fingerprint twice"),
         (lambda d: set_at(d, 0, "version"), "version is 0"),
@@ -177,6 +190,13 @@ def test_damage_is_refused_with_its_place(edit, place):
     with pytest.raises(ValueError) as caught:
         decode_registry(damaged(registry, edit))
     assert place in str(caught.value)
+
+
+def test_plans_of_before_there_were_drafts_have_none():
+    data = json.loads(encode_registry(make_registry()))
+    for name in ("drafting", "acceptance"):
+        del data["sets"][0]["variants"][0]["workload"][name]
+    assert decode_registry(json.dumps(data)) == make_registry()
 
 
 def test_a_newer_format_is_told_apart_from_damage():

@@ -12,12 +12,12 @@ from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
 from plan_samples import make_tier, random_places, shrink_places
 
-from pshard.batch_sizes import SMALL_BATCH
+from pshard.batch_sizes import RUNGS, SMALL_BATCH
 from pshard.models import open_model
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.plain import PlainKernels
-from pshard.runtime.walks.step_sizes import RUNGS, fill_rows
+from pshard.runtime.walks.step_sizes import fill_rows
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 

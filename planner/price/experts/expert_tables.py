@@ -97,7 +97,7 @@ class ExpertTables:
         for (device, router), series in routed.items():
             self._routers[device][router] = curve_through(series)
 
-    def experts(self, device: str, products: ExpertProducts, tokens: int, uses: Uses = ()) -> float | None:
+    def experts(self, device: str, products: ExpertProducts, tokens: float, uses: Uses = ()) -> float | None:
         """Seconds of the products of those experts that `products` has, for so many tokens of the layer.
 
         n of a layer's E experts take n/E of what all take, or what a record says of their `uses`. A layer that was not
@@ -121,7 +121,7 @@ class ExpertTables:
         seconds = near.touched(min(at, curve[-1][0])) * interpolate(curve, at)
         return here * size * layer.touched(tokens) / near.touched(at) * seconds
 
-    def read(self, expert_nbytes: int, nbytes: float, tokens: int) -> float | None:
+    def read(self, expert_nbytes: int, nbytes: float, tokens: float) -> float | None:
         """Seconds in which an accelerator reads `nbytes` of a layer's experts over the link, by the timed ones that are
         nearest in size; None where none were timed."""
         if not self._read:

@@ -29,7 +29,7 @@ EVALUATIONS = 24  # simulations of one tier's improvement
 def choose_ubatch(tasks: Sequence[RankTask], workload: Workload) -> int:
     """Tokens of the largest micro-batch that is (nearly) the fastest for the prompt."""
     bounds = {cost.load.tokens: [task.rough_bounds[i] for task in tasks] for i, cost in enumerate(tasks[0].costs)}
-    choices = [tokens for tokens in bounds if tokens >= workload.sequences]
+    choices = [tokens for tokens in bounds if tokens >= workload.answer_rows]
     by_bounds = {tokens: _prefill(bounds, workload, tokens) for tokens in choices}
     first, *others = sorted(choices, key=by_bounds.__getitem__)
     if not others or (_has_room(tasks, first) and by_bounds[others[0]] > SURE * by_bounds[first]):

@@ -23,12 +23,14 @@ class LayerPopularity:
 @dataclass(frozen=True)
 class Popularity:
     """What a routing record says of a model's experts. tokens: how many were recorded; each takes `used` of the
-    `experts` of a layer."""
+    `experts` of a layer. overlap: the share of these that the token before it used too; None where that was not
+    counted."""
 
     layers: tuple[LayerPopularity, ...]
     experts: int
     used: int
     tokens: int
+    overlap: float | None = None
 
     def order_of(self, layer: int) -> tuple[int, ...]:
         """Numbers of a layer's experts by place. Raises KeyError for a layer that was not recorded."""
@@ -95,6 +97,8 @@ def check_popularity(popularity: Popularity, where: str) -> None:
         raise ValueError(f"{where} has no layers, no tokens, or takes more experts than there are")
     if layers != sorted(set(layers)):
         raise ValueError(f"{where}.layers do not ascend")
+    if popularity.overlap is not None and not 0 <= popularity.overlap <= 1:
+        raise ValueError(f"{where}.overlap is {popularity.overlap}, no share of a token's experts")
     for i, found in enumerate(popularity.layers):
         try:
             numbers = sorted(unpack_numbers(found.order, experts))
