@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import run_cli
+from pshard.commands.parsing.draft_flags import ask_drafts
 from pshard.commands.parsing.model_flags import check_model_place, choose_model, named_model
 from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
 from pshard.commands.plan_output import (
@@ -36,6 +37,7 @@ from pshard.registries.known_models import note_model
 from pshard.registries.store import check_registry_place, load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.session.this_machine import free_host_bytes
+from pshard.speculation import NONE, DraftQuestion
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -214,11 +216,13 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:
             tell(f"note: {UNRECORDED}")
+        drafts = _ask_drafts(args, path, model, tell)
         workloads = make_workloads(args, model.spec, profile)
         why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)
         if why_not:
             tell(f"note: not validated: {why_not}")
-        made = [_plan(args, model, profile, workload, (why_not is None, record), tell) for workload in workloads]
+        how = How(why_not is None, record, drafts)
+        made = [_plan(args, model, profile, workload, how, tell) for workload in workloads]
         if args.strategy == "ilp" and why_not is not None and record is None:
             made = _keep_fast(model.spec, profile, made)
     found = [(variant, trials) for variant, trials in made if variant is not None]
@@ -284,19 +288,76 @@ def _why_not_validate(
     return why
 
 
+def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: Tell) -> DraftQuestion | None:
+    """Which drafts are asked for; tells where an acceptance is from that was not given."""
+    from pshard.registries.acceptance_file import recall_acceptance
+    from pshard.speculation import ASSUMED, LOOKUP, RECORDED
+
+    if args.spec == NONE:
+        return None
+    recorded = recall_acceptance(registry_path(path, args.registry), model.fingerprint_inputs(), LOOKUP)
+    asked = ask_drafts(args, recorded)
+    if asked and asked.acceptance.source == ASSUMED:
+        tell(
+            f"note: no acceptance is recorded: {asked.acceptance} is assumed for drafts of {asked.kind}, as in a first "
+            "turn of chat; pshard-run --record-acceptance records it, --spec-rates gives it"
+        )
+    if asked and asked.acceptance.source == RECORDED:
+        held = asked.acceptance
+        tell(f"note: drafts are accepted with {held} where there are some, in {held.share:.0%} of steps, as recorded")
+    return asked
+
+
+@dataclass(frozen=True)
+class How:
+    """How plans are made: whether the best are run, by which routing record, and which drafts they may have."""
+
+    validates: bool
+    record: "RoutingRecord | None"
+    drafts: DraftQuestion | None
+
+
 def _plan(
+    args: argparse.Namespace, model: "ModelFile", profile: MachineProfile, workload: Workload, how: How, tell: Tell
+) -> Made:
+    """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
+    from pshard.errors import NoPlan
+    from pshard.planner.choose_drafts import choose_drafts, time_rows
+    from pshard.planner.choose_mode import plan_split
+    from pshard.planner.make_plan import plan_baseline
+
+    def plan(asked: Workload) -> Variant:
+        return plan_split(model.spec, profile, asked, wants_ratios(args), args.time_limit)
+
+    try:
+        if args.strategy != "ilp":
+            return plan_baseline(args.strategy, model.spec, profile, workload, record=how.record), ()
+        if how.drafts is None:
+            return _plan_places(args, model, profile, workload, how, tell)
+        with planning_bar(f"planning {model.spec.name} with drafts"):
+            chosen = choose_drafts(plan, workload, how.drafts)
+        asked = replace(workload, drafting=chosen.workload.drafting, acceptance=chosen.workload.acceptance)
+        variant, trials = _plan_places(args, model, profile, asked, how, tell, chosen)
+        assert variant is not None
+        return time_rows(model.spec, profile, replace(variant, speculation=chosen.speculation)), trials
+    except NoPlan as error:
+        if args.sweep is None:
+            raise
+        tell(f"skipped: {error}")
+        return None, ()
+
+
+def _plan_places(
     args: argparse.Namespace,
     model: "ModelFile",
     profile: MachineProfile,
     workload: Workload,
-    how: "tuple[bool, RoutingRecord | None]",
+    how: How,
     tell: Tell,
-) -> tuple[Variant | None, tuple[Trial, ...]]:
-    """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small. how:
-    whether plans are validated, and the routing record."""
-    from pshard.errors import NoPlan
+    settled: Variant | None = None,
+) -> Made:
+    """The variant of a workload by the program, and what was tried for it. settled: what it was planned as already."""
     from pshard.planner.choose_mode import alone_on, plan_split
-    from pshard.planner.make_plan import plan_baseline
     from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
     from pshard.routing.play_record import keep_last
     from pshard.session.try_plans import SPLIT, choose_by_trial
@@ -308,29 +369,22 @@ def _plan(
         played = keep_last(record) if record else None
         return choose_by_trial(model, profile, asked, args.time_limit, args.validate_seconds, say, played)
 
-    validate, record = how
-    try:
-        if args.strategy != "ilp":
-            return plan_baseline(args.strategy, model.spec, profile, workload, record=record), ()
-        if validate and args.split_mode != "auto":
-            return try_on_one(workload)
+    validate, record = how.validates, how.record
+    if validate and args.split_mode != "auto":
+        return try_on_one(workload)
+    if settled is None:
         with planning_bar(f"planning {model.spec.name}"):
             settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
-        if validate and len(settled.ranks) == 1:
-            chosen, trials = try_on_one(alone_on(workload, settled.workload.device))
-            return replace(chosen, considered=settled.considered), trials
-        if validate:
-            say(f"not validated: {SPLIT}")
-        asked = replace(settled.workload, max_ubatch=workload.max_ubatch)
-        if record and (why := why_no_slots(settled)):
-            say(why)
-        with planning_bar(f"planning {model.spec.name} with slots"):
-            return plan_slots(model.spec, profile, asked, settled, record, args.time_limit), ()
-    except NoPlan as error:
-        if args.sweep is None:
-            raise
-        tell(f"skipped: {error}")
-        return None, ()
+    if validate and len(settled.ranks) == 1:
+        chosen, trials = try_on_one(alone_on(workload, settled.workload.device))
+        return replace(chosen, considered=settled.considered), trials
+    if validate:
+        say(f"not validated: {SPLIT}")
+    asked = replace(settled.workload, max_ubatch=workload.max_ubatch)
+    if record and (why := why_no_slots(settled)):
+        say(why)
+    with planning_bar(f"planning {model.spec.name} with slots"):
+        return plan_slots(model.spec, profile, asked, settled, record, args.time_limit), ()
 
 
 def _write_lp(file: Path, spec: "ModelSpec", profile: "MachineProfile", workload: Workload, variant: "Variant") -> None:

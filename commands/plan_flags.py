@@ -16,6 +16,7 @@ from pshard.commands.command_line import (
     parse_mib_list,
 )
 from pshard.commands.parsing.card_flags import add_card_flag
+from pshard.commands.parsing.draft_flags import add_draft_flags, read_draft_flags
 from pshard.commands.parsing.model_flags import add_model_flags
 from pshard.commands.split_flags import (
     add_split_flags,
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--routing", type=Path, metavar="FILE",
         help="a record of pshard-run --record-routing: the experts that it used most come first in VRAM",
     )  # fmt: skip
+    add_draft_flags(p)
     p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
     p.add_argument("--explain", action="store_true", help="list units, what binds, what a better machine would bring")
     p.add_argument(
@@ -128,6 +130,7 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
     if args.emit and (args.steps or args.why):
         raise UserError("--emit prints arguments and nothing else; leave out --steps and --why, or --emit")
     check_split_flags(args)
+    read_draft_flags(args)
     return args
 
 

@@ -187,6 +187,7 @@ def print_plans(planned: Planned, explained: Explained | None, asked: Asked = NO
     from pshard.planner.serving.show_promise import print_promises
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
     from pshard.planner.shown.machine_words import words_for
+    from pshard.planner.shown.show_drafts import print_drafts, tabulate_drafts
     from pshard.planner.shown.show_steps import print_steps, print_why
     from pshard.planner.shown.show_summary import print_budgets, print_summary
     from pshard.routing.expert_map import map_experts
@@ -200,6 +201,8 @@ def print_plans(planned: Planned, explained: Explained | None, asked: Asked = NO
             gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())
             print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant), words)
             print_outlook(explained.outlooks[i], out)
+            if drafts := tabulate_drafts(planned.spec, variant):
+                print_drafts(drafts, out)
         for timed in asked.steps[i : i + 1]:
             print_steps(timed, out, words)
         for others in asked.why[i : i + 1]:
@@ -221,6 +224,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
 def as_json(planned: Planned, explained: Explained | None, asked: Asked) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, what was explained and `asked`."""
     from pshard.planner.explain import simulate_timelines
+    from pshard.planner.shown.show_drafts import tabulate_drafts
     from pshard.routing.expert_map import map_experts
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -241,6 +245,7 @@ def as_json(planned: Planned, explained: Explained | None, asked: Asked) -> dict
         "routing": to_json(planned.replay),
         "promises": to_json(promise_all(planned)),
         "memory": to_json(measure_uses(planned)),
+        "drafts": to_json([tabulate_drafts(planned.spec, variant) for variant in variants]),
         "steps": to_json(asked.steps),
         "why": to_json(asked.why),
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.homes import DIVIDED, HOST, SITES, VRAM, Home, Site
+from pshard.speculation import Speculation
 from pshard.times.stolen_time import DISTURBED
 from pshard.units.moe.expert_cache import ExpertCache
 from pshard.units.moe.popularity import Popularity
@@ -296,6 +297,7 @@ class Variant:
     correction: Correction = NOTHING_LEARNT  # applied to the predictions
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
     popularity: Popularity | None = None  # of experts: the first of a layer are the first of its order; None: no record
+    speculation: Speculation | None = None  # what drafts were planned for; None: none were asked for
 
     @property
     def terms(self) -> str:
@@ -306,7 +308,7 @@ class Variant:
         kv = w.type_k if w.type_k == w.type_v else f"{w.type_k} keys and {w.type_v} values"
         return (
             f"context {w.context}{users}, KV {kv}, ubatch {w.max_ubatch}, prompts of {w.prompt}, "
-            f"answers of {w.generated}"
+            f"answers of {w.generated}" + (f", {w.drafting} accepted by {w.acceptance}" if w.drafting.drafts else "")
         )
 
     @property

@@ -49,6 +49,20 @@ def decode_rate(variant: Variant) -> float:
     return w.answer_tokens / _decode(w, rank_seconds(variant))
 
 
+def step_seconds(variant: Variant, rows: int) -> float:
+    """Seconds of a step in which every text that is answered has so many rows, in the mean over how many run."""
+    return _mean_step(variant.workload, rank_seconds(variant), rows)
+
+
+def step_bound(variant: Variant, rows: int) -> float:
+    """What no plan's such step can be below."""
+    bounds = {
+        tier.tokens: tuple(rank.tiers[i].prediction.bound_seconds for rank in variant.ranks)
+        for i, tier in enumerate(variant.ranks[0].tiers)
+    }
+    return _mean_step(variant.workload, bounds, rows)
+
+
 def round_seconds(variant: Variant) -> float:
     """Seconds in which all sequences bring a prompt and decode their answers; of a server's load, as many as run."""
     return sum_round(variant.workload, rank_seconds(variant))
@@ -63,6 +77,13 @@ def sum_round(workload: Workload, seconds: Mapping[int, Sequence[float]]) -> flo
 def sum_first_token(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
     """Seconds to prefill the expected prompts, of a micro-batch's by tier, on every rank."""
     return prefill_seconds(w.split_mode, seconds, w.prompt_tokens, max(seconds))
+
+
+def _mean_step(w: Workload, seconds: Mapping[int, Sequence[float]], rows: int) -> float:
+    return sum(
+        share * join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= texts * rows)]])
+        for texts, share in w.running()
+    )
 
 
 def _decode(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:

@@ -4,7 +4,8 @@ Words: a step verifies `drafts` drafts in drafts + 1 rows; it brings the accepte
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import prod
 
 from pshard.errors import UserError
@@ -15,6 +16,8 @@ GIVEN, RECORDED, ASSUMED = "given", "recorded", "assumed"  # where an acceptance
 SOURCES = (GIVEN, RECORDED, ASSUMED)
 PLANNED_DRAFTS = (1, 2, 3, 5, 7, 11, 15)  # numbers of drafts that a plan is tried with
 MOST_DRAFTS = PLANNED_DRAFTS[-1]  # of a step
+USUAL_CHANCES = (0.5, 0.65, 0.8)  # of a draft, that tables show beside an assumed one
+SHIFT = 0.1  # by which a draft's chance may be lower or higher than in a record or as it was given
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Drafting:
     def rows(self) -> int:
         """Of a text's step with all drafts."""
         return self.drafts + 1
+
+    def __str__(self) -> str:
+        return f"{self.drafts} draft{'s' * (self.drafts != 1)} of {self.kind}" if self.drafts else "no drafts"
 
 
 NO_DRAFTS = Drafting()
@@ -56,6 +62,17 @@ class Acceptance:
             raise ValueError("chances lie between 0 and 1")
         if any(later > earlier for earlier, later in zip(self.rates, self.rates[1:])):
             raise ValueError("chances that more drafts are all accepted cannot rise")
+
+    def shift(self, by: float) -> "Acceptance":
+        """The same with every draft's chance, after those before it, so much higher."""
+        rates, last = list[float](), 1.0
+        for before, rate in zip((1.0, *self.rates), self.rates):
+            last *= min(1.0, max(0.0, (rate / before if before else 0.0) + by))
+            rates.append(last)
+        return replace(self, rates=tuple(rates))
+
+    def __str__(self) -> str:
+        return ",".join(f"{rate:.3g}".replace("0.", ".", 1) for rate in self.rates)
 
     def at(self, drafts: int) -> float:
         """The chance that the first so many drafts of a step are all accepted."""
@@ -80,6 +97,14 @@ class Acceptance:
     def rate(self, drafts: int, alone: float, step: float, drafting: float = 0.0) -> float:
         """Tokens a second with so many drafts a step; seconds as in `mean_seconds`."""
         return self.mean_tokens(drafts) / self.mean_seconds(alone, step, drafting)
+
+
+# what is taken where nothing is known, by who drafts (docs/speculation.md says where the figures are from)
+ASSUMED_ACCEPTANCE = {
+    LOOKUP: Acceptance((0.27,), ASSUMED),
+    MTP: Acceptance((0.65,), ASSUMED),
+    DRAFT: Acceptance((0.5,), ASSUMED),
+}
 
 
 def best_drafts(acceptance: Acceptance, seconds: Mapping[int, float], draft_seconds: float = 0.0) -> int:
@@ -121,31 +146,98 @@ def parse_acceptance(text: str, flag: str, source: str = GIVEN) -> Acceptance:
 @dataclass
 class AcceptanceRecord:
     """What became of a drafter's drafts, by position: `tried[i]` steps in which draft i + 1 followed accepted ones
-    only, `held[i]` of them in which it was accepted too. steps: all, those without drafts too."""
+    only, `held[i]` of them in which it was accepted too. steps: all, those without drafts too. Raises ValueError for
+    counts that no steps have."""
 
     kind: str
     steps: int = 0
-    tried: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    tried: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        follows = (self.steps, *self.held)
+        if self.kind not in DRAFTERS[1:] or len(self.tried) != len(self.held) or min(follows) < 0:
+            raise ValueError(f"{self.kind!r} with {self.tried} tried and {self.held} held is no record of drafts")
+        if any(tried > before for tried, before in zip(self.tried, follows)) or any(
+            held > tried for held, tried in zip(self.held, self.tried)
+        ):
+            raise ValueError("more drafts are tried or held than there were before them")
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count a step with so many drafts, of which the first `accepted` held."""
-        if not 0 <= accepted <= drafted:
+        if not 0 <= accepted <= drafted <= MOST_DRAFTS:
             raise ValueError(f"{accepted} of {drafted} drafts cannot be accepted")
-        self.steps += 1
-        for i in range(min(drafted, accepted + 1)):
-            if i == len(self.tried):
-                self.tried.append(0)
-                self.held.append(0)
-            self.tried[i] += 1
-            self.held[i] += i < accepted
+        tried = (1,) * min(drafted, accepted + 1)
+        self.join(AcceptanceRecord(self.kind, 1, tried, ((1,) * accepted + (0,))[: len(tried)]))
+
+    def join(self, other: "AcceptanceRecord") -> None:
+        """Count the other's steps too."""
+        self.steps += other.steps
+        self.tried = tuple(a + b for a, b in zip_longest(self.tried, other.tried, fillvalue=0))
+        self.held = tuple(a + b for a, b in zip_longest(self.held, other.held, fillvalue=0))
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """The chances that it shows; None before the first draft. Drafts of few steps count by their ratio, so that
-        steps of several lengths go together."""
-        if not self.tried:
+        """The chances that it shows; None before the first draft. Each draft's chance is of those that were tried, so
+        that steps of several lengths go together."""
+        tried = [(held, tried) for held, tried in zip(self.held, self.tried) if tried]
+        if not tried:
             return None
-        ratios = [held / tried for held, tried in zip(self.held, self.tried)]
-        rates = tuple(prod(ratios[: i + 1]) for i in range(len(ratios)))
+        rates = tuple(prod(held / n for held, n in tried[: i + 1]) for i in range(len(tried)))
         return Acceptance(rates, RECORDED, self.tried[0] / self.steps)
+
+
+@dataclass(frozen=True)
+class DraftQuestion:
+    """Which numbers of drafts of a drafter a plan may choose from, 0 among them where it may have none, and how likely
+    they hold."""
+
+    kind: str
+    acceptance: Acceptance
+    allowed: tuple[int, ...] = (0, *PLANNED_DRAFTS)
+
+
+@dataclass(frozen=True)
+class PlannedDrafts:
+    """A number of drafts that was planned for, with places of its own. Seconds of a step of all texts that run, in the
+    mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, and `drafting` for
+    making them."""
+
+    drafts: int
+    alone: float
+    step: float
+    bound: float
+    drafting: float = 0.0
+
+    def rate(self, acceptance: Acceptance) -> float:
+        """Tokens a second of each text."""
+        return acceptance.rate(self.drafts, self.alone, self.step, self.drafting) if self.drafts else 1 / self.alone
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a plan says of drafts: whose, how likely they hold, how many texts run in the mean, the numbers of drafts
+    that were planned for, ascending from none. rows: under the plan that was chosen, seconds of a step of 1, 2, ...
+    rows of one text; () where it has no drafts."""
+
+    kind: str
+    acceptance: Acceptance
+    texts: float
+    planned: tuple[PlannedDrafts, ...]
+    rows: tuple[float, ...] = ()
+
+    def rate(self, planned: PlannedDrafts, acceptance: Acceptance) -> float:
+        """Tokens a second of all texts."""
+        return self.texts * planned.rate(acceptance)
+
+    def break_even(self, planned: PlannedDrafts) -> float | None:
+        """From which chance of every draft on so many are no slower than the plan without; see `break_even`."""
+        return break_even(planned.drafts, self.planned[0].alone, planned.step, planned.drafting)
+
+    def compared(self) -> tuple[Acceptance, ...]:
+        """Acceptances to show rates at: the own one, and beside it lower and higher ones, or usual ones where it is
+        only assumed."""
+        own = self.acceptance
+        if own.source == ASSUMED:
+            return (own, *(Acceptance((chance,), ASSUMED) for chance in USUAL_CHANCES))
+        return own.shift(-SHIFT), own, own.shift(SHIFT)

@@ -9,6 +9,7 @@ from pshard.homes import SITES
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
+from pshard.speculation import Speculation
 from pshard.times.running_requests import MOST_CONCURRENCY
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.moe.expert_cache import check_cache
@@ -56,11 +57,26 @@ def _check_variant(variant: Variant, where: str) -> None:
     _check_workload(variant.workload, f"{where}.workload")
     if variant.popularity:
         check_popularity(variant.popularity, f"{where}.popularity")
+    if variant.speculation:
+        _check_speculation(variant.speculation, variant.workload, f"{where}.speculation")
     budgets = len(variant.workload.vram_mib)
     if not variant.ranks or len(variant.ranks) != budgets:
         raise ValueError(f"{where} has {len(variant.ranks)} ranks for {budgets} budgets")
     for i, rank in enumerate(variant.ranks):
         _check_rank(rank, f"{where}.ranks[{i}]")
+
+
+def _check_speculation(said: Speculation, workload: Workload, where: str) -> None:
+    drafts = [planned.drafts for planned in said.planned]
+    if drafts[:1] != [0] or drafts != sorted(set(drafts)) or workload.drafting.drafts not in drafts:
+        raise ValueError(f"{where}.planned must ascend from no drafts and have the plan's own; it has {drafts}")
+    for i, planned in enumerate(said.planned):
+        if min(planned.alone, planned.step, planned.bound) <= 0 or planned.drafting < 0:
+            raise ValueError(f"{where}.planned[{i}] has seconds that no step takes")
+    if len(said.rows) not in (0, workload.drafting.rows) or any(seconds <= 0 for seconds in said.rows):
+        raise ValueError(f"{where}.rows has not the seconds of 1 to {workload.drafting.rows} rows")
+    if said.texts <= 0:
+        raise ValueError(f"{where}.texts is {said.texts}, not above 0")
 
 
 def _check_workload(workload: Workload, where: str) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pshard.errors import UserError
+from pshard.jsonio import from_json, to_json
 from pshard.speculation import (
     Acceptance,
     AcceptanceRecord,
@@ -89,6 +90,33 @@ def test_a_record_finds_the_chances_that_drafts_were_accepted_with() -> None:
     assert found is not None and found.source == "recorded"
     assert found.rates[:4] == pytest.approx([chance**i for i in range(1, 5)], abs=0.02)
     assert found.share == pytest.approx(0.75, abs=0.02) and record.steps == 20_000
+
+
+def test_records_of_two_runs_are_one_of_all_their_steps() -> None:
+    one, other, both = (AcceptanceRecord("lookup") for _ in range(3))
+    for record, steps in ((one, [(3, 1), (0, 0)]), (other, [(7, 7), (1, 0)])):
+        for step in steps:
+            record.add(*step)
+            both.add(*step)
+    one.join(other)
+    assert one == both == AcceptanceRecord("lookup", 4, (3, 2, 1, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1))
+    assert from_json(AcceptanceRecord, to_json(both)) == both
+
+
+@pytest.mark.parametrize("counts", [(1, (2,), (0,)), (3, (2,), (3,)), (3, (2, 2), (1, 1)), (3, (1,), ()), (-1, (), ())])
+def test_a_record_that_no_steps_have_is_refused(counts) -> None:
+    with pytest.raises(ValueError):
+        AcceptanceRecord("lookup", *counts)
+
+
+@given(RATES, st.floats(-0.5, 0.5))
+def test_a_shifted_acceptance_is_one_and_moves_each_draft(rates: tuple[float, ...], by: float) -> None:
+    moved = Acceptance(rates).shift(by)
+    assert (moved.tokens(4) - Acceptance(rates).tokens(4)) * by >= -1e-9
+
+
+def test_acceptances_are_written_as_flags_take_them() -> None:
+    assert str(Acceptance((0.8, 0.64, 0.512))) == ".8,.64,.512" and str(Acceptance((1.0, 0.0))) == "1,0"
 
 
 def test_a_record_refuses_more_accepted_than_drafted() -> None:

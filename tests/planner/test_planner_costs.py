@@ -165,12 +165,20 @@ def test_only_the_wanted_rows_of_logits_are_computed():
 def test_a_verify_batch_is_priced_as_a_prompt_of_its_size_with_logits_of_all_its_tokens():
     spec, tables = make_model(vocab=32768), Tables(PROFILE)
     for unit in spec.units:
-        verify, prompt, wide = (
+        verify, prompt, wide, decode = (
             unit_cost(unit, Setting(spec, tables, TierLoad(batch), WORKLOAD))
-            for batch in (Batch.even(32, 4, 1000, VERIFY), Batch.even(32, 4, 1000), Batch.even(32, 32, 0))
+            for batch in (
+                Batch.even(32, 4, 1000, VERIFY),
+                Batch.even(32, 4, 1000),
+                Batch.even(32, 32, 0),
+                Batch.even(4, 4, 1000),
+            )
         )
         if unit is spec.output:
             assert verify.acc == wide.acc and verify.cpu == wide.cpu > prompt.cpu
+        elif unit.kind.state:  # a text's cells are read once for its rows, which takes as long as for one at least
+            assert replace(verify, acc=0, cpu=0) == replace(prompt, acc=0, cpu=0)
+            assert verify.acc >= decode.acc and verify.cpu >= decode.cpu
         else:
             assert verify == prompt
 

@@ -30,7 +30,7 @@ from pshard.plan import (
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
 from pshard.routing.measure_popularity import measure_popularity
-from pshard.speculation import Acceptance, Drafting
+from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
 from pshard.units.moe.expert_cache import ExpertCache, pack_hits
 from pshard.workload import Workload
 
@@ -54,6 +54,7 @@ CHOICES = {
     (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
     (Workload, "concurrency"): st.sampled_from([0, 1]),
     (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
+    (Variant, "speculation"): st.none(),
     (Workload, "drafting"): st.sampled_from([Drafting(), Drafting("lookup", 3)]),
     (Workload, "acceptance"): st.sampled_from([Acceptance((0.8, 0.5), "recorded", 0.4)]),
     (Registry, "version"): st.just(REGISTRY_VERSION),
@@ -70,7 +71,10 @@ def strategy_for(kind):
         return st.tuples(*(strategy_for(a) for a in args))
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        fields = {f.name: CHOICES.get((kind, f.name), strategy_for(hints[f.name])) for f in dataclasses.fields(kind)}
+        fields = {
+            f.name: CHOICES[kind, f.name] if (kind, f.name) in CHOICES else strategy_for(hints[f.name])
+            for f in dataclasses.fields(kind)
+        }
         return st.builds(kind, **fields).map(make_valid)
     return {
         int: st.integers(0, 1 << 53),
@@ -192,10 +196,44 @@ def test_damage_is_refused_with_its_place(edit, place):
     assert place in str(caught.value)
 
 
+HELD = Acceptance((0.8, 0.5), "recorded", 0.4)
+SAID = Speculation(
+    "lookup", HELD, 1.0, (PlannedDrafts(0, 0.06, 0.06, 0.05), PlannedDrafts(1, 0.06, 0.07, 0.05)), (0.06, 0.07)
+)
+
+
+def make_drafting(**changes):
+    variant = make_variant()
+    work = replace(variant.workload, drafting=Drafting("lookup", 1), acceptance=HELD)
+    return make_registry(variants=(replace(variant, workload=work, speculation=replace(SAID, **changes)),))
+
+
+def test_a_plan_says_whose_drafts_it_has_how_likely_they_hold_and_what_steps_take():
+    assert decode_registry(encode_registry(make_drafting())) == make_drafting()
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"planned": SAID.planned[1:]}, "speculation.planned must ascend from no drafts"),
+        ({"planned": SAID.planned[:1]}, "speculation.planned must ascend from no drafts and have the plan's own"),
+        ({"planned": (SAID.planned[0], replace(SAID.planned[1], step=0.0))}, "planned[1] has seconds that no step"),
+        ({"rows": (0.06,)}, "speculation.rows has not the seconds of 1 to 2 rows"),
+        ({"rows": (0.06, -1.0)}, "speculation.rows has not"),
+        ({"texts": 0.0}, "speculation.texts is 0.0"),
+    ],
+)
+def test_what_no_plan_says_of_drafts_is_refused_with_its_place(changes, place):
+    with pytest.raises(ValueError) as caught:
+        decode_registry(encode_registry(make_drafting(**changes)))
+    assert place in str(caught.value)
+
+
 def test_plans_of_before_there_were_drafts_have_none():
     data = json.loads(encode_registry(make_registry()))
     for name in ("drafting", "acceptance"):
         del data["sets"][0]["variants"][0]["workload"][name]
+    del data["sets"][0]["variants"][0]["speculation"]
     assert decode_registry(json.dumps(data)) == make_registry()
 
 

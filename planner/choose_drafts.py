@@ -1,0 +1,73 @@
+"""How many drafts a step has: each number is planned with places of its own, and the shortest round is taken."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from pshard.batch import VERIFY, Batch
+from pshard.cuts.layer_cuts import join_seconds
+from pshard.cuts.rank_parts import cut_ranks
+from pshard.errors import NoPlan, UserError
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.tier_loads import tier_loads
+from pshard.predicted_times import round_seconds, step_bound, step_seconds
+from pshard.routing.followed import under_plan
+from pshard.speculation import NO_DRAFTS, Drafting, DraftQuestion, PlannedDrafts, Speculation
+from pshard.workload import Workload
+
+
+def choose_drafts(plan: Callable[[Workload], Variant], workload: Workload, question: DraftQuestion) -> Variant:
+    """What `plan` makes of the workload with the number of drafts that gives the shortest round, of equal ones the
+    fewest; its `speculation` has all that were planned. Raises as `plan` does where none fits, UserError where an
+    allowed number has too many rows."""
+    made, refused = list[Variant](), list[NoPlan]()
+    for asked in _list_workloads(workload, question):
+        try:
+            made.append(plan(asked))
+        except NoPlan as error:
+            refused.append(error)
+    allowed = [v for v in made if v.workload.drafting.drafts in question.allowed]
+    if not allowed:
+        if refused:
+            raise refused[-1]
+        rows = workload.sequences * (min(question.allowed) + 1)
+        raise UserError(
+            f"{min(question.allowed)} drafts need steps of {rows} rows for -np {workload.sequences}, and micro-batches "
+            f"have {workload.largest} at most; give fewer drafts, or a larger -ub"
+        )
+    planned = tuple(PlannedDrafts(v.workload.drafting.drafts, *_time_steps(v)) for v in made)
+    texts = workload.answer_tokens / workload.generated
+    said = Speculation(question.kind, question.acceptance, texts, planned)
+    return replace(min(allowed, key=round_seconds), speculation=said)
+
+
+def _list_workloads(workload: Workload, question: DraftQuestion) -> Iterator[Workload]:
+    """The workload with each number of drafts, without any first; none whose steps are larger than micro-batches may
+    be."""
+    for drafts in sorted({0, *question.allowed}):
+        drafting = Drafting(question.kind, drafts) if drafts else NO_DRAFTS
+        asked = replace(workload, drafting=drafting, acceptance=question.acceptance if drafts else None)
+        if asked.answer_rows <= asked.largest:
+            yield asked
+
+
+def _time_steps(variant: Variant) -> tuple[float, float, float]:
+    """Seconds of a step without drafts and with them, and the bound of that."""
+    rows = variant.workload.drafting.rows
+    return step_seconds(variant, 1), step_seconds(variant, rows), step_bound(variant, rows)
+
+
+def time_rows(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Variant:
+    """The variant with what a step of one text takes under it with each number of rows up to those of all drafts, after
+    as many cells as its tier expects; unchanged where it has no drafts. spec: the whole model."""
+    drafting, said = variant.workload.drafting, variant.speculation
+    if said is None or not drafting.drafts:
+        return variant
+    specs = cut_ranks(under_plan(spec, variant), variant.split)
+    predictor, mode = Predictor(specs, profile, variant), variant.workload.split_mode
+    past = next(load.past for load in tier_loads(variant.workload) if load.tokens == drafting.rows)
+    steps = (Batch.even(rows, 1, past, VERIFY if rows > 1 else "") for rows in range(1, drafting.rows + 1))
+    rows = tuple(join_seconds(mode, [predictor.rank_seconds(step)]) for step in steps)
+    return replace(variant, speculation=replace(said, rows=rows))

@@ -1,0 +1,114 @@
+"""What each number of drafts a step would bring, as a table and as data."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.planner.serving.show_promise import show_rate
+from pshard.print_table import new_table, print_whole
+from pshard.routing.expert_uses import count_apart, used_experts
+from pshard.speculation import ASSUMED, RECORDED, Acceptance, Speculation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A number of drafts. tokens: that a step brings to a text; seconds: of a step of all texts, and by how much more
+    than its bound; rates: tokens a second of all texts, by acceptance; break_even: the chance of a draft from which on
+    it pays, None where it never does; experts: of a layer that a text's rows use."""
+
+    drafts: int
+    tokens: float
+    seconds: float
+    gap: float
+    rates: tuple[float, ...]
+    break_even: float | None
+    experts: float | None
+
+
+@dataclass(frozen=True)
+class DraftTable:
+    """All of them, and the number that was chosen. acceptances: those of the rates, `own` the place of the one that was
+    planned by; its source and share of steps that have drafts are in it. overlap: of a token's experts, the share that
+    the one before it used too, where it was recorded."""
+
+    kind: str
+    chosen: int
+    acceptances: tuple[Acceptance, ...]
+    own: int
+    rows: tuple[DraftRow, ...]
+    overlap: float | None
+
+
+def tabulate_drafts(spec: ModelSpec, variant: Variant) -> DraftTable | None:
+    """The table of a plan for which drafts were asked for; None of others."""
+    said = variant.speculation
+    if said is None:
+        return None
+    compared, known = said.compared(), variant.popularity
+    return DraftTable(
+        said.kind,
+        variant.workload.drafting.drafts,
+        compared,
+        compared.index(said.acceptance),
+        tuple(_make_rows(spec, variant, said, compared)),
+        known.overlap if known else None,
+    )
+
+
+def _make_rows(
+    spec: ModelSpec, variant: Variant, said: Speculation, compared: "Sequence[Acceptance]"
+) -> Iterator[DraftRow]:
+    rule = next((unit.kind.parts(spec.config) for unit in spec.units if unit.kind.parts), None)
+    known = variant.popularity
+    for planned in said.planned:
+        used = None
+        if rule:
+            uses, overlap = (known.uses, known.overlap) if known else ((), None)
+            apart = count_apart(planned.drafts + 1, *rule, uses, overlap)
+            used = used_experts(range(rule[1]), *rule, apart, uses)
+        rates = tuple(said.rate(planned, acceptance) for acceptance in compared)
+        tokens, gap = said.acceptance.mean_tokens(planned.drafts), planned.step / planned.bound - 1
+        even = said.break_even(planned) if planned.drafts else None
+        yield DraftRow(planned.drafts, tokens, planned.step, gap, rates, even, used)
+
+
+def print_drafts(table: DraftTable, out: "Console") -> None:
+    """The table, and under it what it was made by."""
+    at = [f"tok/s at {acceptance}" for acceptance in table.acceptances]
+    experts = ("experts used",) * any(row.experts is not None for row in table.rows)
+    columns = ("drafts", "tokens a step", "ms", "gap", *at, "pays from", *experts)
+    shown = new_table(f"\nDrafts of {table.kind}, each number with a plan of its own, the chosen one marked", columns)
+    for row in table.rows:
+        even = "never" if row.break_even is None else f"{row.break_even:.2f}"
+        cells = [
+            f"{row.drafts}{' *' * (row.drafts == table.chosen)}",
+            f"{row.tokens:.2f}",
+            show_rate(row.seconds * 1e3),
+        ]
+        cells += [f"{row.gap:.0%}", *map(show_rate, row.rates), even if row.drafts else ""]
+        shown.add_row(*cells, *(f"{row.experts:.3g}" for _ in experts if row.experts is not None))
+    print_whole(shown, out)
+    for line in describe_drafts(table):
+        out.print(line, highlight=False, soft_wrap=True)
+
+
+def describe_drafts(table: DraftTable) -> Iterator[str]:
+    """What the table was made by, and what it says to do."""
+    own = table.acceptances[table.own]
+    sources = {ASSUMED: "assumed for such drafts", RECORDED: f"recorded, with drafts in {own.share:.0%} of steps"}
+    source = sources.get(own.source, "given")
+    yield f"Planned by {own}: chances that the first, the first two, ... drafts are all accepted; {source}."
+    if any(row.experts is not None for row in table.rows):
+        by = "by chance, as no record says how alike neighbours choose"
+        if table.overlap is not None:
+            by = f"as a token shares {table.overlap:.0%} of its experts with the one before it, by the record"
+        yield f"Experts: of a layer, that a text's rows use, {by}."
+    if not table.chosen:
+        yield "No drafts: no number of them gives a shorter round."
