@@ -186,13 +186,13 @@ COPIED = "ROMEO:\nO, she doth teach the torches to burn bright!\nROMEO:\nO, she 
 def test_made_up_acceptance_holds_as_often_as_it_says(demo_engine: Engine) -> None:
     wanted = Speculation(LOOKUP, 3, fixed=True, made_up=Acceptance((0.8, 0.64, 0.5)))
     demo_engine.reset()
-    made = list(demo_engine.generate(some_ids(30), 900, Sampling(seed=1), text=False, speculation=wanted))
-    assert len(made) == 900
+    made = list(demo_engine.generate(some_ids(30), 400, Sampling(seed=1), text=False, speculation=wanted))
+    assert len(made) == 400
     record = wanted.record
     assert record.tried[0] >= record.steps - 1
     found = record.acceptance
     assert found is not None
-    assert found.at(1) == pytest.approx(0.8, abs=0.06)
+    assert found.at(1) == pytest.approx(0.8, abs=0.08)
     assert found.at(3) == pytest.approx(0.5, abs=0.08)
 
 
