@@ -250,7 +250,7 @@ class Engine:
         decoder = self.tokenizer.stream() if text and self.tokenizer else None
         first = _draw(self, ids, sampler)
         if speculation is None or speculation.kind == NONE:
-            made = self._decode(first, max_tokens, sampler, stops)
+            made = _decode(self, first, max_tokens, sampler, stops)
         else:
             made = self._speculate(before, first, max_tokens, sampler, stops, speculation)
         with closing(made):
@@ -258,15 +258,6 @@ class Engine:
                 yield decoder.push(token) if decoder else token
         if decoder and (rest := decoder.finish()):
             yield rest
-
-    def _decode(self, token: int, most: int, sampler: Sampler, stops: Collection[int]) -> Generator[int]:
-        for made in range(most):
-            if token in stops:
-                break
-            yield token
-            if made + 1 == most or self._sequences.is_full(0):
-                break
-            token = _draw(self, [token], sampler)
 
     def _speculate(
         self,
@@ -277,8 +268,10 @@ class Engine:
         stops: Collection[int],
         wanted: Speculation,
     ) -> Generator[int]:
+        if self._executor.group.size > 1:
+            raise UserError("drafts over several ranks: not yet; leave out --spec")
         with self._sequences.use([0]) as (text,):
-            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.agree)
+            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops)
             yield from speculator.go_on(before, first, most)
 
     def close(self) -> None:
@@ -340,6 +333,17 @@ def _draw(engine: Engine, tokens: Sequence[int], sampler: Sampler) -> int:
     found = engine.forward(tokens, best_only=sampler.greedy)
     assert isinstance(found, torch.Tensor)
     return sampler.take_best(*found.tolist()) if sampler.greedy else sampler.choose(found)
+
+
+def _decode(engine: Engine, token: int, most: int, sampler: Sampler, stops: Collection[int]) -> Generator[int]:
+    """Tokens one by one. engine: its `forward` computes each; a leader of ranks stands for one."""
+    for made in range(most):
+        if token in stops:
+            break
+        yield token
+        if made + 1 == most or engine._sequences.is_full(0):
+            break
+        token = _draw(engine, [token], sampler)
 
 
 def _recent_blocks(executor: Executor) -> RecentBlocks | None:

@@ -1,7 +1,7 @@
 """Goes on with one text, several tokens a step where drafts hold: the tokens are those of steps of one token."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,14 +42,12 @@ class Speculator:
         wanted: Speculation,
         seconds: StepSeconds,
         stops: Collection[int] = (),
-        agree: Callable[[int], int] = lambda drafts: drafts,
     ) -> None:
-        """sampler: has seen what the text has. seconds: of steps of the pool. agree: rank 0's number on all ranks,
-        whose clocks differ."""
+        """sampler: has seen what the text has. seconds: of steps of the pool."""
         self._pool, self._text, self._sampler, self._record = pool, text, sampler, wanted.record
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
-        self._drafter, self._agree = PromptLookup(), agree
+        self._drafter = PromptLookup()
         most = min(wanted.most, pool.largest_step - 1)
         self._seconds, self._tier = seconds, 0
         self._length = DraftLength(most, self._seconds, wanted.fixed)
@@ -84,7 +82,7 @@ class Speculator:
     def _step(self, token: int, most: int) -> list[int]:
         """Compute a token and drafts of at most so many more; the tokens that follow."""
         self._drafter.see((token,))
-        text, wanted = self._text, self._agree(self._length.choose())
+        text, wanted = self._text, self._length.choose()
         self._keep_tier(wanted + 1)
         drafts = self._drafter.draft(self._count_room(min(wanted, most)))
         if self._made_up:
