@@ -188,11 +188,19 @@ def by_products(case: Case, x: torch.Tensor, routes: Routes, start: torch.Tensor
     return start + total
 
 
-@pytest.mark.parametrize("qtypes", [("Q4_0", "Q4_0", "Q4_0"), ("Q5_K", "Q8_0", "Q6_K"), ("MXFP4",) * 3])
-@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300, slow(1200), slow(4096)])
+MIXES = [("Q4_0", "Q4_0", "Q4_0"), ("Q5_K", "Q8_0", "Q6_K"), ("MXFP4",) * 3]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "qtypes"),
+    [
+        *((tokens, mix) for tokens in (1, 4, 16, 64, 300) for mix in MIXES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (*((1200, mix) for mix in MIXES), (4096, MIXES[0]))),
+    ],
+)
 @pytest.mark.parametrize("skewed", [False, True])
 def test_the_bits_are_those_of_each_experts_products(
-    qtypes: tuple[str, str, str], tokens: int, skewed: bool, tiles: str
+    tokens: int, qtypes: tuple[str, str, str], skewed: bool, tiles: str
 ) -> None:
     torch.manual_seed(tokens)
     case = make_case(qtypes, tokens, absent=ABSENT)
