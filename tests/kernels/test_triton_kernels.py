@@ -69,8 +69,7 @@ NO_TILE = torch.empty(0, dtype=torch.uint8)
 
 
 @needs_kernels
-@pytest.mark.parametrize("qtype", TYPES)
-@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize(("qtype", "tokens"), [(qtype, n) for i, qtype in enumerate(TYPES) for n in (1, (3, 9)[i % 2])])
 def test_small_batches_multiply_packed_weights(kernels: cuda.CudaKernels, qtype: str, tokens: int) -> None:
     rows, cols = 40, 512
     weight, values = random_weight(qtype, rows, cols, seed=tokens)
@@ -123,8 +122,7 @@ def test_dequantised_rows_are_the_weights(kernels: cuda.CudaKernels, qtype: str)
 
 
 @needs_kernels
-@pytest.mark.parametrize("cols", [256, 2816])
-@pytest.mark.parametrize("qtype", TYPES)
+@pytest.mark.parametrize(("qtype", "cols"), [*((qtype, 256) for qtype in TYPES), *((q, 2816) for q in TYPES[::4])])
 def test_rows_are_looked_up_to_the_bit(kernels: cuda.CudaKernels, qtype: str, cols: int) -> None:
     weight, _ = random_weight(qtype, 40, cols, seed=17)
     ids = torch.tensor([0, 15, 16, 39, 7, 7], device=DEVICE)

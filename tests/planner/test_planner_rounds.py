@@ -155,5 +155,5 @@ def test_ranks_with_layers_of_their_own_are_searched_little(monkeypatch: pytest.
             refine_units(task.room, task.classes, task.costs, found, True)
         return sum(space.simulated for space in spaces)
 
-    alone = count(20, (OWN + 8,), "none")
-    assert 0 < count(80, tuple(OWN + 8 + rank for rank in range(4)), "layer") < 4 * alone / 2
+    alone = count(12, (OWN + 6,), "none")
+    assert 0 < count(48, tuple(OWN + 8 + rank for rank in range(4)), "layer") < 4 * alone / 2
