@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.reports.compare_runs import compare_strategies
+from pshard.reports.figures.draft_rates import draw_draft_rates
 from pshard.reports.figures.expert_hits import draw_hits
 from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.foreseen_rates import draw_outlook
@@ -55,6 +56,7 @@ def draw_sections(inputs: ReportInputs) -> list[Section]:
         _predictions,
         _outlooks,
         _sweeps,
+        _drafts,
         _placements,
         _experts,
         _hits,
@@ -124,6 +126,13 @@ def _sweeps(inputs: ReportInputs) -> Drawn:
         for group in group_sweeps(variants):
             caption = "Predictions of the planner for each budget in the registry."
             yield "sweep", "What more VRAM buys", caption, draw_sweep(model, group)
+
+
+def _drafts(inputs: ReportInputs) -> Drawn:
+    for model, variant in inputs.plans:
+        if variant.speculation is not None:
+            caption = "Each number of drafts has a plan of its own. A step brings the accepted ones and one token more."
+            yield "drafts", "How many drafts pay", caption, draw_draft_rates(model, variant)
 
 
 def _placements(inputs: ReportInputs) -> Drawn:

@@ -1,0 +1,38 @@
+"""The figure of rates over drafts shows what the plan says, and what was measured."""
+
+from dataclasses import replace
+
+import pytest
+from report_samples import make_plan_variant
+
+from pshard.reports.figures.draft_rates import draw_draft_rates
+from pshard.reports.inputs import ReportInputs
+from pshard.reports.sections import draw_sections
+from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
+
+HELD = Acceptance((0.8,), "recorded")
+SAID = Speculation("lookup", HELD, 1.0, tuple(PlannedDrafts(k, 0.05, 0.05 + k / 500, 0.04) for k in (0, 1, 3, 7)))
+
+
+def make_variant():
+    variant = make_plan_variant()
+    work = replace(variant.workload, drafting=Drafting("lookup", 3), acceptance=HELD)
+    return replace(variant, workload=work, speculation=SAID)
+
+
+def test_each_acceptance_is_a_line_through_the_rates_of_the_plan_with_the_chosen_number_marked():
+    (ax,) = draw_draft_rates("m", make_variant(), [(3, 42.0)]).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
+    own = [[p.drafts, SAID.rate(p, HELD)] for p in SAID.planned]
+    assert lines["accepted: .8 (recorded, planned by)"] == own
+    lower = [SAID.rate(p, HELD.shift(-0.1)) for p in SAID.planned]
+    assert [rate for _, rate in lines["accepted: .7"]] == pytest.approx(lower)
+    assert lines["chosen: 3"] == [own[2]] and lines["measured"] == [[3, 42.0]]
+    assert lines["no drafts: 20.0 tok/s"][0][1] == pytest.approx(20)
+
+
+def test_a_report_has_it_where_drafts_were_asked_for():
+    def names(variant):
+        return [section.name for section in draw_sections(ReportInputs((), (), (("m", variant),), (), ()))]
+
+    assert "drafts" in names(make_variant()) and "drafts" not in names(make_plan_variant())
