@@ -50,6 +50,8 @@ class Architecture:
     "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
     give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights
     less 1. `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
+    `remote`: its folders need code of their own, so only its GGUF files are read. `unturned_layers`: one with so many
+    has ALiBi, which is not computed, and its files do not say so.
     """
 
     name: str
@@ -81,6 +83,8 @@ class Architecture:
     embedded_by_root: bool = False
     norms_less_one: bool = False
     windows: bool = False
+    remote: bool = False
+    unturned_layers: int = 0
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -114,6 +118,9 @@ _GEMMA3 = _defaults(  # of google/gemma-3-4b-it: Gemma3TextConfig of transformer
     tie_word_embeddings=True,
 )
 _COHERE2 = _defaults(logit_scale=0.0625, sliding_window=4096, layer_norm_eps=1e-5, tie_word_embeddings=True)
+_GEMMA = _defaults(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192, tie_word_embeddings=True)
+_ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
+_GRANITE = ("embedding", "residual", "score", "1/logits")
 _DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
 _QWEN3_NEXT = Routing(shared=True, shared_gate=True)
 
@@ -176,7 +183,7 @@ ARCHITECTURES = (
     Architecture(
         "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
     ),
-    Architecture("granite", "granite", "adjacent", multiplied=("embedding", "residual", "score", "1/logits")),
+    Architecture("granite", "granite", "adjacent", multiplied=_GRANITE),
     Architecture(
         "seed_oss",
         "seed_oss",
@@ -231,6 +238,27 @@ ARCHITECTURES = (
         norms_less_one=True,
         defaults=_GEMMA3,
     ),
+    Architecture(
+        "gemma",
+        "gemma",
+        "halves",
+        activation="gelu",
+        embedded_by_root=True,
+        norms_less_one=True,
+        defaults=_GEMMA,
+    ),
+    Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
+    Architecture("paddleocr_vl_text", "paddleocr", "halves", defaults=_ERNIE),
+    *(
+        Architecture(name, "qwen2vl", "halves", biases=_QKV, defaults=_defaults(rope_theta=1e6))
+        for name in ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
+    ),
+    Architecture("exaone", "exaone", "halves", remote=True),
+    Architecture("internlm2", "internlm2", "adjacent", remote=True),
+    Architecture("minicpm", "minicpm", "adjacent", multiplied=("embedding", "residual", "1/logits"), remote=True),
+    Architecture("xverse", "xverse", "adjacent", remote=True),
+    Architecture("baichuan", "baichuan", "adjacent", remote=True, unturned_layers=40),
+    Architecture("PanguEmbedded", "pangu-embedded", "halves", optional_biases=(*_QKV, "attn_output.bias"), remote=True),
 )
 
 
@@ -246,7 +274,7 @@ def find_gguf_architecture(name: object, where: str, has_experts: bool = False) 
 
 def find_hf_architecture(name: object, where: str) -> Architecture:
     """The architecture that a config.json calls `name` (model_type). Raises UserError that lists the supported ones."""
-    return _find({a.name: a for a in ARCHITECTURES}, name, where)
+    return _find({a.name: a for a in ARCHITECTURES if not a.remote}, name, where)
 
 
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:

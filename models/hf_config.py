@@ -14,7 +14,7 @@ from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
 
 LARGEST_HEAD = 1 << 16
-_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh",)}
+_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu")}  # Gemma's first say the latter
 
 
 def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelConfig:

@@ -45,7 +45,7 @@ def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: i
     if share > 1:
         keys.refuse("partial_rotary_factor", f"is {share}, more than the whole head")
     dims = int(head_dim * share)
-    if kind == "default":
+    if kind in ("default", "mrope"):  # the latter is the former, at positions of text
         return Rope(dims, base, "halves")
     original = keys.integer("original_max_position_embeddings", context)
     if kind == "linear":

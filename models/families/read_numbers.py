@@ -4,7 +4,7 @@ Keys of GGUF metadata as llama.cpp reads them, those of config.json as the class
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pshard.model_config import ModelConfig, Rope, Temperature
@@ -19,6 +19,9 @@ _HF_MULTIPLIERS = {
     "embedding": "embedding_multiplier", "residual": "residual_multiplier", "score": "attention_multiplier",
     "logits": "logit_scale", "1/logits": "logits_scaling",
 }  # fmt: skip
+_UNSAID: dict[str, Callable[[ModelConfig], dict[str, float]]] = {  # by files without the keys, as MiniCPM's first
+    "minicpm": lambda c: {"embedding": 12.0, "residual": 1.4 / math.sqrt(c.n_layers), "1/logits": c.d_model / 256},
+}
 _LAYERS_OF_27B = 62  # gemma3's files do not say how scores are scaled, which differs in this one
 
 
@@ -30,12 +33,12 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
     for what, key in _GGUF_MULTIPLIERS.items():
         if what not in arch.multiplied and f"1/{what}" not in arch.multiplied:
             keys.refuse_unless(key, 0.0, *(() if what == "score" else (1.0,)))
-    config = _multiply(
-        config, {what: _number(keys, _GGUF_MULTIPLIERS[what.removeprefix("1/")]) for what in arch.multiplied}
-    )
+    given = {what: _number(keys, _GGUF_MULTIPLIERS[what.removeprefix("1/")]) for what in arch.multiplied}
+    unsaid = _UNSAID[arch.name](config) if arch.name in _UNSAID else {}
+    config = _multiply(config, unsaid | {what: by for what, by in given.items() if by})
     if arch.embedded_by_root:
         config = replace(config, embedding_scale=math.sqrt(config.d_model))
-        if config.n_layers == _LAYERS_OF_27B:
+        if arch.full_every and config.n_layers == _LAYERS_OF_27B:
             config = replace(config, score_scale=(config.d_model / config.n_heads) ** -0.5)
     if arch.full_every and not arch.still_every:
         base = keys.real("rope.freq_base_swa", 10000.0, BASES)
@@ -56,7 +59,7 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             keys.refuse_unless(key, 0.0)
         keys.refuse_unless("use_bidirectional_attention", False)
-        scale = keys.real("query_pre_attn_scalar", span=FACTORS) ** -0.5
+        scale = keys.real("query_pre_attn_scalar", config.head_dim, FACTORS) ** -0.5
         config = replace(config, embedding_scale=math.sqrt(config.d_model), score_scale=scale)
     if arch.full_every and not arch.still_every:
         local = hf_rope(split_positions(keys.values)[1], arch.rotated, config.head_dim, config.context, keys.where)
@@ -94,6 +97,8 @@ def _check_gguf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> N
         _check_windows(keys, config, "attention.sliding_window_pattern", [bool(seen) for seen in pattern])
     elif arch.full_every and pattern is not None and pattern != arch.full_every:
         _refuse_windows(keys, config, "attention.sliding_window_pattern")
+    if arch.unturned_layers and config.n_layers == arch.unturned_layers:
+        keys.refuse("block_count", f"is {config.n_layers}: such a model has ALiBi, which is not supported yet")
     sections = keys.values.get(f"{keys.prefix}rope.dimension_sections")
     if arch.gguf_pairing == "adjacent" and (any(sections) if isinstance(sections, list) else sections):
         keys.refuse("rope.dimension_sections", f"is {sections}, which is not supported in this architecture")

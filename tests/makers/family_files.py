@@ -39,7 +39,27 @@ RECIPES = {
         tied=True,
     ),
     "olmo2": Recipe(before=False, after=True, wide_norms=True, thetas=(5e5, 5e5)),
+    "gemma": Recipe(heads=3, kv=1, head=64, rotated=64, score=64**-0.5, gelu=True, embed=math.sqrt(128), tied=True),
+    "ernie4_5": Recipe(
+        adjacent=True, kv=1, head=48, rotated=48, score=48**-0.5, thetas=(5e5, 5e5), tied=True, eps=1e-4
+    ),
+    "paddleocr": Recipe(kv=1, head=48, rotated=48, score=48**-0.5, thetas=(5e5, 5e5), eps=1e-4),
+    "qwen2vl": Recipe(biases=True, thetas=(1e6, 1e6)),
+    "exaone": Recipe(kv=1, factors=(1.0, 1.0, 1.0, 1.2, 1.7, 2.5, 4.0, 6.0, *[8.0] * 8), eps=1e-4),
+    "internlm2": Recipe(adjacent=True, kv=1, thetas=(1e6, 1e6), eps=1e-4),
+    "minicpm": Recipe(adjacent=True, embed=9.0, residual=0.8, logits=0.6, tied=True),
+    "xverse": Recipe(adjacent=True, kv=4, eps=1e-4),
+    "baichuan": Recipe(adjacent=True, kv=4, eps=1e-4),
+    "pangu-embedded": Recipe(biases=True, out_bias=True, kv=1, thetas=(4e6, 4e6)),
 }
+REMOTE = (
+    "exaone",
+    "internlm2",
+    "minicpm",
+    "xverse",
+    "baichuan",
+    "pangu-embedded",
+)  # of which transformers has no class
 WIDTH = {"qwen3vlmoe": 128**0.5}  # of embeddings: tokens must differ for routers
 
 
@@ -67,6 +87,8 @@ def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
             if (r.head_norms or r.wide_norms) and part != "v":
                 norm(f"{b}attn_{part}_norm", rows if r.wide_norms else r.head)
         matrix(b + "attn_output", r.d, q)
+        if r.out_bias:
+            made[b + "attn_output.bias"] = 0.3 * rng.standard_normal(r.d)
         if r.before and not r.parallel:
             norm(b + "ffn_norm", r.d)
         stack = (count,) if count else ()
@@ -97,7 +119,7 @@ def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -
     weights = make_weights(recipe, WIDTH.get(family, 2.0))
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_name(path.stem)
-    own = _common(recipe) | _OWN_KEYS[family](recipe)
+    own = _common(recipe) | (_OWN_KEYS[family](recipe) if family in _OWN_KEYS else {})
     keys = {f"{family}.{key}": value for key, value in own.items()}
     _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
     for name, values in _as_stored(family, recipe, weights).items():
@@ -120,12 +142,15 @@ def _common(r: Recipe) -> dict[str, Any]:
 
 
 _OWN_KEYS: dict[str, Any] = {
-    "smollm3": lambda r: {},
     "granite": lambda r: {
         "embedding_scale": r.embed, "residual_scale": r.residual, "attention.scale": r.score,
         "logit_scale": 1 / r.logits,
     },
-    "seed_oss": lambda r: {},
+    "minicpm": lambda r: {
+        "embedding_scale": r.embed, "residual_scale": r.residual, "logit_scale": 1 / r.logits,
+    },
+    "qwen2vl": lambda r: {"rope.dimension_sections": [4, 6, 6, 0]},
+    "paddleocr": lambda r: {"rope.dimension_sections": [8, 8, 8, 0]},
     "qwen3vl": lambda r: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1},
     "qwen3vlmoe": lambda r: {
         "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1, "expert_count": r.experts[0],
@@ -136,7 +161,6 @@ _OWN_KEYS: dict[str, Any] = {
         "rope.scaling.original_context_length": r.yarn.original, "attention.temperature_scale": r.temperature[0],
         "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
     },
-    "glm4": lambda r: {},
     "phi3": lambda r: {
         "rope.scaling.original_context_length": r.longrope.original, "rope.scaling.attn_factor": r.longrope.grows,
         "attention.sliding_window": max(r.windows, default=r.context),
@@ -144,7 +168,6 @@ _OWN_KEYS: dict[str, Any] = {
     "cohere2": lambda r: {
         "logit_scale": r.logits, "attention.sliding_window": max(r.windows), "rope.scaling.type": "none",
     },
-    "olmo2": lambda r: {},
     "gemma3": lambda r: {
         "attention.sliding_window": max(r.windows), "rope.scaling.type": "linear", "rope.scaling.factor": r.slower,
     },
@@ -166,6 +189,8 @@ def _as_stored(family: str, r: Recipe, weights: Weights) -> Weights:
     if r.longrope:
         found["rope_factors_short.weight"] = np.array(r.longrope.short)
         found["rope_factors_long.weight"] = np.array(r.longrope.long)
+    if r.factors:
+        found["rope_freqs.weight"] = np.array(r.factors)
     return found
 
 
@@ -181,6 +206,10 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "paddleocr": ("PaddleOCRVLConfig", "PaddleOCRVLForConditionalGeneration"),
+    "qwen2vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
 }
 _HF_NAMES = {
     "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
@@ -273,6 +302,13 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
                 "sliding_attention": {"rope_type": "default", "rope_theta": r.thetas[1]}}  # fmt: skip
         settings |= {"sliding_window": max(r.windows), "query_pre_attn_scalar": r.head}
     settings["rope_parameters"] = rope
+    if family in ("qwen2vl", "paddleocr"):
+        pairs = r.head // 2
+        settings["rope_parameters"] = rope | {"mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
+        sight = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": r.d}
+        if family == "paddleocr":
+            sight = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+        return {"text_config": settings, "vision_config": sight, "tie_word_embeddings": r.tied}
     if family.startswith("qwen3vl"):
         settings["rope_parameters"] = rope | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
         if r.experts[0]:
@@ -297,7 +333,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
     names = _HF_NAMES | _AFTER_NAMES.get(family, {})
     for i in range(r.layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{i}.")}
-        if r.adjacent and family not in ("glm4", "cohere2"):  # which transformers turns by neighbours too
+        if r.adjacent and family not in ("glm4", "cohere2", "ernie4_5"):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
                 own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)
         if family == "phi3":
@@ -313,7 +349,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
         for role, values in own.items():
             stem, kind = role.rsplit(".", 1)
             found.append((f"layers.{i}.{names[stem]}.{kind}", values))
-    if family == "gemma3":
+    if family in ("gemma", "gemma3"):
         found = [(name, values - 1 if "norm" in name else values) for name, values in found]
     return found
 

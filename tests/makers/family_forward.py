@@ -37,7 +37,8 @@ class Recipe:
     thetas: of layers without a window, and of those with one. temperature: scale and span. embed, residual, score,
     logits: what these are multiplied by. experts: how many of how many. before, after:
     norms there of attention and FFN. wide_norms: of q and k, over all heads at once. centred: norms
-    take the mean away. parallel: attention and FFN take the same.
+    take the mean away. parallel: attention and FFN take the same. out_bias: attention's last product has one. factors:
+    divisors of the frequencies.
     """
 
     layers: int = 2
@@ -70,6 +71,8 @@ class Recipe:
     parallel: bool = False
     head_norms: bool = False
     biases: bool = False
+    out_bias: bool = False
+    factors: tuple[float, ...] = ()
     tied: bool = False
     experts: tuple[int, int] = (0, 0)
 
@@ -130,7 +133,8 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
         scores = np.where(seen, recipe.score * (q[:, i] @ k[:, own_kv].T), -np.inf)
         shares = np.exp(scores - scores.max(1, keepdims=True))
         mixed[:, i] = shares / shares.sum(1, keepdims=True) @ parts["v"][:, own_kv]
-    return mixed.reshape(n, -1) @ own["attn_output.weight"].T
+    given = mixed.reshape(n, -1) @ own["attn_output.weight"].T
+    return given + own["attn_output.bias"] if recipe.out_bias else given
 
 
 def _turn(recipe: Recipe, x: np.ndarray, position: np.ndarray, layer: int) -> np.ndarray:
@@ -160,6 +164,8 @@ def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
     if recipe.longrope:
         by = recipe.longrope
         return plain / np.array(by.long if recipe.context > by.original else by.short), by.grows
+    if recipe.factors:
+        return plain / np.array(recipe.factors), 1.0
     return plain if local else plain / recipe.slower, 1.0
 
 

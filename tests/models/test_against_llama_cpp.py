@@ -53,7 +53,7 @@ print("found", json.dumps([found, [row["id"] for row in drawn]]))
 """
 DENSE_AND_EXPERTS = ("llama", "qwen3", "qwen2moe", "qwen3moe", "mixtral", "glm4moe")
 LATENT = "deepseek2"  # like V3: of one like V2-Lite llama.cpp wants 26 layers
-GELU_ROUNDED = ("gemma3",)  # llama.cpp looks GELU up by a half-precision number, in a table of such
+GELU_ROUNDED = ("gemma", "gemma3")  # llama.cpp looks GELU up by a half-precision number, in a table of such
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,15 +69,20 @@ def write_model(folder: Path, arch: str) -> Path:
     if arch == OSS:
         return write_gguf(folder / "m.gguf", OSS, vocab=VOCAB, metadata=OPENED)
     if arch in RECIPES:
-        return write_family(folder / "m.gguf", arch, **OPENED).path
+        with pytest.MonkeyPatch.context() as patch:  # of Baichuan's llama.cpp knows the 7B by its layers
+            patch.setitem(RECIPES, "baichuan", replace(RECIPES["baichuan"], layers=32))
+            return write_family(folder / "m.gguf", arch, **OPENED).path
     return write_gguf(folder / "m.gguf", arch, vocab=VOCAB, d_ffn=256, metadata=OPENED)
 
 
 def open_as_they_do(path: Path) -> ModelFile:
-    """With YaRN's range of pairs rounded, which gpt-oss' checkpoint has not: without it its perplexity is 2e-3 off."""
+    """With YaRN's range of pairs rounded, which gpt-oss' checkpoint has not: without it its perplexity is 2e-3 off.
+    And with norms of Qwen2-VL that add nothing: b11549 does not read how much it is."""
     file = open_model(path)
-    rope = replace(file.spec.config.rope, rounded=file.spec.config.rope.scaling == "yarn")
-    file.spec = replace(file.spec, config=replace(file.spec.config, rope=rope))
+    config = file.spec.config
+    eps = 0.0 if config.architecture == "qwen2_vl_text" else config.norm_eps
+    rope = replace(config.rope, rounded=config.rope.scaling == "yarn")
+    file.spec = replace(file.spec, config=replace(config, rope=rope, norm_eps=eps))
     return file
 
 
@@ -114,7 +119,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_perplexity_is_that_of_llama_cpp(both: Both) -> None:
-    assert np.abs(both.ours - both.theirs).max() < (1e-3 if both.arch in GELU_ROUNDED else 1e-4)
+    assert np.abs(both.ours - both.theirs).max() < (1e-3 * both.logits.std() if both.arch in GELU_ROUNDED else 1e-4)
     assert abs(np.exp(both.theirs.mean() - both.ours.mean()) - 1) < 1e-4, "of the perplexity"
 
 
