@@ -58,7 +58,7 @@ def choice(kernel: str, qtype: str, tokens: int, tile: Tile) -> TileChoice:
 @needs_kernels
 @pytest.mark.parametrize("qtype", PLANED)
 def test_products_of_one_row(kernels: cuda.CudaKernels, qtype: str) -> None:
-    check_products(kernels, qtype, 1, 1, 23, 3 * QUANT_TYPES[qtype].block)
+    check_products(kernels, qtype, 1, 1, 23, 3 * QUANT_TYPES[qtype].block, PLANED.index(qtype) % 3)
 
 
 @needs_kernels
@@ -72,11 +72,17 @@ def test_products_of_odd_sizes(
     check_products(kernels, qtype, bucket, tokens, rows, cols)
 
 
-def check_products(kernels: cuda.CudaKernels, qtype: str, bucket: int, tokens: int, rows: int, cols: int) -> None:
+def check_products(
+    kernels: cuda.CudaKernels, qtype: str, bucket: int, tokens: int, rows: int, cols: int, third: int | None = None
+) -> None:
+    """third: in the interpreter a third of the tiles, as other types take the others; two types take all."""
     weight, values = random_weight(qtype, rows, cols, seed=tokens)
     x, bias = random_tensor(tokens, cols, seed=1), random_tensor(rows, seed=2, dtype=torch.float32)
     expected = numpy64(x) @ values.T + numpy64(bias)
-    for tile in tiles_to_check("matvec", qtype, bucket):
+    tiles = tiles_to_check("matvec", qtype, bucket)
+    if third is not None and DEVICE == "cpu" and qtype not in ("Q4_0", "Q6_K"):
+        tiles = tiles[third::3]
+    for tile in tiles:
         kernels.use_tiles([choice("matvec", qtype, bucket, tile)])
         wide = poisoned(tokens, rows + 24)
         kernels.linear(x, weight, wide[:, 8 : 8 + rows], NO_TILE, bias)

@@ -198,10 +198,16 @@ def test_the_residency_of_many_sequences_is_one_chain(sequences):
 
 
 @pytest.mark.parametrize(
-    ("layers", "d_model", "d_ffn", "sequences"),
-    [(64, 5120, 25600, 1), pytest.param(80, 8192, 28672, 1, marks=pytest.mark.slow), (128, 8192, 28672, 4)],
+    ("layers", "d_model", "d_ffn", "sequences", "gib"),
+    [
+        (64, 5120, 25600, 1, 12),
+        (128, 8192, 28672, 4, 12),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((64, 5120, 25600, 1, 6), (80, 8192, 28672, 1, 6), (80, 8192, 28672, 1, 16))
+        ),
+    ],
 )
-@pytest.mark.parametrize("gib", (pytest.param(6, marks=pytest.mark.slow), 12, pytest.param(16, marks=pytest.mark.slow)))
 def test_models_of_real_shapes_are_planned_in_seconds_and_nearly_all_is_proven(layers, d_model, d_ffn, sequences, gib):
     spec = make_model(layers, d_model, heads=d_model // 128, kv_heads=8, d_ffn=d_ffn, vocab=128256)
     workload = Workload((gib << 10,), context=8192 * sequences, sequences=sequences, max_ubatch=16384)
