@@ -14,7 +14,7 @@ from random import Random
 
 from joint_oracle import Residency, Switch, Tier, Way, joint_optimum, time_tier
 
-from pshard.buffers import TORCH_RESERVE_MIB, row_stage_bytes
+from pshard.buffers import row_stage_bytes
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig, Rope
 from pshard.plan import Placement, TierPlan
@@ -23,6 +23,7 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.rank_task import RankTask
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import count_shares, divide_unit, joined_width

@@ -189,7 +189,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
             raise PlanError(f"{where}: buffers say {said} bytes of {name}, the placements need {is_}")
     if streamed and (b.slots < 1 or b.slot_bytes < max(streamed)):
         raise PlanError(f"{where}: {b.slots} slots of {b.slot_bytes} bytes do not hold what is streamed")
-    arena = buffers.arena_bytes(rank.budget_mib, kind)
+    arena = buffers.arena_bytes(rank.budget_mib, kind, rank.reserve_mib)
     if pinned + kv + scratch + b.slots * b.slot_bytes + b.cached > arena:
         raise PlanError(f"{where}: {b.total} bytes are over the arena of {arena}")
 

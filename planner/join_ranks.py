@@ -77,7 +77,8 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     kv = max(sum(p.has_state_in_vram for p in t.placements) for t in tiers)
     order = chosen.residency
     orders, caches = (order.pin_order[:pins], order.kv_order[:kv]), task.room.spec.caches
-    return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches)
+    reserve = task.room.reserve_mib
+    return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches, reserve)
 
 
 def predict_together(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:

@@ -24,6 +24,7 @@ from pshard.planner.search.candidates import (
     whole_tier,
 )
 from pshard.planner.search.rounds.choose_ubatch import choose_ubatch
+from pshard.reserve import reserve_mib
 from pshard.units.kernel_names import kernel_names
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
@@ -218,6 +219,8 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
 
 def _rooms(specs: Sequence[ModelSpec], workload: Workload, budgets: Sequence[int], tables: Tables) -> tuple[Room, ...]:
     """The ranks' rooms under these budgets, host memory not yet shared out."""
-    return tuple(
-        rank_room(s, workload, budget, tables.kind, tables.act_bytes, len(specs)) for s, budget in zip(specs, budgets)
-    )
+    found = []
+    for rank, (part, budget) in enumerate(zip(specs, budgets)):
+        reserve = reserve_mib(tables.profile.reserve_of(workload.device + rank))
+        found.append(rank_room(part, workload, budget, tables.kind, tables.act_bytes, len(specs), reserve))
+    return tuple(found)

@@ -29,6 +29,7 @@ from pshard.machine import (
     Provenance,
     ReadTiming,
     RefusedKernel,
+    Reserve,
     RouteTiming,
     ShareTiming,
 )
@@ -46,6 +47,7 @@ from pshard.profile.timed.host_threads import (
     use_threads,
 )
 from pshard.profile.timed.kernel_jobs import Found, Job, Row, list_jobs, side_name
+from pshard.profile.timed.measure_reserve import measure_reserve
 from pshard.profile.timed.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.timed.rank_shares import measure_shares
 from pshard.profile.timed.step_cost import time_launch, time_steps
@@ -136,6 +138,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         rows += timed
         if acc is not None:
             rows += time_in_place(acc, device, layers_to_read(request))
+            rows += find_reserve(request, "acc", device, notes)
     finally:
         device.close()
     copies = link.copies
@@ -244,9 +247,15 @@ def measure_accelerator(
         if device.kind != "cpu":
             rows.append(time_launch(side, device, (fast, on_host)))
             rows += time_in_place(bench, device, layers_to_read(request))
+            rows += find_reserve(request, side, device, notes)
         return [*own, *rows], copies, tiles, skipped
     finally:
         device.close()
+
+
+def find_reserve(request: ProfileRequest, side: str, device: Device, notes: list[str]) -> tuple[Reserve, ...]:
+    """What torch and the kernels take of an accelerator; none in a short profile, which loads too few kernels."""
+    return () if request.effort.short else measure_reserve(side, device, notes)
 
 
 def fit_request(request: ProfileRequest, device: Device) -> tuple[ProfileRequest, tuple[str, ...]]:
@@ -458,6 +467,7 @@ def _compose(
         routes=tuple(r for r in rows if isinstance(r, RouteTiming)),
         deltas=tuple(r for r in rows if isinstance(r, DeltaTiming)),
         refused=tuple(r for r in rows if isinstance(r, RefusedKernel)),
+        reserves=tuple(r for r in rows if isinstance(r, Reserve)),
         copies=link.copies,
         reads=host.reads,
         contention=link.contention,

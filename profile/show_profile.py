@@ -11,6 +11,7 @@ from pshard.print_table import print_whole
 from pshard.profile.compare_profiles import Change
 from pshard.profile.timed.kernel_jobs import side_name
 from pshard.quant import packed_nbytes
+from pshard.reserve import reserve_mib
 from pshard.times.gpu_tiles import TileChoice
 
 SHOWN_SHAPES = 2  # matrices per quant type: the largest that were timed
@@ -78,7 +79,13 @@ def _host_table(profile: MachineProfile) -> Table:
     for acc in profile.accelerators:
         pcie = f", PCIe gen {acc.pcie_generation} x{acc.pcie_width}" if acc.pcie_generation else ""
         driver = f", driver {acc.driver}" if acc.driver else ""
-        table.add_row(f"accelerator {acc.index}", f"{acc.kind}: {acc.name}, {_size(acc.memory_bytes)}{pcie}{driver}")
+        kept = ""
+        if acc.kind == "cuda":
+            measured = profile.reserve_of(acc.index)
+            how = "assumed" if measured is None else "measured"
+            kept = f"; {reserve_mib(measured)} MiB of a budget are kept for torch and kernels ({how})"
+        what = f"{acc.kind}: {acc.name}, {_size(acc.memory_bytes)}{pcie}{driver}{kept}"
+        table.add_row(f"accelerator {acc.index}", what)
     table.add_row("torch", profile.provenance.torch)
     return table
 

@@ -14,7 +14,6 @@ from pshard.units.state import StateShape
 MOST_TABLE = 1 << 16  # blocks in the index of a micro-batch whose sequences share many: it is sent with each
 DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
 SUM_NORMS = "sum_norms"  # scratch: weights that normalise sums over ranks, one row for each of `ModelSpec.sum_norms`
-TORCH_RESERVE_MIB = 320  # of a CUDA budget: kernels' code, CUDA graphs, cuBLAS workspace (282 measured on an H100)
 
 
 def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -92,7 +91,7 @@ def widest_join(spec: ModelSpec, placements: Iterable[Placement]) -> int:
     return max((joined_width(spec.unit(p.unit), p.share, spec.config) for p in placements if p.cpu_rows), default=0)
 
 
-def arena_bytes(budget_mib: int, kind: str) -> int:
-    """Bytes of the arena that a budget allows on an accelerator of that kind ("cuda" or "cpu")."""
-    reserve = TORCH_RESERVE_MIB if kind == "cuda" else 0
-    return max(0, budget_mib - reserve) << 20
+def arena_bytes(budget_mib: int, kind: str, reserve_mib: int) -> int:
+    """Bytes of the arena that a budget allows on an accelerator of that kind ("cuda" or "cpu"); of a GPU's budget
+    `reserve_mib` are kept, see `pshard/reserve.py`."""
+    return max(0, budget_mib - (reserve_mib if kind == "cuda" else 0)) << 20

@@ -80,6 +80,15 @@ class RefusedKernel:
 
 
 @dataclass(frozen=True)
+class Reserve:
+    """Bytes of VRAM that the profile's process took beside the context and what torch had allocated: kernels' code,
+    libraries, stacks. `device` as in MatmulTiming."""
+
+    device: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class MatmulTiming:
     """Seconds of x[tokens, cols] @ W[rows, cols].T with packed W, operands out of cache.
 
@@ -299,6 +308,7 @@ class MachineProfile:
     deltas: tuple[DeltaTiming, ...] = ()
     in_place: tuple[InPlaceTiming, ...] = ()  # none: priced as copies
     refused: tuple[RefusedKernel, ...] = ()  # each once for a device
+    reserves: tuple[Reserve, ...] = ()  # none: not measured
     ranks_per_host: int = 0
     version: int = PROFILE_VERSION
 
@@ -332,6 +342,11 @@ class MachineProfile:
             return self
         tables: dict[str, Any] = {table: _rows_of(getattr(self, table), name) for table, name in names.items()}
         return replace(self, **tables)
+
+    def reserve_of(self, index: int) -> int | None:
+        """Bytes of the reserve of accelerator `index`, or of the one whose rows are its own; None: not measured."""
+        timed = self.sources(index)[ACCELERATOR_TABLES.index("matmuls")] if self.reserves else ""
+        return next((r.nbytes for r in self.reserves if r.device == timed), None)
 
     def tiles_of(self, index: int) -> tuple[TileChoice, ...]:
         """The tiles with which the matmuls were timed that are those of accelerator `index`."""

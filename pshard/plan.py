@@ -7,6 +7,7 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.homes import DIVIDED, HOST, SITES, VRAM, Home, Site
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.speculation import Speculation
 from pshard.times.stolen_time import DISTURBED
 from pshard.units.moe.expert_cache import ExpertCache
@@ -168,7 +169,8 @@ class TierPlan:
 @dataclass(frozen=True)
 class RankPlan:
     """The plan of one rank (device) over its own slice of the model. `share` of 1.0 is the whole model. `caches`: slots
-    for experts that follow use, in tiers of few tokens."""
+    for experts that follow use, in tiers of few tokens. `reserve_mib`: of a GPU's budget, what is left to torch and the
+    kernels."""
 
     rank: int
     budget_mib: int
@@ -177,6 +179,7 @@ class RankPlan:
     kv_order: tuple[str, ...]  # attention units with KV in VRAM in every tier are a prefix of this
     tiers: tuple[TierPlan, ...]
     caches: tuple[ExpertCache, ...] = ()
+    reserve_mib: int = TORCH_RESERVE_MIB
 
     def covering(self, tokens: int) -> TierPlan:
         """The smallest tier that covers `tokens`; raises ValueError when none does."""

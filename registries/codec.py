@@ -100,6 +100,8 @@ def _check_workload(workload: Workload, where: str) -> None:
 
 
 def _check_rank(rank: RankPlan, where: str) -> None:
+    if rank.reserve_mib < 0:
+        raise ValueError(f"{where}.reserve_mib is {rank.reserve_mib}, not 0 or more")
     for i, cache in enumerate(rank.caches):
         check_cache(cache, f"{where}.caches[{i}]")
     tokens = [tier.tokens for tier in rank.tiers]

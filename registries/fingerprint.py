@@ -44,11 +44,11 @@ def digest_profile(profile: MachineProfile) -> str:
     """SHA-256 (hex) of a profile with all its tables; a limit of page-locking changes none of them.
 
     Profiles of before there were several hosts, or experts, delta nets or reading in place were timed, or kernels that
-    are refused were kept, are what they were.
+    are refused or what torch takes were kept, are what they were.
     """
     data = to_json(profile)
     del data["lockable_bytes"]
-    for later in ("ranks_per_host", "experts", "routes", "deltas", "in_place", "refused"):
+    for later in ("ranks_per_host", "experts", "routes", "deltas", "in_place", "refused", "reserves"):
         if not data[later]:
             del data[later]
     if not data["provenance"]["short"]:  # profiles of before there were short ones are what they were

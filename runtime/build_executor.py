@@ -98,7 +98,7 @@ def build_executor(
         records: the executor keeps which experts routers choose. play: what they are made to choose.
     """
     needed = align(max(tier.buffers.total + _index_nbytes(spec, tier, states) for tier in plan.tiers), TENSOR_ALIGN)
-    arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
+    arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind, plan.reserve_mib)))
     if lent:
         weights.check_orders(spec)
     own = LentWeights(weights) if lent else weights

@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.buffers import TORCH_RESERVE_MIB, scratch_bytes
+from pshard.buffers import scratch_bytes
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.planner.serving.size_load import size_load
+from pshard.reserve import reserve_mib
 from pshard.session.this_machine import free_vram_mib
 from pshard.workload import MIB, Limits, Workload, binding_limits, usual_ubatch
 
@@ -131,7 +132,8 @@ def suggest_budget(full: Workload, spec: "ModelSpec", profile: MachineProfile) -
     ranks = len(full.vram_mib)
     kv = sum(unit.state_nbytes(spec.config, full.state_shape) for unit in spec.units)
     scratch = scratch_bytes(spec, full.max_ubatch, full.state_shape, 4)
-    whole = -(-(spec.packed_nbytes + kv) // ranks >> 20) + (scratch >> 20) + TORCH_RESERVE_MIB + 1
+    reserve = max(reserve_mib(profile.reserve_of(full.device + rank)) for rank in range(ranks))
+    whole = -(-(spec.packed_nbytes + kv) // ranks >> 20) + (scratch >> 20) + reserve + 1
     devices = profile.accelerators
     there = [devices[i if i < len(devices) else 0].memory_bytes // MIB for i in range(ranks)]
     usable = [min(free, most) - min(MARGIN_MIB, most // 20) for free, most in zip(full.vram_mib, there)]

@@ -13,6 +13,7 @@ from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.quant import TENSOR_ALIGN, align
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.steps.emit import StepEmitter, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
@@ -62,6 +63,7 @@ class Room:
     ranks: int = 1
     host: int | None = None
     beyond: Beyond | None = None
+    reserve_mib: int = TORCH_RESERVE_MIB
     _scratch: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
     baselines: dict[tuple[str, tuple[int, ...]], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -118,9 +120,18 @@ class Room:
         return state_stage_bytes(self.spec, self.workload.state_shape)
 
 
-def rank_room(spec: ModelSpec, workload: Workload, budget_mib: int, kind: str, act_bytes: int, ranks: int = 1) -> Room:
-    """The room that a budget gives one rank."""
-    return Room(spec, workload, arena_bytes(budget_mib, kind), act_bytes, ranks)
+def rank_room(
+    spec: ModelSpec,
+    workload: Workload,
+    budget_mib: int,
+    kind: str,
+    act_bytes: int,
+    ranks: int = 1,
+    reserve_mib: int = TORCH_RESERVE_MIB,
+) -> Room:
+    """The room that a budget gives one rank; of a GPU's, `reserve_mib` are left to torch and the kernels."""
+    arena = arena_bytes(budget_mib, kind, reserve_mib)
+    return Room(spec, workload, arena, act_bytes, ranks, reserve_mib=reserve_mib)
 
 
 def draft_tier(

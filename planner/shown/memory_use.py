@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
@@ -36,10 +35,10 @@ def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> M
     """What the variant takes on the machine that it was planned for."""
     kind, hosts = profile.accelerators[0].kind, count_hosts(profile, len(variant.ranks))
     specs = cut_ranks(under_plan(spec, variant), variant.split)
-    own = TORCH_RESERVE_MIB if kind == "cuda" else 0
+    own = (rank.reserve_mib if kind == "cuda" else 0 for rank in variant.ranks)
     used = (max(tier.buffers.total for tier in rank.tiers) for rank in variant.ranks)
     return MemoryUse(
-        tuple(own - -nbytes // MIB for nbytes in used),
+        tuple(mib - -nbytes // MIB for mib, nbytes in zip(own, used)),
         count_host_bytes(specs, variant, kind),
         hosts * profile.host.memory_bytes,
     )

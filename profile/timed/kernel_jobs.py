@@ -13,6 +13,7 @@ from pshard.machine import (
     InPlaceTiming,
     MatmulTiming,
     RefusedKernel,
+    Reserve,
     RouteTiming,
 )
 from pshard.profile.effort import Effort, Shapes
@@ -23,7 +24,7 @@ from pshard.profile.timed.time_latent import time_latent
 from pshard.units.kernel_names import kernel_names, name_experts, name_products, name_router
 
 Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | InPlaceTiming | RouteTiming | DeltaTiming
-Found = Row | RefusedKernel
+Found = Row | RefusedKernel | Reserve
 KV_TYPE = "bf16"
 TOGETHER, TOGETHER_CONTEXTS = (16, 64), (128, 1024)  # sequences that decode at once, and cells of each
 DELTA_TOKENS = (4, 16, 64, 256, 1024, 4096)

@@ -40,6 +40,7 @@ NOUNS = (
         "jsonio",
         "batch",
         "batch_sizes",
+        "reserve",
         "speculation",
         "quant",
         "tensor",

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from plan_samples import make_tier, make_variant, with_workload
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.models import open_model
 from pshard.plan import TierPlan
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from short_searches import shorten_searches
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
@@ -23,6 +22,7 @@ from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.published.strategies import NAMES, PER_TIER
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.commands.cli_plan import main
 from pshard.models import open_model
 from pshard.registries.acceptance_file import keep_acceptance
 from pshard.registries.store import load_registry
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.speculation import AcceptanceRecord
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,6 @@ from model_files import write_gguf
 from planner_cases import make_model
 from rich.console import Console
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.commands.cli_plan import main
 from pshard.jsonio import from_json
 from pshard.model import ModelSpec
@@ -31,6 +30,7 @@ from pshard.planner.show_plan import print_explanation
 from pshard.predicted_times import round_seconds
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.registries.store import load_registry
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.units.state import StateShape
 from pshard.workload import Workload
 
@@ -60,7 +60,7 @@ def plan(tmp_path, capsys, quick_search):
 def test_help_is_fast_and_imports_nothing_heavy():
     code = """
 import sys
-from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.commands.cli_plan import main
 try:
     main(["--help"])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.commands.cli_plan import main
 from pshard.registries.store import load_registry
+from pshard.reserve import TORCH_RESERVE_MIB
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "demo.gguf"

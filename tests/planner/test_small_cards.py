@@ -1,22 +1,30 @@
 """Cards of 4 to 8 GB, and kernels that a card cannot run: what is planned, and what is refused in a line."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from golden.shapes import make_shape
+from registry_samples import make_registry
 
+from pshard.buffers import arena_bytes
 from pshard.errors import UserError
-from pshard.machine import MachineProfile, RefusedKernel
-from pshard.planner.check_plan import check_variant
+from pshard.machine import MachineProfile, RefusedKernel, Reserve
+from pshard.plan import RankPlan
+from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import check_kernels
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.kernel_rates import RTX_4060, rate_of
+from pshard.planner.shown.memory_use import measure_use
 from pshard.predicted_times import round_seconds
+from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest_profile
 from pshard.registries.profile_store import load_profile, save_profile
+from pshard.reserve import RUN_MIB, TORCH_RESERVE_MIB, reserve_mib
+from pshard.session.open_plan import check_plan
 from pshard.workload import Workload
 
 SHEET = MACHINES["rtx4060-ryzen-7700"]
@@ -104,3 +112,74 @@ def test_a_profile_keeps_what_was_refused_and_others_stay_what_they_were(tmp_pat
     profile = refused("attention with heads of 256")
     assert load_profile(save_profile(profile, tmp_path / "profile.json")) == profile
     assert digest_profile(replace(profile, refused=())) == digest_profile(small_card(8)) != digest_profile(profile)
+
+
+def measured(gib: int, mib: int) -> MachineProfile:
+    """A small card of which a profile found so many MiB taken beside what was allocated."""
+    return replace(small_card(gib), reserves=(Reserve("acc", mib << 20),))
+
+
+def arena_of(rank: RankPlan) -> int:
+    return arena_bytes(rank.budget_mib, "cuda", rank.reserve_mib)
+
+
+def test_a_plan_uses_what_its_card_was_measured_not_to_need() -> None:
+    """A model that all but fits: what 320 MiB would have kept holds weights, and the plan says what it keeps."""
+    spec, workload = make_shape("qwen3-2b"), Workload((1300,), 2048, prompt=1024, generated=256)
+    assumed, found = (plan_variant(spec, profile, workload) for profile in (small_card(4), measured(4, 100)))
+    assert [p.ranks[0].reserve_mib for p in (assumed, found)] == [TORCH_RESERVE_MIB, 100 + RUN_MIB]
+    for plan, profile in ((assumed, small_card(4)), (found, measured(4, 100))):
+        check_variant([spec], plan, "cuda")
+        rank = plan.ranks[0]
+        most = max(tier.buffers.total for tier in rank.tiers)
+        assert arena_of(assumed.ranks[0]) - (64 << 20) < most <= arena_of(rank)
+        (used,) = measure_use(spec, profile, plan).vram_mib
+        assert used == rank.reserve_mib - -most // (1 << 20) <= 1300
+    assert max(tier.buffers.total for tier in found.ranks[0].tiers) > arena_of(assumed.ranks[0])
+    assert round_seconds(found) < round_seconds(assumed)
+
+
+def test_no_more_is_kept_than_any_run_was_seen_to_take() -> None:
+    assert [reserve_mib(n) for n in (None, 100 << 20, (100 << 20) + 1, 2 << 30)] == [320, 164, 165, 320]
+
+
+def test_a_profile_of_before_assumes_its_reserve_and_makes_the_plans_that_it_made(tmp_path: Path) -> None:
+    profile = measured(4, 100)
+    path = save_profile(profile, tmp_path / "profile.json")
+    assert load_profile(path) == profile
+    data = json.loads(path.read_text())
+    del data["reserves"]
+    path.write_text(json.dumps(data))
+    before = load_profile(path)
+    assert before == small_card(4) and before.reserve_of(0) is None
+    assert digest_profile(before) == digest_profile(small_card(4)) != digest_profile(profile)
+
+
+def test_each_accelerator_has_the_reserve_of_the_one_whose_rows_are_its_own() -> None:
+    two = profile_from_datasheet(replace(SHEET, ranks=2, collective_rate=1e10))
+    assert [replace(two, reserves=measured(8, 90).reserves).reserve_of(i) for i in range(2)] == [90 << 20] * 2
+    second = tuple(replace(row, device="acc1") for row in two.matmuls if row.device == "acc")
+    unlike = replace(
+        two, matmuls=(*two.matmuls, *second), reserves=(Reserve("acc", 90 << 20), Reserve("acc1", 5 << 25))
+    )
+    assert [unlike.reserve_of(i) for i in range(2)] == [90 << 20, 160 << 20]
+    workload = Workload((2000, 2000), 2048, split_mode="layer", tensor_split=(1.0, 1.0))
+    plan = plan_variant(make_shape("qwen3-2b"), unlike, workload)
+    assert [rank.reserve_mib for rank in plan.ranks] == [90 + RUN_MIB, 160 + RUN_MIB]
+
+
+def test_a_plan_made_under_another_reserve_keeps_its_own_and_is_refused_beyond_its_budget() -> None:
+    """With a larger one it runs as it was planned; one that was edited to a larger one is over its arena."""
+    spec, workload = make_shape("qwen3-2b"), Workload((1300,), 2048, prompt=1024, generated=256)
+    plan = plan_variant(spec, small_card(4), workload)
+    check_plan(spec, plan, measured(4, 100))
+    found = plan_variant(spec, measured(4, 100), workload)
+    check_plan(spec, found, small_card(4))
+    registry = make_registry(variants=(plan, found))
+    assert decode_registry(encode_registry(registry)) == registry
+    old = json.loads(encode_registry(registry))
+    for variant in old["sets"][0]["variants"]:
+        del variant["ranks"][0]["reserve_mib"]
+    assert decode_registry(json.dumps(old)).sets[0].variants[0] == plan
+    with pytest.raises(PlanError, match="over the arena"):
+        check_plan(spec, decode_registry(json.dumps(old)).sets[0].variants[1], measured(4, 100))

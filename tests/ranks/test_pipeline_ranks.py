@@ -12,10 +12,10 @@ from rounded_kernels import RoundedKernels
 from test_parallel_group import processes_of, run_ranks, slow
 from thread_ranks import Tiers, random_tiers, split_variant
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.jsonio import to_json
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime import build_executor as loading
 from pshard.workload import Limits, Split
 

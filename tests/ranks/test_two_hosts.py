@@ -19,12 +19,12 @@ from model_files import write_gguf
 from rank_program import partial
 from thread_ranks import random_tiers, split_variant
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.commands import cli_plan, cli_run
 from pshard.jsonio import to_json
 from pshard.machine import CollectiveTiming
 from pshard.profile.identify import identify_accelerators
 from pshard.registries.profile_store import load_profile, save_profile
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime.ranks.network import interface_to
 from pshard.workload import Split
 

@@ -13,8 +13,8 @@ from experts_file import WAYS
 from model_files import write_gguf
 from plan_samples import make_tier, make_variant
 
-from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.models import open_model
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.routing.follow_use import HitCounts
 from pshard.routing.followed import follow_plan
 from pshard.routing.measure_popularity import measure_popularity

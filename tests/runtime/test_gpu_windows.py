@@ -7,7 +7,7 @@ import torch
 from plan_samples import make_tier, make_variant
 from toy_kinds import VOCAB, ToyFile
 
-from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine

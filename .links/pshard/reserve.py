@@ -1,0 +1,1 @@
+../../pshard/reserve.py
