@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pshard.commands.command_line import check_writable, new_parser, parse_count, parse_counts, parse_ints, run_cli
 from pshard.commands.everyday.cli_serve_bench import main as bench_server
 from pshard.commands.everyday.cli_serve_bench import wants_server
+from pshard.commands.parsing.spec_flags import add_spec_flags, read_spec_flags
 from pshard.commands.run_flags import add_plan_flags, make_request, planned_flags
 from pshard.errors import UserError
 
@@ -56,6 +57,7 @@ def make_parser() -> ArgumentParser:
         help="format on stdout; batched: each prompt and the decoding after it as one row",
     )
     parser.add_argument("-of", "--output-file", type=Path, help="also write JSON to this file")
+    add_spec_flags(parser)
     return parser
 
 
@@ -100,6 +102,7 @@ def _make_request(args: Any) -> "RunRequest":
             raise UserError(f"--strategy {name} is unknown; choose from {', '.join(NAMES)}")
     if args.ppl_window < 2:
         raise UserError(f"--ppl-window is {args.ppl_window}; give 2 tokens or more")
+    read_spec_flags(args)
     if args.output_file is not None:
         check_writable(args.output_file, "-of")
     if args.perplexity is not None:
@@ -190,19 +193,25 @@ def _run_strategy(
 ) -> "list[Measurement]":
     from pshard.cuts.rank_parts import cut_ranks
     from pshard.planner.price.predict_published import Predictor
+    from pshard.session.bench_drafts import check_drafted, run_drafted
     from pshard.session.bench_engine import run_test
+    from pshard.session.choose_drafts import choose_drafts
     from pshard.session.start_engine import start_engine
 
+    drafts, why = choose_drafts(read_spec_flags(args), variant)
+    drafted = [test for test in tests if drafts and check_drafted(test)]
     predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
     found = []
     with (
-        start_engine(opened, variant, args.kernels, group, checkpoints=False) as engine,
+        start_engine(opened, variant, args.kernels, group, checkpoints=drafts is not None) as engine,
         _bar(name, len(tests), args, group) as progress,
     ):
-        for note in (*opened.file.notes, *engine.notes):
+        for note in (*opened.file.notes, *engine.notes, *filter(None, [why])):
             print(f"note: {note}", file=sys.stderr)
         for test in tests:
             found.append(run_test(engine, predictor, test, args.repetitions, setting, progress))
+            if drafts and test in drafted:
+                found.append(run_drafted(engine, test, args.repetitions, drafts, found[-1], progress))
     return found
 
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from pshard.commands.command_line import check_writable, new_parser, run_cli
 from pshard.commands.parsing.model_flags import check_model_place
 from pshard.commands.parsing.sampling_flags import add_sampling_flags, make_sampling, read_grammar
+from pshard.commands.parsing.spec_flags import add_spec_flags, read_spec_flags
 from pshard.commands.parsing.text_flags import add_text_flags, check_text_flags, most_tokens, read_prompt, sized_for
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request, planned_flags
 from pshard.errors import UserError
+from pshard.speculation import NONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from pshard.models import ModelFile
     from pshard.routing.follow_use import RankHits
     from pshard.runtime.engine import Engine, MemoryReport
+    from pshard.runtime.speculation.speculator import DraftSettings
+    from pshard.session.open_plan import Opened
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,16 +52,21 @@ def make_parser() -> ArgumentParser:
         help="record which experts every token of the run uses, for pshard plan --routing",
     )  # fmt: skip
     parser.add_argument(
+        "--record-acceptance", action="store_true",
+        help="count which drafts held, beside the plan registry, for pshard plan --spec",
+    )  # fmt: skip
+    parser.add_argument(
         "--deterministic", action="store_true",
         help="experts in VRAM stay those that the plan begins with: earlier text moves no bit of what follows",
     )  # fmt: skip
     add_sampling_flags(parser)
+    add_spec_flags(parser)
     return parser
 
 
 def _main(argv: list[str]) -> int:
     args = _parse_flags(argv)
-    grammar, sampling = read_grammar(args), make_sampling(args)
+    grammar, sampling, ask = read_grammar(args), make_sampling(args), read_spec_flags(args)
     check_model_place(args)  # first: without a terminal a word that is no model looks like a lacking prompt
     prompt = read_prompt(args)
     request = make_request(args, plans=True)
@@ -71,6 +80,7 @@ def _main(argv: list[str]) -> int:
 
     from pshard.routing.followed import keep_slots
     from pshard.runtime.ranks.started import started_ranks
+    from pshard.session.choose_drafts import choose_drafts
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.fill_ahead import fill_ahead
     from pshard.session.readiness.first_profile import ensure_profile
@@ -89,15 +99,18 @@ def _main(argv: list[str]) -> int:
     opened = open_plan(request)
     if args.record_routing and opened.file.spec.config.experts is None:
         raise UserError("the model has no routed experts; leave out --record-routing")
+    drafts, why = choose_drafts(ask, opened.variant)
     group = open_group(opened, ranks)
     if sampling.seed is None:  # all ranks draw the same tokens
         sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
     records = args.record_routing is not None
     variant = keep_slots(opened.variant) if args.deterministic else opened.variant
     with start_engine(opened, variant, args.kernels, group, records=records, filled=filled) as engine:
-        for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
+        for note in (*opened.file.notes, *doubts, *engine.notes, *filter(None, [why])) if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
-        _generate(engine, ids, args, sampling, grammar, loud=group.rank == 0)
+        _generate(engine, ids, args, sampling, grammar, drafts, loud=group.rank == 0)
+        if args.record_acceptance and drafts:
+            _record_acceptance(opened, drafts)
         if records:
             _record_routing(engine, opened.file, args.record_routing, loud=group.rank == 0)
     group.close()
@@ -110,6 +123,8 @@ def _parse_flags(argv: list[str]) -> Namespace:
     check_text_flags(args)
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
+    if args.record_acceptance and (args.spec_synth_rates or read_spec_flags(args).kind == NONE):
+        raise UserError("--record-acceptance counts which drafts hold: add --spec lookup, without --spec-synth-rates")
     if "RANK" not in os.environ:  # who starts ranks has looked
         if args.record_routing:
             check_writable(args.record_routing, "--record-routing", needs_folder=True)
@@ -190,7 +205,9 @@ def _end_line(tokens: "Iterator[int]", loud: bool) -> "Iterator[int]":
         raise
 
 
-def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, loud: bool) -> None:
+def _generate(
+    engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, drafts: "DraftSettings | None", loud: bool
+) -> None:
     if engine.tokenizer is None and not args.tokens:
         raise UserError("the model file has no tokenizer, which its prompt was read with: start again")
     start = time.perf_counter()
@@ -202,7 +219,7 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
         from pshard.runtime.sampling.grammar import follow_grammar
 
         constraint = follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab)
-    made = engine.generate(prompt, most_tokens(args.predict), sampling, text=False, constraint=constraint)
+    made = engine.generate(prompt, most_tokens(args.predict), sampling, False, constraint, drafts)
     for token in _end_line(made, loud):
         if n == 0:
             first = time.perf_counter()
@@ -226,6 +243,10 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )
+    if drafts:
+        from pshard.session.choose_drafts import describe_drafts
+
+        print(describe_drafts(drafts), file=sys.stderr)
     for number, slots in enumerate(hits):
         if slots.found.chosen:
             print(_describe_hits(slots, f" of rank {number}" if len(hits) > 1 else ""), file=sys.stderr)
@@ -260,6 +281,14 @@ def _record_routing(engine: "Engine", file: "ModelFile", path: Path, loud: bool)
             served[-1] += f" ({tier.served[0]:.1%} expected)"
     beside = f"; while decoding, {', '.join(served)}" if served else ""
     print(f"routing record: {record.tokens} tokens in {path}{beside}", file=sys.stderr)
+
+
+def _record_acceptance(opened: "Opened", drafts: "DraftSettings") -> None:
+    """Add what became of a run's drafts to what is recorded beside the registry, and tell of it."""
+    from pshard.registries.acceptance_file import keep_acceptance
+
+    place = keep_acceptance(opened.registry, opened.file.fingerprint_inputs(), drafts.record)
+    print(f"acceptance record: {drafts.record.steps} steps in {place}", file=sys.stderr)
 
 
 def _tabulate_ranks(ranks: "Sequence[MemoryReport]") -> str:

@@ -26,7 +26,7 @@ from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.ranks.gather import gather_nouns, gather_record
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.speculation.draft_length import StepSeconds
-from pshard.runtime.speculation.speculator import Speculation, Speculator
+from pshard.runtime.speculation.speculator import DraftSettings, Speculator
 from pshard.runtime.texts.numbered_texts import NumberedTexts
 from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.runtime.texts.text_pool import TextPool
@@ -231,7 +231,7 @@ class Engine:
         sampling: Sampling | None = None,
         text: bool = True,
         constraint: Constraint | None = None,
-        speculation: Speculation | None = None,
+        speculation: DraftSettings | None = None,
     ) -> Iterator[Any]:
         """Continue a prompt in sequence 0 and yield as it comes.
 
@@ -266,7 +266,7 @@ class Engine:
         most: int,
         sampler: Sampler,
         stops: Collection[int],
-        wanted: Speculation,
+        wanted: DraftSettings,
     ) -> Generator[int]:
         if self._executor.group.size > 1:
             raise UserError("drafts over several ranks: not yet; leave out --spec")

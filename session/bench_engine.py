@@ -147,14 +147,15 @@ def predict_seconds(predictor: "Predictor", test: BenchTest) -> float:
     return seconds
 
 
-def _ids(engine: "Engine", n: int, seed: int) -> list[int]:
+def count_ids(engine: "Engine", n: int, seed: int) -> list[int]:
+    """Token ids of a test, the same every time."""
     return [(seed + 1 + i) * TOKEN_STRIDE % engine.vocab for i in range(n)]
 
 
 def _fill(engine: "Engine", test: BenchTest) -> None:
     engine.reset()
     if test.n_depth:
-        engine.forward([_ids(engine, test.n_depth, s) for s in range(test.n_sequences)])
+        engine.forward([count_ids(engine, test.n_depth, s) for s in range(test.n_sequences)])
 
 
 def _continue(engine: "Engine", test: BenchTest) -> None:
@@ -163,14 +164,14 @@ def _continue(engine: "Engine", test: BenchTest) -> None:
     cached = max(0, test.n_depth - (test.n_prompt == 0))
     engine.reset(length=cached)
     if cached < test.n_depth:
-        engine.forward([_ids(engine, test.n_depth, s)[-1:] for s in range(test.n_sequences)])
+        engine.forward([count_ids(engine, test.n_depth, s)[-1:] for s in range(test.n_sequences)])
 
 
 def _run_once(engine: "Engine", test: BenchTest) -> None:
     if test.n_prompt:
-        engine.forward([_ids(engine, test.n_prompt, s) for s in range(test.n_sequences)])
+        engine.forward([count_ids(engine, test.n_prompt, s) for s in range(test.n_sequences)])
     for i in range(test.n_gen):
-        engine.forward([_ids(engine, 1, s + i) for s in range(test.n_sequences)])
+        engine.forward([count_ids(engine, 1, s + i) for s in range(test.n_sequences)])
 
 
 def measure_perplexity(engine: "Engine", ids: Sequence[int], window: int, progress: Callable[[int], None]) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pshard.commands.everyday.chat_commands import describe_status, run_command
 from pshard.commands.everyday.chat_terminal import Terminal
 from pshard.commands.parsing.sampling_flags import make_sampling, read_grammar
+from pshard.commands.parsing.spec_flags import read_spec_flags
 from pshard.commands.parsing.text_flags import ANSWER
 from pshard.commands.run_flags import planned_flags
 from pshard.errors import UserError
@@ -31,11 +32,12 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
 
     Raises UserError for what cannot be run; on the way a line says it, and the chat goes on.
     """
-    sampling, grammar = make_sampling(args), read_grammar(args)
+    sampling, grammar, ask = make_sampling(args), read_grammar(args), read_spec_flags(args)
     _refuse_for_one_prompt(args)
 
     from pshard.runtime.ranks.started import started_ranks
     from pshard.session.chat.lead import follow
+    from pshard.session.choose_drafts import choose_drafts
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.fill_ahead import fill_ahead
     from pshard.session.readiness.first_profile import ensure_profile
@@ -54,28 +56,35 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
     if started_ranks() and os.environ["RANK"] != "0":
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says what it means
     opened = open_plan(request)
+    drafts, why = choose_drafts(ask, opened.variant)
     group = open_group(opened, ranks)
     with start_engine(opened, opened.variant, args.kernels, group, filled=filled) as engine:
         if group.rank:
             follow(engine)
         else:
-            for note in (*opened.file.notes, *engine.notes):
+            for note in (*opened.file.notes, *engine.notes, *filter(None, [why])):
                 tell_once(f"note: {note}")
-            _hold(engine, opened, sampling, grammar, args, first)
+            _hold(engine, opened, sampling, grammar, drafts, args, first)
     group.close()
     return 0
 
 
 def _refuse_for_one_prompt(args: argparse.Namespace) -> None:
     """Raise UserError for flags of pshard run that a chat would ignore."""
-    for name in ("prompt_cache", "record_routing", "deterministic"):
+    for name in ("prompt_cache", "record_routing", "record_acceptance", "deterministic"):
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} is for one prompt, and this is a chat; leave it out, or give -p without -cnv")
 
 
 def _hold(
-    engine: "Engine", opened: "Opened", sampling: "Sampling", grammar: Any, args: argparse.Namespace, first: str | None
+    engine: "Engine",
+    opened: "Opened",
+    sampling: "Sampling",
+    grammar: Any,
+    drafts: Any,
+    args: argparse.Namespace,
+    first: str | None,
 ) -> None:
     """Hold the conversation on this rank, which leads the others if there are any."""
     from pshard.session.chat.conversation import Conversation
@@ -94,7 +103,7 @@ def _hold(
 
     constrain()  # a grammar that cannot be read is told before the first message
     leader = Leader(engine)
-    chat = Conversation(leader, template, sampling, args.system, most, constrain)
+    chat = Conversation(leader, template, sampling, args.system, most, constrain, drafts)
     _talk(chat, Terminal(opened.file.spec.name), first, args.single_turn)
     leader.dismiss()
 

@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 
 from pshard.commands.command_line import new_parser, run_cli
 from pshard.commands.parsing.sampling_flags import add_sampling_flags
+from pshard.commands.parsing.spec_flags import add_spec_flags
 from pshard.commands.parsing.text_flags import add_text_flags, check_text_flags, read_given
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
 
@@ -22,6 +23,7 @@ def make_parser() -> ArgumentParser:
     add_batch_flags(parser)
     add_text_flags(parser, chats=True)
     add_sampling_flags(parser)
+    add_spec_flags(parser)
     return parser
 
 

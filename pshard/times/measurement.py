@@ -26,6 +26,20 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class BenchedDrafts:
+    """What became of drafts in a test: whose, how many a step at most, steps of all samples, the shares of drafts that
+    held where those before them did, by position, and tokens a second of the same test without drafts, in turns with
+    them. made_up: the chances at which they were said to hold; the text means nothing then."""
+
+    kind: str
+    most: int
+    steps: int
+    held: tuple[float, ...]
+    without_ts: float
+    made_up: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One test. Field names follow llama-bench's JSON where the meaning is the same.
 
@@ -72,6 +86,7 @@ class Measurement:
     same_as: str = ""  # a strategy of the same bench whose plan does the same work on this machine: one plan, two names
     slot_hits: float | None = None  # share of decoding's choices of experts that were found in slots that follow use
     slot_hits_expected: float | None = None  # the same as the plan expects it; None where it has no slots
+    drafts: BenchedDrafts | None = None  # of a test with drafts
     stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
 
 

@@ -55,6 +55,7 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
     ]
     slots: list[Column] = [("in slots", _describe_hits, True)]
     sums: list[Column] = [("sums", lambda m: m.reduce_dtype or "-", False)]
+    drafts: list[Column] = [("drafts", describe_drafts, False)]
     return [
         ("model", lambda m: m.model, False),
         ("size", lambda m: format_bytes(m.model_bytes), True),
@@ -65,6 +66,7 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
         *(sums if any(m.reduce_dtype for m in measurements) else []),
         ("test", lambda m: m.test, False),
         ("t/s", lambda m: f"{m.avg_ts:.2f} ± {m.stddev_ts:.2f}", True),
+        *(drafts if any(m.drafts for m in measurements) else []),
         ("predicted t/s", lambda m: _or_dash(m.predicted_ts, "{:.2f}"), True),
         ("peak VRAM MiB", _peaks, True),
         ("link GB", lambda m: _or_dash(None if m.link_bytes is None else m.link_bytes / 1e9, "{:.3f}"), True),
@@ -79,6 +81,15 @@ def format_bytes(nbytes: float) -> str:
 def _describe_hits(m: Measurement) -> str:
     """Choices of experts that were found in slots, and as many as were expected."""
     return f"{_or_dash(m.slot_hits, '{:.1%}')} ({_or_dash(m.slot_hits_expected, '{:.1%}')} expected)"
+
+
+def describe_drafts(m: Measurement) -> str:
+    """Steps that drafts saved, which of them held by position, and how much faster than without."""
+    if m.drafts is None:
+        return "-"
+    d, tokens = m.drafts, m.n_gen * len(m.samples_ns)
+    held = " ".join(f"{share:.2f}" for share in d.held) or "none"
+    return f"{tokens / max(1, d.steps):.2f} tokens a step, held {held}, {m.avg_ts / d.without_ts:.2f}x"
 
 
 def _peaks(m: Measurement) -> str:
@@ -96,6 +107,8 @@ def _format_csv(measurements: Sequence[Measurement]) -> str:
         row = to_json(m)
         for left_out in ("samples_ns", "samples_ts", "timeline"):
             del row[left_out]
+        if found := row.pop("drafts"):
+            row.update({f"drafts_{name}": value for name, value in found.items()})
         row["budget_mib"] = ",".join(map(str, m.budget_mib))
         row.update({f"env_{name}": value for name, value in row.pop("environment")})
         rows.append(row)

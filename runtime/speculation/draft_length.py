@@ -1,5 +1,6 @@
 """How many drafts a text's next step verifies: as many as bring most tokens a second by what was seen. No torch."""
 
+from collections import deque
 from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
@@ -7,10 +8,10 @@ from operator import mul
 from pshard.speculation import RECORDED, Acceptance
 
 WEIGHT = 0.1  # of a new observation in a running mean
-HOPE = 0.7  # that a draft holds of which nothing is known
-MOST_AT_ONCE = 2.0  # times what was expected, of one step's seconds
-PAUSE, LONGEST_PAUSE = 64, 1024  # steps without drafts before they are tried again: twice as many each time they lose
-TRIAL = 4  # steps with one draft then
+HOPE, AGAIN = 0.7, 0.5  # that a draft holds of which nothing is known, and when drafts are tried again
+KEPT, ENOUGH = 9, 3  # of the last steps whose median counts; with fewer than enough the plan is asked
+PAUSE, LONGEST_PAUSE = 32, 1024  # steps without drafts before they are tried again: twice as many each time they lose
+TRIAL, FIRST = 2, 2  # steps with a draft then; drafts of a text's first step: more once all of them held
 
 
 class StepSeconds:
@@ -19,7 +20,8 @@ class StepSeconds:
     def __init__(self, planned: Mapping[int, float]) -> None:
         """planned: seconds of a full micro-batch by tier; their ratios scale what was measured."""
         self._planned = {tier: max(1e-9, seconds) for tier, seconds in sorted(planned.items())}
-        self._means: dict[tuple[int, int], float | None] = {}  # None: it ran once, which may have compiled something
+        self._last: dict[tuple[int, int], deque[float]] = {}  # of each kind, but for the first, which may compile
+        self._medians: dict[tuple[int, int], float] = {}
 
     def tier(self, rows: int) -> int:
         """The tier that covers so many rows."""
@@ -27,22 +29,28 @@ class StepSeconds:
 
     def observe(self, rows: int, tier: int, seconds: float) -> None:
         """A step took so long."""
-        key = rows, tier
-        mean = self._means.get(key)
-        if key not in self._means:
-            self._means[key] = None
-        elif mean is None:
-            self._means[key] = seconds
-        else:
-            self._means[key] = mean + WEIGHT * (min(seconds, MOST_AT_ONCE * mean) - mean)
+        if (last := self._last.get((rows, tier))) is None:
+            self._last[rows, tier] = deque(maxlen=KEPT)
+            return
+        last.append(seconds)
+        if len(last) >= ENOUGH:
+            self._medians[rows, tier] = sorted(last)[len(last) // 2]
 
     def of(self, rows: int, tier: int) -> float:
-        """Of a step of so many rows under a tier."""
-        known = {key: mean for key, mean in self._means.items() if mean is not None}
-        if not known:
-            return self._planned[tier]
-        near = min(known, key=lambda key: (key[1] != tier, abs(key[0] - rows), abs(key[1] - tier)))
-        return known[near] * self._planned[tier] / self._planned[near[1]]
+        """Of a step of so many rows under a tier: of more than ever ran as of the most that did, so that they run."""
+        points = {n: median for (n, under), median in self._medians.items() if under == tier}
+        alone = next((median for (n, _), median in self._medians.items() if n == 1), None)
+        if alone is None or rows in points:
+            return points.get(rows, self._planned[tier])
+        if rows == 1:
+            return alone
+        if not points:
+            return alone * self._planned[tier] / self._planned[self.tier(1)]
+        points.setdefault(1, alone)
+        below, above = max(n for n in points if n < rows), min((n for n in points if n > rows), default=0)
+        if not above:
+            return points[below]
+        return points[below] + (points[above] - points[below]) * (rows - below) / (above - below)
 
 
 class DraftLength:
@@ -52,8 +60,9 @@ class DraftLength:
         """fixed: always as many as there may be."""
         self.most, self._seconds, self._fixed = most, seconds, fixed
         self._holds = [HOPE] * most  # the chance of each draft whose predecessors held
-        self._share = 1.0  # of steps for which drafts were found
+        self._share = HOPE  # of steps for which drafts were found
         self._pause, self._wait, self._trial = PAUSE, 0, 0
+        self._cap = min(FIRST, most)
 
     def choose(self) -> int:
         """Drafts of the next step."""
@@ -61,11 +70,11 @@ class DraftLength:
             return self.most
         if self._wait:
             self._wait -= 1
-            self._trial = TRIAL * (not self._wait)
+            if not self._wait:
+                self._trial, self._cap = TRIAL, 1
+                self._holds = [max(AGAIN, held) for held in self._holds]
             return 0
-        if self._trial:
-            return 1
-        if best := max(range(self.most + 1), key=self._rate):
+        if best := max(range(self._trial > 0, self._cap + 1), key=self._rate):
             return best
         self._wait, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return 0
@@ -76,6 +85,8 @@ class DraftLength:
         for i in range(min(drafted, accepted + 1)):
             self._holds[i] += WEIGHT * ((i < accepted) - self._holds[i])
         self._trial -= self._trial > 0 and drafted > 0
+        if accepted >= self._cap:
+            self._cap = min(self.most, 2 * self._cap + 1)
         if accepted and not self._trial:
             self._pause = max(PAUSE, self._pause // 2)
 

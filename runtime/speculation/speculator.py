@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pshard.batch import DECODE, VERIFY
+from pshard.batch import VERIFY
 from pshard.errors import StepFailed
 from pshard.runtime.sampling import Sampler
 from pshard.runtime.sampling.sampler import NO_NUMBERS
@@ -17,9 +17,11 @@ from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
 from pshard.speculation import LOOKUP, NONE, Acceptance, AcceptanceRecord
 
+IDLE = 8  # steps without drafts before they run under their own tier again
+
 
 @dataclass(frozen=True)
-class Speculation:
+class DraftSettings:
     """What is asked of it. kind: who drafts; most: drafts of a step; fixed: never fewer, where there are some.
     made_up: chances at which drafts are said to hold, whatever the model says: the text means nothing then. record:
     what became of drafts is counted here."""
@@ -39,7 +41,7 @@ class Speculator:
         pool: TextPool,
         text: Text,
         sampler: Sampler,
-        wanted: Speculation,
+        wanted: DraftSettings,
         seconds: StepSeconds,
         stops: Collection[int] = (),
     ) -> None:
@@ -49,7 +51,7 @@ class Speculator:
         self._stops = () if self._made_up else stops
         self._drafter = PromptLookup()
         most = min(wanted.most, pool.largest_step - 1)
-        self._seconds, self._tier = seconds, 0
+        self._seconds, self._tier, self._idle = seconds, 0, 0
         self._length = DraftLength(most, self._seconds, wanted.fixed)
 
     def go_on(self, before: Sequence[int], first: int, most: int) -> Iterator[int]:
@@ -82,24 +84,32 @@ class Speculator:
     def _step(self, token: int, most: int) -> list[int]:
         """Compute a token and drafts of at most so many more; the tokens that follow."""
         self._drafter.see((token,))
-        text, wanted = self._text, self._length.choose()
-        self._keep_tier(wanted + 1)
+        wanted = self._length.choose()
         drafts = self._drafter.draft(self._count_room(min(wanted, most)))
         if self._made_up:
             drafts += (token,) * (self._count_room(min(wanted, most)) - len(drafts))
-        begin, start = time.perf_counter(), len(text.ids)
-        greedy = self._sampler.greedy
-        kind, rows = (VERIFY, "all") if drafts else (DECODE, "last")
-        piece = Piece(text, (token, *drafts), rows, best=int(greedy), full=not greedy, kind=kind)
-        found = self._pool.step([piece])[0]
-        told = self._tell(found, drafts)
-        if drafts:
-            self._give_again(self._pool.commit(text, start + len(told)))
+        self._keep_tier(len(drafts) and wanted + 1)
+        begin = time.perf_counter()
+        told = self._verify(token, drafts) if drafts else [self._compute(token)]
         self._seconds.observe(len(drafts) + 1, self._tier, time.perf_counter() - begin)
         self._drafter.see(told[:-1])
         self._record.add(len(drafts), len(told) - 1)
         if wanted:
             self._length.note(len(drafts), len(told) - 1)
+        return told
+
+    def _compute(self, token: int) -> int:
+        """The token after one, by a step without drafts."""
+        greedy = self._sampler.greedy
+        ((row,),) = self._pool.extend([(self._text, [token])], best_only=greedy)
+        return self._sampler.take_best(*row.tolist()) if greedy else self._sampler.choose(row)
+
+    def _verify(self, token: int, drafts: tuple[int, ...]) -> list[int]:
+        """The tokens after one, by a step that verifies drafts."""
+        text, start, greedy = self._text, len(self._text.ids), self._sampler.greedy
+        piece = Piece(text, (token, *drafts), "all", best=int(greedy), full=not greedy, kind=VERIFY)
+        told = self._tell(self._pool.step([piece])[0], drafts)
+        self._give_again(self._pool.commit(text, start + len(told)))
         return told
 
     def _tell(self, rows: Sequence[Row], drafts: Sequence[int]) -> list[int]:
@@ -126,10 +136,14 @@ class Speculator:
         return most
 
     def _keep_tier(self, rows: int) -> None:
-        """Steps with and without drafts run under one tier: going to and fro would move weights."""
-        tier = self._seconds.tier(rows)
+        """Steps without drafts (rows 0) between those that have some run under their tier: going to and fro would move
+        weights."""
+        self._idle = 0 if rows else self._idle + 1
+        if not rows and self._tier and self._idle < IDLE:
+            return
+        tier = self._seconds.tier(max(1, rows))
         if tier != self._tier:
-            self._pool.keep_tier(rows)
+            self._pool.keep_tier(tier)
             self._tier = tier
 
     def _give_again(self, ids: list[int]) -> None:

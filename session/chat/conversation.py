@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pshard.models.text.traced_text import TracedText
     from pshard.runtime.engine import Engine
     from pshard.runtime.sampling import Constraint, Sampling
+    from pshard.runtime.speculation.speculator import DraftSettings
     from pshard.session.chat.lead import Leader
 
 PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # of models without a template: they continue text
@@ -61,14 +62,15 @@ class Conversation:
         system: str | None = None,
         most: int = sys.maxsize,
         constrain: "Callable[[], Constraint | None]" = lambda: None,
+        drafts: "DraftSettings | None" = None,
     ) -> None:
-        """most: tokens of an answer; constrain: gives what each answer is to follow. Raises UserError without a
-        tokenizer."""
+        """most: tokens of an answer; constrain: gives what each answer is to follow; drafts: who drafts. Raises
+        UserError without a tokenizer."""
         if engine.tokenizer is None:
             raise UserError("the model file has no tokenizer, which a chat needs; run token ids with --tokens")
         self.engine, self.sampling, self.most = engine, sampling, most
         self._tokenizer: Tokenizer = engine.tokenizer
-        self._template, self._constrain = template or PLAIN, constrain
+        self._template, self._constrain, self._drafts = template or PLAIN, constrain, drafts
         self.messages: list[Message] = []
         self.set_system(system)
         self.last = self.total = TurnStats()
@@ -135,7 +137,7 @@ class Conversation:
         sorter, stream, made = Sorter(text), self._tokenizer.stream(), list[int]()
         words: list[str] = []
         try:
-            for token in self.engine.generate(new, self.most, self.sampling, False, self._constrain()):
+            for token in self.engine.generate(new, self.most, self.sampling, False, self._constrain(), self._drafts):
                 now = time.perf_counter()
                 if not made:
                     stats, started = replace(stats, prompt_seconds=now - started), now

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from engines import open_engine
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from latent_files import random_tensors, write_latent_gguf
@@ -20,7 +21,7 @@ from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation import speculator
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
-from pshard.runtime.speculation.speculator import Speculation
+from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.speculation import LOOKUP, Acceptance
 
 VOCAB, CONTEXT, TOKENS = 96, 512, 40
@@ -78,7 +79,7 @@ def some_ids(n: int, seed: int = 0) -> list[int]:
 
 def make(engine: Engine, sampling: Sampling, drafts: int, most: int = TOKENS, prompt: int = 30) -> list[int]:
     engine.reset()
-    wanted = Speculation(LOOKUP, drafts, fixed=True) if drafts else None
+    wanted = DraftSettings(LOOKUP, drafts, fixed=True) if drafts else None
     return list(engine.generate(some_ids(prompt), most, sampling, text=False, speculation=wanted))
 
 
@@ -93,7 +94,7 @@ def test_tokens_are_those_without_drafts(
         left = engine.tokens()
         monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
         monkeypatch.setattr(Drafts, "chance", chance)
-        for drafts in (1, 3, 7):
+        for drafts in (1, 3, 7, 15):
             assert make(engine, SETTINGS[setting], drafts) == alone
             assert engine.tokens() == left
 
@@ -105,11 +106,11 @@ def test_right_drafts_take_fewer_steps_and_are_counted_by_position(
     with start() as engine:
         alone = make(engine, SETTINGS["greedy"], 0)
         monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
-        wanted = Speculation(LOOKUP, 3, fixed=True)
+        wanted = DraftSettings(LOOKUP, 3, fixed=True)
         engine.reset()
         list(engine.generate(some_ids(30), TOKENS, SETTINGS["greedy"], text=False, speculation=wanted))
         assert wanted.record.steps == 10  # 39 tokens after the prompt's, 4 a step
-        assert wanted.record.tried == wanted.record.held == [10, 10, 9]
+        assert wanted.record.tried == wanted.record.held == (10, 10, 9)
 
 
 def test_what_leaves_early_finds_the_text_as_without_drafts(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_what_leaves_early_finds_the_text_as_without_drafts(start: Open, monkeyp
         monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
         for stop in range(1, 8):
             engine.reset()
-            wanted = Speculation(LOOKUP, 3, fixed=True)
+            wanted = DraftSettings(LOOKUP, 3, fixed=True)
             made = engine.generate(some_ids(30), TOKENS, SETTINGS["seed 1"], text=False, speculation=wanted)
             assert [next(made) for _ in range(stop)] == alone[:stop]
             made.close()
@@ -149,7 +150,7 @@ def test_a_text_goes_on_after_it_was_saved_and_loaded(
         engine.save(tmp_path / "text")
     with start() as engine:
         assert list(engine.load(tmp_path / "text")) == [*some_ids(30), *half[:-1]]
-        wanted = Speculation(LOOKUP, 7, fixed=True)
+        wanted = DraftSettings(LOOKUP, 7, fixed=True)
         rest = list(engine.generate([half[-1]], 20, SETTINGS["greedy"], text=False, speculation=wanted))
         assert [*half, *rest] == alone
 
@@ -172,6 +173,17 @@ def test_one_random_number_is_spent_on_a_told_token(start: Open, monkeypatch: py
     assert ends[0]._random.bit_generator.state == ends[1]._random.bit_generator.state
 
 
+def test_rows_of_a_step_have_the_bits_that_they_have_alone(start: Open) -> None:
+    ids = some_ids(16, 9)
+    with start() as engine:
+        engine.forward(some_ids(40))
+        alone = torch.stack([engine.forward([token]) for token in ids])
+        for rows in (2, 4, 8, 16):
+            engine.reset()
+            engine.forward(some_ids(40))
+            assert torch.equal(engine.forward(ids[:rows], all_logits=True), alone[:rows])
+
+
 def demo() -> Iterator[Engine]:
     with open_engine(
         Path(__file__).parents[2] / "examples" / "demo.gguf", context=1024, tokens=(1, 16, 64), kernels="fast"
@@ -184,7 +196,7 @@ COPIED = "ROMEO:\nO, she doth teach the torches to burn bright!\nROMEO:\nO, she 
 
 
 def test_made_up_acceptance_holds_as_often_as_it_says(demo_engine: Engine) -> None:
-    wanted = Speculation(LOOKUP, 3, fixed=True, made_up=Acceptance((0.8, 0.64, 0.5)))
+    wanted = DraftSettings(LOOKUP, 3, fixed=True, made_up=Acceptance((0.8, 0.64, 0.5)))
     demo_engine.reset()
     made = list(demo_engine.generate(some_ids(30), 400, Sampling(seed=1), text=False, speculation=wanted))
     assert len(made) == 400
@@ -199,7 +211,7 @@ def test_made_up_acceptance_holds_as_often_as_it_says(demo_engine: Engine) -> No
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_lookup_tells_the_tokens_of_a_real_model(demo_engine: Engine, setting: str, drafts: int) -> None:
-    ids, wanted = demo_engine.tokenizer.encode(COPIED), Speculation(LOOKUP, drafts, fixed=True)
+    ids, wanted = demo_engine.tokenizer.encode(COPIED), DraftSettings(LOOKUP, drafts, fixed=True)
     demo_engine.reset()
     alone = list(demo_engine.generate(ids, 120, SETTINGS[setting], text=False))
     demo_engine.reset()
@@ -217,7 +229,7 @@ def test_a_grammar_sees_told_tokens_only(demo_engine: Engine) -> None:
     for drafts in (0, 1, 3, 7):
         demo_engine.reset()
         follow = follow_grammar("schema", kind, demo_engine.tokenizer, demo_engine.vocab)
-        wanted = Speculation(LOOKUP, drafts, fixed=True) if drafts else None
+        wanted = DraftSettings(LOOKUP, drafts, fixed=True) if drafts else None
         ids = demo_engine.tokenizer.encode("To be:")
         made = demo_engine.generate(ids, 200, Sampling(seed=4), constraint=follow, speculation=wanted)
         texts.append("".join(made))

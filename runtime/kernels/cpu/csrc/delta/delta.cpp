@@ -14,7 +14,7 @@ namespace pshard {
 namespace {
 
 constexpr int64_t kTokens = 64;    // of a chunk
-constexpr int64_t kSteps = 8;      // more tokens of a sequence go in chunks
+constexpr int64_t kSteps = 16;     // more tokens of a sequence go in chunks; drafts must not, see docs/speculation.md
 constexpr int64_t kJournalRows = 16;
 constexpr float kL2Eps = 1e-6f;
 

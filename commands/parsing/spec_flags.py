@@ -1,0 +1,59 @@
+"""Flags of pshard-run, chat and bench that say who drafts at run time, and how many drafts a step verifies."""
+
+import argparse
+from typing import Any
+
+from pshard.commands.command_line import parse_count
+from pshard.commands.parsing.draft_flags import AUTO
+from pshard.errors import UserError
+from pshard.session.choose_drafts import USUAL_DRAFTS, DraftAsk
+from pshard.speculation import DRAFT, LOOKUP, MOST_DRAFTS, MTP, NONE, parse_acceptance
+
+LLAMA_TYPES = {
+    "none": NONE, "ngram-simple": LOOKUP, "draft-mtp": MTP, "draft-simple": DRAFT,
+}  # fmt: skip
+
+
+def add_spec_flags(parser: argparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    group: Any = parser.add_argument_group("drafts (docs/speculation.md)")
+    group.add_argument(
+        "--spec", choices=(NONE, AUTO, LOOKUP, MTP, DRAFT), default=None,
+        help="lookup: draft what followed the last tokens earlier in the text, and verify several drafts a step; the "
+        "text stays the same. auto: where the plan says that it can pay. mtp, draft: not yet (default: none)",
+    )  # fmt: skip
+    group.add_argument("--spec-type", metavar="TYPE", help="llama.cpp's name of it: ngram-simple is lookup")
+    group.add_argument(
+        "--spec-draft-n-max", "--spec-n", dest="spec_n", type=parse_count, metavar="K",
+        help=f"drafts a step at most (default: the plan's, else {USUAL_DRAFTS}); fewer where they do not pay",
+    )  # fmt: skip
+    group.add_argument(
+        "--spec-synth-rates", metavar="U1,U2,...",
+        help="make up which drafts hold: the chances that the first, the first two, ... do (.8,.64,.51), with as many "
+        "drafts in every step as there may be. For random weights; the text means nothing",
+    )  # fmt: skip
+
+
+def read_spec_flags(args: argparse.Namespace) -> DraftAsk:
+    """What is asked for. Raises UserError for flags that do not go together, name what is not there, or say nothing."""
+    kind = args.spec
+    if args.spec_type is not None:
+        if args.spec_type not in LLAMA_TYPES:
+            known = ", ".join(LLAMA_TYPES)
+            raise UserError(f"--spec-type {args.spec_type}: not here; there are {known}; ngram-simple is --spec lookup")
+        if kind not in (None, LLAMA_TYPES[args.spec_type]):
+            raise UserError(f"--spec {kind} and --spec-type {args.spec_type} exclude each other; give one")
+        kind = LLAMA_TYPES[args.spec_type]
+    if kind in (MTP, DRAFT):
+        what = {MTP: "multi-token heads", DRAFT: "draft models"}[kind]
+        raise UserError(f"{what} cannot draft yet; give --spec {LOOKUP}, or leave it out")
+    made_up = None
+    if args.spec_synth_rates is not None:
+        made_up = parse_acceptance(args.spec_synth_rates, "--spec-synth-rates")
+    if kind in (None, NONE):
+        for flag, given in (("--spec-draft-n-max", args.spec_n), ("--spec-synth-rates", made_up)):
+            if given is not None:
+                raise UserError(f"{flag} is about drafts, and there are none; add --spec {LOOKUP}")
+    if args.spec_n is not None and args.spec_n > MOST_DRAFTS:
+        raise UserError(f"--spec-draft-n-max {args.spec_n}: a step has up to {MOST_DRAFTS} drafts; give fewer")
+    return DraftAsk(kind or NONE, args.spec_n, made_up)

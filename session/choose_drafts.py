@@ -1,0 +1,70 @@
+"""Whether a run drafts, and how many drafts its steps may have: what is asked for, beside what the plan says."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pshard.errors import UserError
+from pshard.plan import Variant
+from pshard.predicted_times import tier_seconds
+from pshard.speculation import ASSUMED_ACCEPTANCE, LOOKUP, NONE, Acceptance, best_drafts
+
+if TYPE_CHECKING:
+    from pshard.runtime.speculation.speculator import DraftSettings
+
+USUAL_DRAFTS = 7  # of a step at most, where neither the plan nor a flag says it
+
+
+@dataclass(frozen=True)
+class DraftAsk:
+    """kind: who drafts, a drafter or "auto". most: drafts of a step at most; None: not said. made_up: chances at which
+    drafts are said to hold."""
+
+    kind: str = NONE
+    most: int | None = None
+    made_up: Acceptance | None = None
+
+
+def choose_drafts(ask: DraftAsk, variant: Variant) -> "tuple[DraftSettings | None, str]":
+    """What a run under a plan does: None for no drafts; and a line that says why, "" where nothing is to be said.
+    Raises UserError for more drafts than the plan has rows."""
+    if ask.kind == NONE:
+        return None, ""
+    rows = variant.ranks[0].tiers[-1].tokens
+    if ask.most is not None and ask.most >= rows:
+        raise UserError(
+            f"--spec-draft-n-max {ask.most}: the plan's largest step has {rows} tokens, a draft less at most; "
+            "give fewer, or plan a larger -ub"
+        )
+    if len(variant.ranks) > 1:
+        if ask.kind == LOOKUP:
+            raise UserError("drafts over several ranks: not yet; leave out --spec")
+        return None, "no drafts: over several ranks there are none yet"
+    planned = variant.workload.drafting.drafts
+    most = min(ask.most or planned or USUAL_DRAFTS, rows - 1)
+    if ask.kind != LOOKUP and not planned and not ask.made_up and not find_paying(variant, most):
+        return None, "no drafts: the plan says that steps of several rows cost more than lookup brings"
+    from pshard.runtime.speculation.speculator import DraftSettings
+
+    why = "acceptance is made up: the text means nothing" if ask.made_up else ""
+    return DraftSettings(LOOKUP, most, ask.made_up is not None, ask.made_up), why
+
+
+def find_paying(variant: Variant, most: int) -> int:
+    """How many drafts of lookup pay by the plan's tiers and what is usually accepted; 0: none."""
+    seconds = tier_seconds(variant)
+    times = {k: next(s for tier, s in sorted(seconds.items()) if tier > k) for k in range(most + 1)}
+    return best_drafts(ASSUMED_ACCEPTANCE[LOOKUP], times)
+
+
+def describe_drafts(settings: "DraftSettings") -> str:
+    """What became of the drafts of a run, for its last lines."""
+    record = settings.record
+    tried, held = sum(record.tried), sum(record.held)
+    shares = " ".join(f"{a / b:.2f}" for a, b in zip(record.held, record.tried))
+    each = f", by position {shares}" if shares else ""
+    made_up = "; made up, the text means nothing" if settings.made_up else ""
+    tokens = record.steps + held
+    return (
+        f"drafts of {settings.kind}, at most {settings.most} a step: {tokens} tokens in {record.steps} steps; "
+        f"{held} of {tried} held that followed ones which did{each}{made_up}"
+    )
