@@ -11,7 +11,7 @@ TENSOR_ALIGN = 256  # bytes; each tensor of a unit's blob starts here
 
 @dataclass(frozen=True)
 class Plane:
-    """One plane of a packed record: `nbytes` for every `cols` columns of the record's 16 rows."""
+    """One plane of a packed record: `nbytes` for every `cols` columns of the record's 16 rows; 0: whatever the columns."""
 
     name: str
     cols: int
@@ -37,6 +37,9 @@ _CODES1 = Plane("codes1", 32, 64)
 _D32 = Plane("d", 32, 32)
 _M32 = Plane("m", 32, 32)
 _D256 = Plane("d", 256, 32)
+_INDEX4, _INDEX8 = Plane("index", 32, 128), Plane("index", 32, 64)  # a byte for every 4 or 8 columns
+_SIGNS = Plane("signs", 32, 64)
+_MORE8, _MORE16 = Plane("more", 32, 16), Plane("more", 32, 32)  # the indices' high bits
 _DMIN256 = Plane("dmin", 256, 32)
 
 # Block sizes are those of the GGUF format (gguf.GGML_QUANT_SIZES; a test compares them).
@@ -62,6 +65,18 @@ QUANT_TYPES: dict[str, QuantType] = {
         QuantType("Q6_K", 256, 210, (_CODES4, _CODES2, Plane("scales", 256, 256), _D256)),
         QuantType("IQ4_NL", 32, 18, (_CODES4, _D32)),
         QuantType("IQ4_XS", 256, 136, (_CODES4, Plane("scales", 256, 128), _D256)),
+        QuantType("IQ3_S", 256, 110, (_INDEX4, _SIGNS, Plane("scales", 256, 64), _MORE8, _D256)),
+        QuantType("IQ3_XXS", 256, 98, (_INDEX4, _SIGNS, _D256)),
+        QuantType("IQ2_S", 256, 82, (_INDEX8, _SIGNS, Plane("scales", 256, 128), _MORE8, _D256)),
+        QuantType("IQ2_XS", 256, 74, (_INDEX8, _SIGNS, Plane("scales", 256, 128), _D256)),
+        QuantType("IQ2_XXS", 256, 66, (_INDEX8, _SIGNS, _D256)),
+        QuantType("IQ1_S", 256, 50, (_INDEX8, _MORE16, _D256)),
+        QuantType("IQ1_M", 256, 56, (_INDEX8, Plane("scales", 256, 96), _MORE16, _D256)),
+        QuantType("NVFP4", 64, 36, (_CODES4, Plane("scales", 64, 64), Plane("factor", 0, 64))),
+        QuantType("Q1_0", 128, 18, (_CODES1, Plane("d", 128, 32))),
+        QuantType("Q2_0", 64, 18, (_CODES2, Plane("d", 64, 32))),
+        QuantType("TQ1_0", 256, 54, (Plane("trits", 256, 832), _D256)),
+        QuantType("TQ2_0", 256, 66, (_CODES2, _D256)),
     )
 }
 
@@ -77,11 +92,16 @@ def file_nbytes(qtype: str, rows: int, cols: int) -> int:
     return rows * (cols // q.block) * q.nbytes
 
 
+def plane_nbytes(plane: Plane, cols: int) -> int:
+    """Bytes of a plane in one record of `cols` columns."""
+    return cols // plane.cols * plane.nbytes if plane.cols else plane.nbytes
+
+
 def plane_offsets(qtype: str, cols: int) -> dict[str, tuple[int, int]]:
     """Offset and size in bytes of each plane inside one 16-row record of `cols` columns."""
     offsets, at = {}, 0
     for plane in QUANT_TYPES[qtype].planes:
-        size = cols // plane.cols * plane.nbytes
+        size = plane_nbytes(plane, cols)
         offsets[plane.name] = (at, size)
         at += align(size, PLANE_ALIGN)
     return offsets
@@ -89,7 +109,7 @@ def plane_offsets(qtype: str, cols: int) -> dict[str, tuple[int, int]]:
 
 def record_nbytes(qtype: str, cols: int) -> int:
     """Bytes of one record (16 rows) of the packed layout. Only for types with planes."""
-    return sum(align(cols // p.cols * p.nbytes, PLANE_ALIGN) for p in QUANT_TYPES[qtype].planes)
+    return sum(align(plane_nbytes(p, cols), PLANE_ALIGN) for p in QUANT_TYPES[qtype].planes)
 
 
 @lru_cache(1 << 14)  # every layer of every rank and cut asks the same

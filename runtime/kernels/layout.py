@@ -5,9 +5,13 @@ each k-major with the 16 rows side by side. Packing is lossless: `unpack_referen
 `gguf.quants.dequantize(raw)` bit for bit. Types without planes (F32, F16, BF16) stay plain rows.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
+from pshard.runtime.kernels.book_layout import pack_book, unpack_book
+from pshard.runtime.kernels.codebooks import BOOK_TYPES
 
 __all__ = ["pack_reference", "packed_nbytes", "unpack_reference"]
 
@@ -32,7 +36,20 @@ _FIELDS: dict[str, tuple[tuple[str, int], ...]] = {
     "Q6_K": (("ql", 128), ("qh", 64), ("scales", 16), ("d", 2)),
     "IQ4_NL": (("d", 2), ("qs", 16)),
     "IQ4_XS": (("d", 2), ("high", 2), ("low", 4), ("qs", 128)),
+    "IQ3_S": (("d", 2), ("qs", 64), ("qh", 8), ("signs", 32), ("scales", 4)),
+    "IQ3_XXS": (("d", 2), ("qs", 64), ("scales", 32)),
+    "IQ2_S": (("d", 2), ("qs", 32), ("signs", 32), ("qh", 8), ("scales", 8)),
+    "IQ2_XS": (("d", 2), ("qs", 64), ("scales", 8)),
+    "IQ2_XXS": (("d", 2), ("qs", 64)),
+    "IQ1_S": (("d", 2), ("qs", 32), ("qh", 16)),
+    "IQ1_M": (("qs", 32), ("qh", 16), ("scales", 8)),
+    "NVFP4": (("scales", 4), ("qs", 32)),
+    "Q1_0": (("d", 2), ("qs", 16)),
+    "Q2_0": (("d", 2), ("qs", 16)),
+    "TQ1_0": (("qs", 32), ("qt", 16), ("qh", 4), ("d", 2)),
+    "TQ2_0": (("qs", 64), ("d", 2)),
 }
+_TWO_BITS = ("Q2_K", "Q3_K", "Q2_0", "TQ2_0")
 
 
 def pack_reference(raw: np.ndarray, qtype: str, rows: int, cols: int) -> np.ndarray:
@@ -50,10 +67,13 @@ def pack_reference(raw: np.ndarray, qtype: str, rows: int, cols: int) -> np.ndar
     for name, nbytes in _FIELDS[qtype]:
         fields[name] = blocks[..., at : at + nbytes]
         at += nbytes
-    planes = _side_planes(qtype, fields) | _code_planes(qtype, _codes_of(qtype, fields))
+    if qtype in BOOK_TYPES:
+        planes = pack_book(qtype, fields)
+    else:
+        planes = _side_planes(qtype, fields) | _code_planes(qtype, _codes_of(qtype, fields))
     out = np.zeros((groups, record_nbytes(qtype, cols)), np.uint8)
     for name, (offset, size) in plane_offsets(qtype, cols).items():
-        out[:, offset : offset + size] = planes[name].reshape(groups, size)
+        out[:, offset : offset + size] = np.ascontiguousarray(planes[name]).view(np.uint8).reshape(groups, size)
     return out.reshape(-1)
 
 
@@ -69,10 +89,14 @@ def unpack_reference(packed: np.ndarray, qtype: str, rows: int, cols: int) -> np
     records = packed.reshape(groups, record_nbytes(qtype, cols))
     places = plane_offsets(qtype, cols).items()
     planes = {name: np.ascontiguousarray(records[:, at : at + size]) for name, (at, size) in places}
-    scale, minimum = _scales_from_planes(qtype, planes, groups)  # f32 [groups, cols / 16 or 32, 16 rows]
+    minimum = None
+    if qtype in BOOK_TYPES:
+        values, scale = unpack_book(qtype, planes, groups, cols // 32)
+    else:
+        scale, minimum = _scales_from_planes(qtype, planes, groups)  # f32 [groups, n, 16 rows]
+        values = _code_values(qtype, _codes_from_planes(planes, groups, cols // 32))
     each = cols // scale.shape[1]  # columns that share one scale
-    codes = _codes_from_planes(planes, groups, cols // 32).reshape(groups, -1, each, ROW_BLOCK)
-    weights = scale[:, :, None] * _code_values(qtype, codes)
+    weights = scale[:, :, None] * values.reshape(groups, -1, each, ROW_BLOCK)
     if minimum is not None:
         weights = weights + minimum[:, :, None]
     return np.ascontiguousarray(weights.reshape(groups, cols, ROW_BLOCK).swapaxes(1, 2)).reshape(-1, cols)[:rows]
@@ -80,13 +104,15 @@ def unpack_reference(packed: np.ndarray, qtype: str, rows: int, cols: int) -> np
 
 def _code_values(qtype: str, codes: np.ndarray) -> np.ndarray:
     """The f32 value that a code stands for, before scale and minimum."""
-    if qtype == "MXFP4":
+    if qtype in ("MXFP4", "NVFP4"):
         return MXFP4_VALUES[codes]
+    if qtype == "Q1_0":
+        return np.float32(2) * codes.astype(np.float32) - np.float32(1)
     if qtype in ("IQ4_NL", "IQ4_XS"):
         return IQ4_VALUES[codes]
     if qtype == "Q8_0":
         return codes.view(np.int8).astype(np.float32)
-    offset = {"Q4_0": 8, "Q5_0": 16, "Q3_K": 4, "Q6_K": 32}.get(qtype, 0)
+    offset = {"Q4_0": 8, "Q5_0": 16, "Q3_K": 4, "Q6_K": 32, "Q2_0": 1, "TQ1_0": 1, "TQ2_0": 1}.get(qtype, 0)
     return codes.astype(np.float32) - np.float32(offset)
 
 
@@ -102,9 +128,17 @@ def _codes_of(qtype: str, f: dict[str, np.ndarray]) -> np.ndarray:
 
     if qtype == "Q8_0":
         return f["qs"]
+    if qtype == "Q1_0":
+        return np.unpackbits(f["qs"], axis=-1, bitorder="little")
+    if qtype == "Q2_0":
+        return spread(f["qs"], 1, 2)
+    if qtype == "NVFP4":
+        return spread(f["qs"], 8, 4)
+    if qtype == "TQ1_0":
+        return np.concatenate([_trits_of(f[name], n) for name, n in (("qs", 5), ("qt", 5), ("qh", 4))], axis=-1)
     if qtype == "Q6_K":
         return spread(f["ql"], 64, 4) | (spread(f["qh"], 32, 2) << 4)
-    if qtype in ("Q2_K", "Q3_K"):
+    if qtype in _TWO_BITS:
         low = spread(f["qs"], 32, 2)
         return low | (spread(f["qh"], 32, 1) << 2) if qtype == "Q3_K" else low
     low = spread(f["qs"], 32 if qtype.endswith("_K") else 16, 4)
@@ -113,6 +147,13 @@ def _codes_of(qtype: str, f: dict[str, np.ndarray]) -> np.ndarray:
     if qtype in ("Q5_0", "Q5_1"):
         return low | (np.unpackbits(f["qh"], axis=-1, bitorder="little") << 4)
     return low
+
+
+def _trits_of(values: np.ndarray, count: int) -> np.ndarray:
+    """Digits 0 to 2 of bytes [..., n], the first of each byte before the second of any: u8 [..., count * n]."""
+    powers = np.array([3**i for i in range(count)], np.uint8)[:, None]
+    digits = ((values[..., None, :] * powers).astype(np.uint16) * 3) >> 8
+    return digits.astype(np.uint8).reshape(*values.shape[:-1], -1)
 
 
 # --- codes <-> planes. A chunk is 32 columns; a lane byte holds column k of row r at byte r * 4 + k % 4 -------------
@@ -129,7 +170,11 @@ def _code_planes(qtype: str, codes: np.ndarray) -> dict[str, np.ndarray]:
     lanes = _lanes_of(codes)
     if qtype == "Q8_0":
         return {"codes8": np.ascontiguousarray(lanes)}
-    low_bits = 2 if qtype in ("Q2_K", "Q3_K") else 4
+    if qtype == "Q1_0":
+        return {"codes1": _merge_fields(lanes, 1)}
+    if qtype == "TQ1_0":
+        return {"trits": _merge_trits(lanes)}
+    low_bits = 2 if qtype in _TWO_BITS else 4
     high = lanes >> low_bits
     planes = {}
     if low_bits == 2:
@@ -162,10 +207,34 @@ def _split_fields(plane: np.ndarray, bits: int) -> np.ndarray:
     return parts.reshape(*plane.shape[:2], 8, 16, 4)
 
 
+def _merge_trits(lanes: np.ndarray) -> np.ndarray:
+    """[groups, chunks, 8, 16, 4] digits 0 to 2 -> [groups, blocks, 13 vectors, 16, 4]: vector c < 8 of a block of 8
+    chunks holds words 0..4 of chunk c, the others words 5..7 of all chunks in turn; five digits are a byte."""
+    groups = lanes.shape[0]
+    blocks = lanes.reshape(groups, -1, 8, 8, 16, 4)
+    rest = np.zeros((*blocks.shape[:2], 25, 16, 4), np.uint8)
+    rest[:, :, :24] = blocks[:, :, :, 5:].reshape(*blocks.shape[:2], 24, 16, 4)
+    fives = np.concatenate([blocks[:, :, :, :5], rest.reshape(*blocks.shape[:2], 5, 5, 16, 4)], axis=2)
+    weights = np.array([81, 27, 9, 3, 1], np.uint16)[:, None, None]
+    number = (fives.astype(np.uint16) * weights).sum(axis=3)
+    return ((number.astype(np.uint32) * 256 + 242) // 243).astype(np.uint8)
+
+
+def _split_trits(plane: np.ndarray, groups: int) -> np.ndarray:
+    """Inverse of `_merge_trits`: [groups, chunks, 8, 16, 4]."""
+    vectors = plane.reshape(groups, -1, 13, 1, 16, 4)
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None, None]
+    digits = (((vectors * powers).astype(np.uint16) * 3) >> 8).astype(np.uint8)
+    own, rest = digits[:, :, :8], digits[:, :, 8:].reshape(*digits.shape[:2], 25, 16, 4)[:, :, :24]
+    return np.concatenate([own, rest.reshape(*digits.shape[:2], 8, 3, 16, 4)], axis=3).reshape(groups, -1, 8, 16, 4)
+
+
 def _codes_from_planes(planes: dict[str, np.ndarray], groups: int, chunks: int) -> np.ndarray:
     """Codes u8 [groups, chunks, 32 columns, 16 rows]."""
     if "codes8" in planes:
         lanes = planes["codes8"].reshape(groups, chunks, 8, 16, 4)
+    elif "trits" in planes:
+        lanes = _split_trits(planes["trits"], groups)
     else:
         fields = {
             name: _split_fields(planes[name].reshape(groups, chunks, bits, 16, 4), bits)
@@ -176,7 +245,7 @@ def _codes_from_planes(planes: dict[str, np.ndarray], groups: int, chunks: int) 
             nibbles = planes["codes4"].reshape(groups, chunks, 4, 16, 4)
             lanes, shift = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], axis=2), 4
         else:
-            lanes, shift = fields.pop("codes2"), 2
+            lanes, shift = fields.pop("codes2" if "codes2" in fields else "codes1"), 2
         for high in fields.values():
             lanes = lanes | (high << np.uint8(shift))
     return np.ascontiguousarray(lanes.swapaxes(3, 4)).reshape(groups, chunks, 32, 16)
@@ -201,7 +270,18 @@ def _side_planes(qtype: str, f: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         planes["scales"] = (four | two << np.uint8(4)).swapaxes(2, 3)
     elif "scales" in f:
         planes["scales"] = f["scales"].swapaxes(2, 3)
+    if qtype == "NVFP4":  # each row is multiplied by what the file may have beside the tensor
+        planes["factor"] = np.ones((len(f["scales"]), 16), np.float32)
     return {name: np.ascontiguousarray(plane) for name, plane in planes.items()}
+
+
+@lru_cache
+def e4m3_halves() -> np.ndarray:
+    """float32 [256]: half of what each byte stands for as a scale of NVFP4, E4M3 without a sign; 0x7F and 0 are 0."""
+    byte = np.arange(256)
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    value = np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7))
+    return np.where((byte == 0) | (byte == 0x7F), 0, value / 2).astype(np.float32)
 
 
 def _scales_from_planes(qtype: str, planes: dict[str, np.ndarray], groups: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -214,6 +294,9 @@ def _scales_from_planes(qtype: str, planes: dict[str, np.ndarray], groups: int) 
         e = planes["e8m0"].reshape(groups, -1, 16).astype(np.uint32)
         bits = np.where(e < 2, np.uint32(0x00200000) << e, (e - np.uint32(1)) << np.uint32(23))
         return bits.astype(np.uint32).view(np.float32), None
+    if qtype == "NVFP4":
+        scales = e4m3_halves()[planes["scales"]].reshape(groups, -1, 16)
+        return planes["factor"].view(np.float32)[:, None] * scales, None
     d = halves("d")
     if "m" in planes:
         return d, halves("m")

@@ -1,9 +1,14 @@
 """Packed weights to float32 in plain torch, on any device: the slow twin of every kernel (docs/packed-layout.md)."""
 
+from functools import partial
+
 import torch
 
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.codebooks import BOOK_TYPES
+from pshard.runtime.kernels.layout import e4m3_halves
+from pshard.runtime.kernels.unpack_books import unpack_book
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # value x 2 of each 4-bit code (OCP MX specification: E2M1), doubled so that all are whole numbers
@@ -99,6 +104,23 @@ def _mxfp4(p: dict, n: int) -> torch.Tensor:
     return table[_bits(p, "codes4", n, 4).long()] * _spread(scale, n)
 
 
+def _nvfp4(p: dict, n: int) -> torch.Tensor:
+    table = torch.tensor(_E2M1_DOUBLED, dtype=torch.float32, device=p["codes4"].device)
+    scale = torch.from_numpy(e4m3_halves()).to(table.device)[_per_block(p["scales"], n // 16, torch.uint8).long()]
+    scale = scale * p["factor"].contiguous().view(torch.float32)[:, :, None]
+    return table[_bits(p, "codes4", n, 4).long()] * _spread(scale, n)
+
+
+def _trits(p: dict, n: int) -> torch.Tensor:
+    """Digits 0 to 2, int32 [records, 16, n]: see `layout._merge_trits`."""
+    vectors = p["trits"].reshape(len(p["trits"]), n // 256, 13, 1, 16, 4).int()
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int32, device=vectors.device)[:, None, None]
+    digits = ((vectors * powers & 255) * 3) >> 8
+    own, rest = digits[:, :, :8], digits[:, :, 8:].flatten(2, 3)[:, :, :24].unflatten(2, (8, 3))
+    words = torch.cat((own, rest), 3)  # [records, blocks, 8 chunks, 8, 16, 4]
+    return words.permute(0, 4, 1, 2, 3, 5).reshape(-1, 16, n)
+
+
 def _sub_scales(p: dict, n: int, per_256: int) -> torch.Tensor:
     """K-quant sub-scale bytes [records, 16, cols / 256 * per_256] as int32, from [256-block][sub-block][row]."""
     plane = p["scales"]
@@ -161,5 +183,11 @@ _DECODE = {
     "Q6_K": _q6_k,
     "IQ4_NL": lambda p, n: _iq4(p, n) * _spread(_half(p, "d", n, 32), n),
     "IQ4_XS": _iq4_xs,
+    "NVFP4": _nvfp4,
+    "Q1_0": lambda p, n: (2 * _bits(p, "codes1", n, 1) - 1).float() * _spread(_half(p, "d", n, 128), n),
+    "Q2_0": lambda p, n: (_bits(p, "codes2", n, 2) - 1).float() * _spread(_half(p, "d", n, 64), n),
+    "TQ1_0": lambda p, n: (_trits(p, n) - 1).float() * _spread(_half(p, "d", n, 256), n),
+    "TQ2_0": lambda p, n: (_bits(p, "codes2", n, 2) - 1).float() * _spread(_half(p, "d", n, 256), n),
+    **{qtype: partial(unpack_book, qtype) for qtype in BOOK_TYPES},
 }
 assert set(_DECODE) | set(PLAIN) == set(QUANT_TYPES)

@@ -1,40 +1,17 @@
 """The packed layout keeps every bit of the weights, in the sizes that pshard.quant states."""
 
-import gguf
 import numpy as np
 import pytest
+import torch
+from makers.random_blocks import dequantise_rows, random_rows
 
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, file_nbytes, record_nbytes
+from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.layout import pack_reference, packed_nbytes, unpack_reference
+from pshard.runtime.kernels.unpack import unpack
 
 TYPES = sorted(QUANT_TYPES)
 PLANED = [name for name in TYPES if QUANT_TYPES[name].planes]
-
-
-def random_rows(qtype: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
-    """Random code bytes with scales of ordinary size, u8 [rows, bytes of a row] as in a GGUF file."""
-    rng = np.random.default_rng(seed)
-    if qtype == "F32":
-        return rng.standard_normal((rows, cols), np.float32).view(np.uint8)
-    if qtype == "F16":
-        return rng.standard_normal((rows, cols), np.float32).astype(np.float16).view(np.uint8)
-    if qtype == "BF16":
-        bits = rng.standard_normal((rows, cols), np.float32).view(np.uint32) >> 16
-        return bits.astype(np.uint16).view(np.uint8)
-    q = QUANT_TYPES[qtype]
-    blocks = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
-    if qtype == "MXFP4":
-        blocks[..., 0] = rng.integers(120, 128, blocks.shape[:2])
-        return blocks.reshape(rows, -1)
-    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2)}
-    for at in places.get(qtype, (0, 2) if qtype == "Q5_1" else (0,)):
-        scale = (rng.standard_normal(blocks.shape[:2]) * 0.01).astype(np.float16)
-        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-def dequantised(raw: np.ndarray, qtype: str, rows: int, cols: int) -> np.ndarray:
-    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[qtype]).reshape(rows, cols)
 
 
 @pytest.mark.parametrize("qtype", TYPES)
@@ -44,7 +21,7 @@ def test_unpacking_a_packed_matrix_equals_the_gguf_dequantiser(qtype: str, rows:
     raw = random_rows(qtype, rows, cols)
     packed = pack_reference(raw, qtype, rows, cols)
     assert packed.dtype == np.uint8 and packed.shape == (packed_nbytes(qtype, rows, cols),)
-    np.testing.assert_array_equal(unpack_reference(packed, qtype, rows, cols), dequantised(raw, qtype, rows, cols))
+    np.testing.assert_array_equal(unpack_reference(packed, qtype, rows, cols), dequantise_rows(raw, qtype, rows, cols))
 
 
 @pytest.mark.parametrize("qtype", PLANED)
@@ -66,3 +43,11 @@ def test_padding_rows_are_zero_weights(qtype: str) -> None:
 @pytest.mark.parametrize("qtype", PLANED)
 def test_packing_grows_a_model_matrix_by_at_most_three_percent(qtype: str) -> None:
     assert packed_nbytes(qtype, 25600, 5120) <= 1.03 * file_nbytes(qtype, 25600, 5120)
+
+
+@pytest.mark.parametrize("qtype", PLANED)
+def test_the_plain_kernels_unpack_the_same_weights(qtype: str) -> None:
+    cols = 2 * QUANT_TYPES[qtype].block
+    packed = torch.from_numpy(pack_reference(random_rows(qtype, 19, cols), qtype, 19, cols))
+    got = unpack(Packed(packed, qtype, 19, cols)).numpy()
+    np.testing.assert_array_equal(got, unpack_reference(packed.numpy(), qtype, 19, cols))

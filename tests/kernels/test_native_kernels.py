@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_layout import random_rows
+from makers.random_blocks import dequantise_rows, random_rows
 
 from pshard.quant import QUANT_TYPES, packed_nbytes, record_nbytes
 from pshard.runtime.kernels.api import Packed
@@ -44,7 +44,7 @@ def two_threads() -> None:
 def matrix(qtype: str, rows: int, cols: int, seed: int = 0) -> tuple[Packed, np.ndarray]:
     """A packed matrix, its data in numpy, and the float32 weights it stands for."""
     raw = random_rows(qtype, rows, cols, seed)
-    weights = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[qtype]).reshape(rows, cols)
+    weights = dequantise_rows(raw, qtype, rows, cols)
     return Packed(pack_reference(raw, qtype, rows, cols), qtype, rows, cols), weights
 
 

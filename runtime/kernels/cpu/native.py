@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pshard.quant import QUANT_TYPES
+from pshard.runtime.kernels.codebooks import BOOK_TYPES, load_book
 from pshard.runtime.kernels.cpu.sources import digest_sources
 from pshard.units.kv_cells import kv_nbytes
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 20  # as csrc/api.cpp has it
+ABI = 21  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -53,6 +55,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "guard_map": ("v", "pz"),
     "unguard_map": ("v", "p"),
     "pack": ("v", "plillllp"),
+    "set_book": ("v", "ipl"),
     "linear": ("v", "plpillplli"),
     "linear_group": ("v", "plpppilpll"),
     "ffn": ("v", "plpipipillpllii"),
@@ -796,9 +799,19 @@ def _at(buffer: Buffer) -> int:
 
 
 def _type(qtype: str) -> int:
+    if qtype in BOOK_TYPES:
+        _give_book(qtype)
     if _WHY_MISSING is None and _TYPE_NUMBERS[qtype] < 0:
         raise ValueError(f"no CPU kernel for quant type {qtype}")
     return _TYPE_NUMBERS.get(qtype, -1)
+
+
+@lru_cache
+def _give_book(qtype: str) -> None:
+    """Bring a type's codebook into the library, before its first use."""
+    if _WHY_MISSING is None:
+        book = load_book(qtype)
+        _C["set_book"](_TYPE_NUMBERS[qtype], book.ctypes.data, book.size)
 
 
 def _packed(weight: "Packed") -> tuple[int, int]:

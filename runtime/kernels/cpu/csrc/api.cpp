@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "packing/books.h"
 #include "packing/pack.h"
 
 namespace pshard {
@@ -35,7 +36,7 @@ const Kernels& kernels() {
 using namespace pshard;
 
 // Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
-PSHARD_API int pshard_abi() { return 20; }
+PSHARD_API int pshard_abi() { return 21; }
 
 #ifndef PSHARD_SOURCES  // setup.py says
 #define PSHARD_SOURCES 0
@@ -71,6 +72,12 @@ PSHARD_API int pshard_sleeping() { return Pool::instance().sleeping(); }
 PSHARD_API int64_t pshard_recalls() { return Pool::instance().recalls(); }
 
 PSHARD_API int pshard_stop_helpers(int point) { return Pool::instance().stop_helpers_at(point); }
+
+// A codebook: what the indices of a type stand for, `count` numbers, four columns a word.
+PSHARD_API void pshard_set_book(int type, const int8_t* values, int64_t count) {
+  auto* to = reinterpret_cast<uint8_t*>(books[type - IQ3_S]);
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(64 + values[i]);
+}
 
 PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int64_t row_start, int64_t row_stop,
                             int64_t col_start, int64_t col_stop, uint8_t* out) {

@@ -125,4 +125,4 @@ def _bits_of(qtype: str) -> tuple[int, int]:
 
 
 def _places_of(matrix: Packed) -> tuple[int, ...]:
-    return places(matrix.qtype, matrix.cols) if matrix.qtype in ENCODINGS else (0,) * 6
+    return places(matrix) if matrix.qtype in ENCODINGS else (0,) * 6

@@ -63,7 +63,7 @@ def _cut(kernel: str, matrix: Packed, picker: TilePicker) -> dict[str, Any]:
     """How the rows of one expert's matrix are cut, and how they are read."""
     tile, encoding, chunks = picker.fixed(kernel, matrix.qtype, 1), ENCODINGS[matrix.qtype], matrix.cols // 32
     return {
-        "rows": matrix.rows, "chunks": chunks, "places": places(matrix.qtype, matrix.cols), "DEPTH": tile.depth,
+        "rows": matrix.rows, "chunks": chunks, "places": places(matrix), "DEPTH": tile.depth,
         "WARPS": tile.warps, "QTYPE": matrix.qtype, "LOW": encoding.low, "HIGH": encoding.high,
         "FACTOR": FACTORS.get(matrix.qtype, 1), "MASKED": chunks % tile.depth != 0 or matrix.rows % 32 != 0,
         "AHEAD": tile.stages - 1, "num_warps": tile.warps, "maxnreg": tile.registers,

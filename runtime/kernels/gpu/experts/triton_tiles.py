@@ -7,6 +7,7 @@ shared memory. All that is loaded is words of 32 bits: the compiler fetches thos
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.products.triton_books import load_later_scales
 from pshard.runtime.kernels.gpu.products.triton_decode import load_codes
 
 if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
@@ -41,9 +42,11 @@ def _byte_at(words, at, lane, mask):
 
 
 @triton.jit
-def _load_scales(words, lane, chunk, mask, scales, mins, d, dmin, QTYPE: tl.constexpr):
+def _load_scales(words, lane, chunk, mask, high, scales, mins, d, dmin, QTYPE: tl.constexpr, HIGH: tl.constexpr):
     """(s0, a0, s1, a1), float32: weight = s * code + a, the first pair for columns 0..15 of the chunk."""
-    if QTYPE == "MXFP4":
+    if HIGH >= 3 or QTYPE == "NVFP4" or QTYPE == "Q1_0" or QTYPE == "Q2_0" or QTYPE == "TQ1_0" or QTYPE == "TQ2_0":
+        return load_later_scales(words, lane, chunk, mask, high, scales, mins, d, QTYPE)
+    elif QTYPE == "MXFP4":
         e = _byte_at(words, d + chunk * 16, lane, mask)
         s0 = tl.where(e < 2, 0x00200000 << tl.minimum(e, 1), (e - 1) << 23).to(tl.float32, bitcast=True)
         return s0, s0 * 0.0, s0, s0 * 0.0
@@ -124,12 +127,13 @@ def load_tile(
             mask &= chunk < cols // 32
         matrix = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
         rec = (row // 16 * record)[:, None]
-        codes = load_codes(matrix, rec, lane, chunk, mask, high, QTYPE, LOW, HIGH)
+        codes = load_codes(matrix, rec, lane, chunk, mask, high, mins, dmin, QTYPE, LOW, HIGH)
         words = matrix.to(tl.pointer_type(tl.int32), bitcast=True) + rec
-        s0, a0, s1, a1 = _load_scales(words, lane, chunk, mask, scales, mins, d, dmin, QTYPE)
+        s0, a0, s1, a1 = _load_scales(words, lane, chunk, mask, high, scales, mins, d, dmin, QTYPE, HIGH)
         columns = ()
         for k in tl.static_range(32):
-            if QTYPE == "Q8_0" or QTYPE == "MXFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":  # signed
+            if QTYPE == "Q8_0" or QTYPE == "MXFP4" or QTYPE == "NVFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS" \
+                    or HIGH >= 3:  # signed
                 code = _lifted(codes[k // 4] ^ -0x7F7F7F80, k % 4) - 8388736.0
             else:
                 code = _lifted(codes[k // 4], k % 4) - 8388608.0

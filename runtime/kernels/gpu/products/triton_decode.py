@@ -6,22 +6,31 @@ the matrix in 32-bit words, `lane` the row in its record; both are [1, rows]. Pl
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from pshard.quant import plane_offsets, record_nbytes
+from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.codebooks import BOOK_TYPES
+from pshard.runtime.kernels.gpu.products.triton_books import book_on, load_book_codes, load_later_scales
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How codes of a type are built: `low` bits in codes8/4/2, `high` bits above them in codes1 or codes2."""
+    """How codes of a type are built: `low` bits in codes8/4/2/1, `high` bits above them in codes1 or codes2.
+
+    With a codebook `high` is SIGNED_BOOK or PLAIN_BOOK, and `low` the bits of its indices by weight.
+    """
 
     low: int
     high: int
     high_plane: str = ""
     halves: bool = False  # two scales per chunk, one for each 16 columns
 
+
+SIGNED_BOOK, PLAIN_BOOK = 3, 4  # whose signs are in a plane of their own, or which has them
 
 ENCODINGS = {
     "Q4_0": Encoding(4, 0),
@@ -37,17 +46,35 @@ ENCODINGS = {
     "Q6_K": Encoding(4, 2, "codes2", halves=True),
     "IQ4_NL": Encoding(4, 0),
     "IQ4_XS": Encoding(4, 0),
+    "IQ3_S": Encoding(2, SIGNED_BOOK, "signs"),
+    "IQ3_XXS": Encoding(2, SIGNED_BOOK, "signs"),
+    "IQ2_S": Encoding(1, SIGNED_BOOK, "signs", halves=True),
+    "IQ2_XS": Encoding(1, SIGNED_BOOK, "signs", halves=True),
+    "IQ2_XXS": Encoding(1, SIGNED_BOOK, "signs"),
+    "IQ1_S": Encoding(1, PLAIN_BOOK),
+    "IQ1_M": Encoding(1, PLAIN_BOOK, halves=True),
+    "NVFP4": Encoding(4, 0, halves=True),
+    "Q1_0": Encoding(1, 0),
+    "Q2_0": Encoding(2, 0),
+    "TQ1_0": Encoding(1, 0),
+    "TQ2_0": Encoding(2, 0),
 }
 
 
+def places(weight: Packed) -> tuple[Any, ...]:
+    """(words of a record, offsets of the high codes, scales, mins or more, d or e8m0 or factor, dmin or m); 0 for a
+    plane not there. In the place of dmin a type with a codebook has that, a tensor on the weight's device."""
+    found = _places(weight.qtype, weight.cols)
+    return (*found[:5], book_on(weight.qtype, weight.data.device)) if weight.qtype in BOOK_TYPES else found
+
+
 @lru_cache
-def places(qtype: str, cols: int) -> tuple[int, int, int, int, int, int]:
-    """(words of a record, offsets of the high codes, scales, mins, d or e8m0, dmin or m); 0 for a plane not there."""
+def _places(qtype: str, cols: int) -> tuple[int, int, int, int, int, int]:
     offsets = {name: at for name, (at, _) in plane_offsets(qtype, cols).items()}
     high = offsets.get(ENCODINGS[qtype].high_plane, 0)
-    d = offsets.get("d", offsets.get("e8m0", 0))
+    d = offsets.get("d", offsets.get("e8m0", offsets.get("factor", 0)))
     dmin = offsets.get("dmin", offsets.get("m", 0))
-    return record_nbytes(qtype, cols) // 4, high, offsets.get("scales", 0), offsets.get("mins", 0), d, dmin
+    return record_nbytes(qtype, cols) // 4, high, offsets.get("scales", 0), offsets.get("mins", offsets.get("more", 0)), d, dmin
 
 
 @triton.jit
@@ -149,13 +176,59 @@ else:
 
 
 @triton.jit
-def load_codes(weight, rec, lane, chunk, mask, high, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+def trits_of(bytes_, TURNS: tl.constexpr):
+    """Digit number TURNS (0 to 2) of each of four bytes of five: see `layout._merge_trits`."""
+    low = bytes_ & 0x00FF00FF  # two bytes a word, with room above each
+    high = (bytes_ >> 8) & 0x00FF00FF
+    for _ in tl.static_range(TURNS):
+        low = (low * 3) & 0x00FF00FF
+        high = (high * 3) & 0x00FF00FF
+    return (((low * 3) >> 8) & 0x00030003) | ((high * 3) & 0x03000300)
+
+
+@triton.jit
+def later_trits(words, block, m, mask):
+    """Digits of word m = 0..23 of those that a block of 8 chunks has behind the first five of each."""
+    raw = tl.load(words + (block * 208 + (8 + m // 5) * 16), mask=mask, other=0)
+    turns = m % 5
+    found = trits_of(raw, 0)
+    for i in tl.static_range(1, 5):
+        found = tl.where(turns == i, trits_of(raw, i), found)
+    return found
+
+
+@triton.jit
+def _load_trits(words, chunk, mask):
+    """The codes of TQ1_0: see `load_codes`. words: of each row."""
+    block = chunk // 8
+    c = chunk % 8
+    raw = tl.load(words + (block * 208 + c * 16), mask=mask, other=0)
+    codes: tl.tuple = ()
+    for i in tl.static_range(5):
+        codes = codes + (trits_of(raw, i),)  # noqa: RUF005
+    for i in tl.static_range(3):
+        codes = codes + (later_trits(words, block, 3 * c + i, mask),)  # noqa: RUF005
+    return codes
+
+
+@triton.jit
+def load_codes(
+    weight, rec, lane, chunk, mask, high, mins, dmin, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+):
     """Eight int32 tensors [chunks, rows]: byte t of number c is the code of column 4c + t of the chunk.
 
-    Unsigned codes, except Q8_0, MXFP4, IQ4_NL and IQ4_XS: signed values. What the code means is in `load_scales`.
+    Unsigned codes, except those of types `are_signed`. What the code means is in `load_scales`.
     """
     words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + rec + lane
+    if HIGH >= 3:
+        return load_book_codes(words - lane, lane, chunk, mask, high, mins, dmin, QTYPE)
+    if QTYPE == "TQ1_0":
+        return _load_trits(words, chunk, mask)
     codes = ()
+    if LOW == 1:
+        bits = tl.load(words + chunk * 16, mask=mask, other=0)
+        for c in tl.static_range(8):  # 0 or 2
+            codes = codes + (_bits(bits, 1 - c, 0x02020202),)  # noqa: RUF005
     if LOW == 8:
         for c in tl.static_range(8):
             codes = codes + (tl.load(words + (chunk * 128 + c * 16), mask=mask, other=0),)  # noqa: RUF005
@@ -163,10 +236,10 @@ def load_codes(weight, rec, lane, chunk, mask, high, QTYPE: tl.constexpr, LOW: t
         raw = ()
         for c in tl.static_range(4):
             raw = raw + (tl.load(words + (chunk * 64 + c * 16), mask=mask, other=0),)  # noqa: RUF005
-        if QTYPE == "MXFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":
+        if QTYPE == "MXFP4" or QTYPE == "NVFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":
             later = ()
             for c in tl.static_range(4):
-                if QTYPE == "MXFP4":
+                if QTYPE == "MXFP4" or QTYPE == "NVFP4":
                     low, upper = fp4_values(raw[c])
                 else:
                     low, upper = iq4_values(raw[c])
@@ -206,14 +279,17 @@ def _six_bits(low, high, HALF: tl.constexpr, j):
 
 
 @triton.jit
-def load_scales(weight, rec, lane, chunk, mask, scales, mins, d, dmin, QTYPE: tl.constexpr):
+def load_scales(weight, rec, lane, chunk, mask, high, scales, mins, d, dmin, QTYPE: tl.constexpr, HIGH: tl.constexpr):
     """(s0, a0, s1, a1), float32 [chunks, rows]: weight = s * code + a, the first pair for columns 0..15 of the chunk.
 
     An offset of the code is folded into `a`: s * (code - 8) = s * code - 8 s, exact because 8 is a power of two.
     """
     halves = weight.to(tl.pointer_type(tl.float16), bitcast=True) + 2 * rec + lane
     raw = weight + 4 * rec + lane
-    if QTYPE == "MXFP4":
+    if HIGH >= 3 or QTYPE == "NVFP4" or QTYPE == "Q1_0" or QTYPE == "Q2_0" or QTYPE == "TQ1_0" or QTYPE == "TQ2_0":
+        words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + rec
+        return load_later_scales(words, lane, chunk, mask, high, scales, mins, d, QTYPE)
+    elif QTYPE == "MXFP4":
         e = tl.load(raw + (d + chunk * 16), mask=mask, other=0).to(tl.int32)
         bits = tl.where(e < 2, 0x00200000 << tl.minimum(e, 1), (e - 1) << 23)
         s = bits.to(tl.float32, bitcast=True)

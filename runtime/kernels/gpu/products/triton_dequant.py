@@ -12,11 +12,11 @@ def _decode_rows(
     QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
     """KIND [ROWS, 32 * BC]: rows `lane` [1, ROWS] of the record at `weight`, its chunks `chunk` [BC, 1]."""
-    codes = load_codes(weight, 0, lane, chunk, mask, high, QTYPE, LOW, HIGH)
-    s0, a0, s1, a1 = load_scales(weight, 0, lane, chunk, mask, scales, mins, d, dmin, QTYPE)
+    codes = load_codes(weight, 0, lane, chunk, mask, high, mins, dmin, QTYPE, LOW, HIGH)
+    s0, a0, s1, a1 = load_scales(weight, 0, lane, chunk, mask, high, scales, mins, d, dmin, QTYPE, HIGH)
     columns = ()
     for k in tl.static_range(32):
-        if QTYPE == "Q8_0" or QTYPE == "MXFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":
+        if QTYPE == "Q8_0" or QTYPE == "MXFP4" or QTYPE == "NVFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS" or HIGH >= 3:
             code = (codes[k // 4] << (24 - 8 * (k % 4))) >> 24
         else:
             code = (codes[k // 4] >> (8 * (k % 4))) & 255

@@ -48,8 +48,8 @@ def dot_record(
         chunk = start + tl.arange(0, BC)
         there = chunk < last
         mask = there[:, None]
-        codes = load_codes(weight, 0, lane, chunk[:, None], mask, high, QTYPE, LOW, HIGH)
-        s0, a0, s1, a1 = load_scales(weight, 0, lane, chunk[:, None], mask, scales, mins, d, dmin, QTYPE)
+        codes = load_codes(weight, 0, lane, chunk[:, None], mask, high, mins, dmin, QTYPE, LOW, HIGH)
+        s0, a0, s1, a1 = load_scales(weight, 0, lane, chunk[:, None], mask, high, scales, mins, d, dmin, QTYPE, HIGH)
         new = ()
         for m in tl.static_range(TOKENS):
             at = m * width + chunk

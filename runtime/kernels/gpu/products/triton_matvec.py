@@ -43,7 +43,10 @@ def multiply_chunks(
     """
     start = (tl.where(exists, record_at, 0) if MASKED else record_at).to(tl.int64) * record
     if ROWS == 16:
-        HALVES: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q6_K"
+        HALVES: tl.constexpr = (
+            QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q6_K" or QTYPE == "IQ2_S" or QTYPE == "IQ2_XS"
+            or QTYPE == "IQ1_M" or QTYPE == "NVFP4"
+        )  # fmt: skip
         return dot_record(matrix + start * 4, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
                           TOKENS, DEPTH, QTYPE, LOW, HIGH, HALVES)  # fmt: skip
     else:

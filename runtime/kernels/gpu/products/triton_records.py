@@ -8,6 +8,7 @@ before. One token costs as much as eight.
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.products.triton_books import e4m3_half
 from pshard.runtime.kernels.gpu.products.triton_fragments import (
     EXCESS_Q3,
     decode,
@@ -15,6 +16,7 @@ from pshard.runtime.kernels.gpu.products.triton_fragments import (
     load_codes,
     load_exponents,
     load_halves,
+    odd_scales,
     scale_words_q3,
 )
 from pshard.runtime.kernels.gpu.products.triton_mma import (
@@ -45,7 +47,13 @@ def within(n, last, MASKED: tl.constexpr):
 @triton.jit
 def _row_scales(record, n, four, scales, d, QTYPE: tl.constexpr):
     """Scales of the four rows in chunk n, float32; for Q4_K and Q5_K without the superblock's."""
-    if QTYPE == "MXFP4":
+    if QTYPE == "TQ1_0" or QTYPE == "TQ2_0":
+        return 1.0, 1.0, 1.0, 1.0
+    elif QTYPE == "Q1_0":
+        return load_halves(record.to(tl.pointer_type(tl.float16), bitcast=True) + d // 2 + n // 4 * 16 + four)
+    elif QTYPE == "Q2_0":
+        return load_halves(record.to(tl.pointer_type(tl.float16), bitcast=True) + d // 2 + n // 2 * 16 + four)
+    elif QTYPE == "MXFP4":
         return load_exponents(record + (d + four) // 4 + n * 4)
     elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
         word = tl.load(record + (scales + four) // 4 + n * 4)
@@ -94,6 +102,14 @@ def _float4(pointer, chunk, last, MASKED: tl.constexpr):
             value = tl.where(chunk + k < last, value, 0.0)
         values = values + (value,)  # noqa: RUF005
     return values
+
+
+@triton.jit
+def _floats4(pointer):
+    """Four consecutive float32 at a multiple of 16 bytes."""
+    words = load4(pointer, True)
+    return (words[0].to(tl.float32, bitcast=True), words[1].to(tl.float32, bitcast=True),
+            words[2].to(tl.float32, bitcast=True), words[3].to(tl.float32, bitcast=True))  # fmt: skip
 
 
 @triton.jit
@@ -156,8 +172,22 @@ def _fetch_chunks(
     """Have UNIT (8) chunks from n on brought into L2: all planes of both records, by the warp that will read them."""
     lane = thread % 16
     _fetch_plane(record, n * (64 * LOW), lane, mask, UNIT * 64 * LOW)
-    if HIGH > 0:
+    if HIGH == 3:
+        _fetch_plane(record, high + n * 64, lane, mask, UNIT * 64)
+    elif HIGH == 1 or HIGH == 2:
         _fetch_plane(record, high + n * (64 * HIGH), lane, mask, UNIT * 64 * HIGH)
+    if HIGH >= 3 or QTYPE == "TQ1_0" or QTYPE == "TQ2_0":
+        _fetch_plane(record, d + n * 4, lane, mask, UNIT * 4)
+        if QTYPE == "IQ3_S" or QTYPE == "IQ2_S":
+            _fetch_plane(record, mins + n * 16, lane, mask, UNIT * 16)
+        elif HIGH == 4:
+            _fetch_plane(record, mins + n * 32, lane, mask, UNIT * 32)
+        if QTYPE == "IQ3_S":
+            _fetch_plane(record, scales + n * 8, lane, mask, UNIT * 8)
+        elif QTYPE == "IQ2_S" or QTYPE == "IQ2_XS":
+            _fetch_plane(record, scales + n * 16, lane, mask, UNIT * 16)
+        elif QTYPE == "IQ1_M":
+            _fetch_plane(record, scales + n * 12, lane, mask, UNIT * 12)
     if QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS":
         _fetch_plane(record, d + n * 4, lane, mask, UNIT * 4)
     if QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K":
@@ -169,11 +199,17 @@ def _fetch_chunks(
     elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
         _fetch_plane(record, scales + n * 16, lane, mask, UNIT * 16)
         _fetch_plane(record, mins + n * 16, lane, mask, UNIT * 16)
+    elif QTYPE == "NVFP4":
+        _fetch_plane(record, scales + n * 32, lane, mask, UNIT * 32)
+    elif QTYPE == "Q1_0":
+        _fetch_plane(record, d + n * 8, lane, mask, UNIT * 8)
+    elif QTYPE == "Q2_0":
+        _fetch_plane(record, d + n * 16, lane, mask, UNIT * 16)
     elif QTYPE == "MXFP4":
         _fetch_plane(record, d + n * 16, lane, mask, UNIT * 16)
     elif QTYPE == "IQ4_XS":
         _fetch_plane(record, scales + n * 16, lane, mask, UNIT * 16)
-    else:
+    elif not (HIGH >= 3 or QTYPE == "TQ1_0" or QTYPE == "TQ2_0"):
         _fetch_plane(record, d + n * 32, lane, mask, UNIT * 32)
         if QTYPE == "Q4_1" or QTYPE == "Q5_1":
             _fetch_plane(record, dmin + n * 32, lane, mask, UNIT * 32)
@@ -194,11 +230,15 @@ def dot_records(
     """
     SUPER: tl.constexpr = (
         QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS"
-    )
+        or HIGH >= 3 or QTYPE == "TQ1_0" or QTYPE == "TQ2_0" or QTYPE == "NVFP4"
+    )  # fmt: skip
     FOLDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K"  # integer scales are multiplied into the codes
     # activations of FOLDED types 16 bytes at once, of which a thread wants 8, or word by word in fewer registers
     WIDE: tl.constexpr = QTYPE == "Q2_K" or TOKENS <= 8
-    HALVES: tl.constexpr = QTYPE == "Q6_K"  # integer scales of 16 columns each
+    # integer scales of 16 columns each, of NVFP4 float32
+    HALVES: tl.constexpr = (
+        QTYPE == "Q6_K" or QTYPE == "IQ2_S" or QTYPE == "IQ2_XS" or QTYPE == "IQ1_M" or QTYPE == "NVFP4"
+    )
     ADDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
     lane = thread % 32
     warp = thread // 32
@@ -223,7 +263,9 @@ def dot_records(
             later = chunk + AHEAD * WARPS * UNIT
             _fetch_chunks(record, later, thread, later + UNIT <= last, high, scales, mins, d, dmin, UNIT,
                           QTYPE, LOW, HIGH)  # fmt: skip
-        if SUPER:
+        if QTYPE == "NVFP4":
+            whole = _floats4(record + d // 4 + four)
+        elif SUPER:
             whole = load_halves(halves + d // 2 + here // 8 * 16 + four)
         if QTYPE == "Q3_K":
             inner = scale_words_q3(record, scales, here // 8, four, q)
@@ -231,7 +273,7 @@ def dot_records(
             raws = ()
             for k in tl.static_range(4):  # all loads first
                 n = within(here + (4 * quarter + k), last, MASKED)
-                raw = load_codes(record, n, q, four, high, QTYPE, LOW, HIGH)
+                raw = load_codes(record, n, q, four, high, mins, QTYPE, LOW, HIGH)
                 raws = raws + (raw,)  # noqa: RUF005
             codes = ()
             row_scales = ()
@@ -248,16 +290,21 @@ def dot_records(
                     for row in tl.static_range(4):
                         row_codes = row_codes + (decode_scaled(raws[k], row, q, word, QTYPE),)  # noqa: RUF005
                 else:
-                    if HALVES:
+                    if HIGH >= 3:
+                        row_scale = odd_scales(record, raws[k], n, four, scales, HALVES, QTYPE)
+                    elif HALVES:
                         low_word = tl.load(record + (scales + four) // 4 + n * 8)
                         up_word = tl.load(record + (scales + four) // 4 + n * 8 + 4)
                         for row in tl.static_range(4):
-                            both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
+                            if QTYPE == "NVFP4":
+                                both = (e4m3_half(byte_of(low_word, row)), e4m3_half(byte_of(up_word, row)))
+                            else:
+                                both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
                             row_scale = row_scale + (both,)  # noqa: RUF005
                     else:
                         row_scale = _row_scales(record, n, four, scales, d, QTYPE)
                     for row in tl.static_range(4):
-                        row_codes = row_codes + (decode(raws[k], row, q, QTYPE),)  # noqa: RUF005
+                        row_codes = row_codes + (decode(raws[k], row, q, dmin, QTYPE, HIGH),)  # noqa: RUF005
                 codes = codes + (row_codes,)  # noqa: RUF005
                 row_scales = row_scales + (row_scale,)  # noqa: RUF005
             grown_totals = ()

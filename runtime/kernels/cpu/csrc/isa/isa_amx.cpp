@@ -13,6 +13,7 @@
 
 #include "isa/hidden_sets.h"
 #include "kernels.h"
+#include "packing/books.h"
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16," \
@@ -28,6 +29,7 @@ namespace pshard {
 namespace {
 #include "simd_avx512.h"
 #include "packing/decode.h"
+#include "packing/decode_books.h"
 #include "products/dense_kernels.h"
 #include "products/tile_weights.h"
 #include "products/tile_gemm.h"

@@ -2,6 +2,7 @@
 // instruction set can be linked into code that runs without it.
 #include "isa/hidden_sets.h"
 #include "kernels.h"
+#include "packing/books.h"
 
 #if defined(__x86_64__)
 #include <cstring>
@@ -21,6 +22,7 @@ namespace pshard {
 namespace {
 #include "simd_avx512.h"
 #include "packing/decode.h"
+#include "packing/decode_books.h"
 #include "products/quant_kernels.h"
 #include "products/dense_kernels.h"
 #include "attention/attention_kernel.h"

@@ -1,5 +1,6 @@
 // The kernels in plain C++, for processors without AVX2.
 #include "kernels.h"
+#include "packing/books.h"
 
 #include <cstring>
 #include <initializer_list>
@@ -9,6 +10,7 @@ namespace pshard {
 namespace {
 #include "simd_portable.h"
 #include "packing/decode.h"
+#include "packing/decode_books.h"
 #include "products/quant_kernels.h"
 #include "products/dense_kernels.h"
 #include "attention/attention_kernel.h"

@@ -49,5 +49,10 @@ Kernels make_kernels(const char* isa) {
   set_quant<DecodeQ2_K>(k), set_quant<DecodeQ3_K>(k), set_quant<DecodeQ6_K>(k);
   set_quant<DecodeK45<Q4_K, 0>>(k), set_quant<DecodeK45<Q5_K, 1>>(k);
   set_quant<DecodeIQ4_NL>(k), set_quant<DecodeIQ4_XS>(k);
+  set_quant<Book4<IQ3_S, 1>>(k), set_quant<Book4<IQ3_XXS, 4>>(k);
+  set_quant<Book8<IQ2_S, 2>>(k), set_quant<Book8<IQ2_XS, 2>>(k), set_quant<Book8<IQ2_XXS, 1>>(k);
+  set_quant<Book1<IQ1_S, 1>>(k), set_quant<Book1<IQ1_M, 2>>(k);
+  set_quant<DecodeNVFP4>(k), set_quant<FewBits<Q1_0>>(k), set_quant<FewBits<Q2_0>>(k);
+  set_quant<DecodeTQ1_0>(k), set_quant<FewBits<TQ2_0>>(k);
   return k;
 }

@@ -131,6 +131,41 @@ inline void store_i8(int8_t* p, Ints v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
 }
 template <int Bits>
+inline Ints shift_left(Ints v) {
+  return {_mm256_slli_epi32(v.a, Bits), _mm256_slli_epi32(v.b, Bits)};
+}
+inline Ints sub_ints(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline Ints or_ints(Ints x, Ints y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline Ints xor_ints(Ints x, Ints y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+inline Ints as_ints(Bytes v) { return {v.a, v.b}; }
+inline Bytes as_bytes(Ints v) { return {v.a, v.b}; }
+inline Ints widen_u16(const uint16_t* p) { return {_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 8))}; }
+inline Bytes gather(const uint32_t* words, Ints index) {
+  const int* from = reinterpret_cast<const int*>(words);
+  return {_mm256_i32gather_epi32(from, index.a, 4), _mm256_i32gather_epi32(from, index.b, 4)};
+}
+inline void gather_pairs(const uint32_t* pairs, Ints index, Bytes& first, Bytes& second) {
+  const Ints twice = add_ints(index, index);
+  first = gather(pairs, twice), second = gather(pairs + 1, twice);
+}
+inline __m256i mirror_half(__m256i v, __m256i signs, __m256i bit) {
+  const __m256i where = _mm256_cmpeq_epi8(_mm256_and_si256(signs, bit), bit);
+  return _mm256_blendv_epi8(v, _mm256_sub_epi8(_mm256_set1_epi8(static_cast<char>(128)), v), where);
+}
+template <int Bit>
+inline Bytes mirror(Bytes v, Bytes signs) {
+  const __m256i bit = _mm256_set1_epi8(static_cast<char>(1 << Bit));
+  return {mirror_half(v.a, signs.a, bit), mirror_half(v.b, signs.b, bit)};
+}
+inline __m256i triple_half(__m256i v) { return _mm256_add_epi8(v, _mm256_add_epi8(v, v)); }
+inline Bytes triple(Bytes v) { return {triple_half(v.a), triple_half(v.b)}; }
+inline __m256i top_trit_half(__m256i v) {
+  const __m256i one = _mm256_cmpeq_epi8(_mm256_max_epu8(v, _mm256_set1_epi8(86)), v);
+  const __m256i two = _mm256_cmpeq_epi8(_mm256_max_epu8(v, _mm256_set1_epi8(static_cast<char>(171))), v);
+  return _mm256_sub_epi8(_mm256_setzero_si256(), _mm256_add_epi8(one, two));
+}
+inline Bytes top_trit(Bytes v) { return {top_trit_half(v.a), top_trit_half(v.b)}; }
+template <int Bits>
 inline Ints shift_right(Ints v) {
   return {_mm256_srli_epi32(v.a, Bits), _mm256_srli_epi32(v.b, Bits)};
 }

@@ -78,6 +78,38 @@ inline Ints shift_right(Ints v) {
 }
 inline Ints and_int(Ints v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi32(mask)); }
 
+template <int Bits>
+inline Ints shift_left(Ints v) {
+  return _mm512_slli_epi32(v, Bits);
+}
+inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+inline Ints or_ints(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+inline Ints xor_ints(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+inline Ints as_ints(Bytes v) { return v; }
+inline Bytes as_bytes(Ints v) { return v; }
+inline Ints widen_u16(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Bytes gather(const uint32_t* words, Ints index) { return _mm512_i32gather_epi32(index, words, 4); }
+// The first words of pairs, and the second ones.
+inline void gather_pairs(const uint32_t* pairs, Ints index, Bytes& first, Bytes& second) {
+  alignas(64) static const int32_t even[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  const __m512i order = _mm512_load_si512(even), odd = _mm512_or_si512(order, _mm512_set1_epi32(1));
+  const __m512i a = _mm512_i32gather_epi64(_mm512_castsi512_si256(index), pairs, 8);
+  const __m512i b = _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(index, 1), pairs, 8);
+  first = _mm512_permutex2var_epi32(a, order, b), second = _mm512_permutex2var_epi32(a, odd, b);
+}
+template <int Bit>  // 128 - v where a byte of `signs` has the bit
+inline Bytes mirror(Bytes v, Bytes signs) {
+  const __mmask64 where = _mm512_test_epi8_mask(signs, splat_byte(1 << Bit));
+  return _mm512_mask_sub_epi8(v, where, splat_byte(128), v);
+}
+inline Bytes triple(Bytes v) { return _mm512_add_epi8(v, _mm512_add_epi8(v, v)); }
+inline Bytes top_trit(Bytes v) {  // 3 v / 256
+  const Bytes one = _mm512_maskz_mov_epi8(_mm512_cmpge_epu8_mask(v, splat_byte(86)), splat_byte(1));
+  return _mm512_mask_mov_epi8(one, _mm512_cmpge_epu8_mask(v, splat_byte(171)), splat_byte(2));
+}
+
 inline Floats load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

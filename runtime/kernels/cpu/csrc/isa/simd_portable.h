@@ -112,6 +112,31 @@ inline Ints shift_right(Ints x) {
 }
 inline Ints and_int(Ints x, int mask) { return x & mask; }
 
+template <int Bits>
+inline Ints shift_left(Ints x) {
+  return reinterpret_cast<Ints>(reinterpret_cast<Words>(x) << Bits);
+}
+inline Ints sub_ints(Ints x, Ints y) { return x - y; }
+inline Ints or_ints(Ints x, Ints y) { return x | y; }
+inline Ints xor_ints(Ints x, Ints y) { return x ^ y; }
+inline Ints as_ints(Bytes v) { return reinterpret_cast<Ints>(v); }
+inline Bytes as_bytes(Ints v) { return reinterpret_cast<Bytes>(v); }
+inline Bytes gather(const uint32_t* words, Ints index) {
+  return as_bytes(each<Ints>([&](int i) { return static_cast<int32_t>(words[index[i]]); }));
+}
+inline void gather_pairs(const uint32_t* pairs, Ints index, Bytes& first, Bytes& second) {
+  first = gather(pairs, index + index), second = gather(pairs + 1, index + index);
+}
+template <int Bit>
+inline Bytes mirror(Bytes v, Bytes signs) {
+  const Bytes where = ((signs >> Bit) & splat_byte(1)) * splat_byte(255);
+  return (v & ~where) | ((splat_byte(128) - v) & where);
+}
+inline Bytes triple(Bytes v) { return v + v + v; }
+inline Bytes top_trit(Bytes v) {
+  return reinterpret_cast<Bytes>((v >= splat_byte(86)) + (v >= splat_byte(171))) * splat_byte(255);
+}
+
 // Exponent and fraction move 13 bits up; the factor 2^112 corrects the exponent's bias, also for denormal halves.
 inline Floats load_f16(const uint16_t* p) {
   const Ints h = widen_u16(p), magnitude = (h & 0x7fff) << 13;

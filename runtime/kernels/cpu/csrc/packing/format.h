@@ -7,7 +7,8 @@
 namespace pshard {
 
 enum Type : int {
-  F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, kTypes
+  F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
+  IQ3_S, IQ3_XXS, IQ2_S, IQ2_XS, IQ2_XXS, IQ1_S, IQ1_M, NVFP4, Q1_0, Q2_0, TQ1_0, TQ2_0, kTypes
 };
 
 struct Format {
@@ -28,7 +29,18 @@ inline constexpr Format kFormats[kTypes] = {
     {"Q2_K", 256, 84, 2, 0, 16, 0, 2, 0}, {"Q3_K", 256, 110, 2, 1, 12, 0, 1, 4},  {"Q4_K", 256, 144, 4, 0, 8, 8, 2, 0},
     {"Q5_K", 256, 176, 4, 1, 8, 8, 2, 0}, {"Q6_K", 256, 210, 4, 2, 16, 0, 1, 32}, {"IQ4_NL", 32, 18, 4, 0, 0, 0, 1, 128},
     {"IQ4_XS", 256, 136, 4, 0, 8, 0, 1, 128},
+    // with a codebook: the low plane is the indices' bytes, the high one signs, mins the indices' high bits
+    {"IQ3_S", 256, 110, 2, 1, 4, 8, 1, 64},   {"IQ3_XXS", 256, 98, 2, 1, 0, 0, 1, 64},
+    {"IQ2_S", 256, 82, 1, 1, 8, 8, 1, 64},    {"IQ2_XS", 256, 74, 1, 1, 8, 0, 1, 64},
+    {"IQ2_XXS", 256, 66, 1, 1, 0, 0, 1, 64},  {"IQ1_S", 256, 50, 1, 0, 0, 16, 1, 64},
+    {"IQ1_M", 256, 56, 1, 0, 6, 16, 1, 64},   {"NVFP4", 64, 36, 4, 0, 4, 0, 0, 12},
+    {"Q1_0", 128, 18, 1, 0, 0, 0, 1, 1},      {"Q2_0", 64, 18, 2, 0, 0, 0, 1, 1},
+    {"TQ1_0", 256, 54, 1, 0, 0, 0, 1, 1},     {"TQ2_0", 256, 66, 2, 0, 0, 0, 1, 1},
 };
+
+inline constexpr int kTritBlock = 13 * 64;  // bytes of 256 columns in TQ1_0's code plane, of five digits each
+
+constexpr bool is_book(int type) { return type >= IQ3_S && type <= IQ1_M; }
 
 // Byte offsets of the planes in one record of 16 rows, and the record's size.
 struct Planes {
@@ -45,11 +57,11 @@ inline Planes planes_of(int type, int64_t cols) {
     at += (nbytes + 63) / 64 * 64;
     return here;
   };
-  p.low = place(cols * 2 * f.low);
+  p.low = place(type == TQ1_0 ? blocks * kTritBlock : cols * 2 * f.low);
   p.high = place(cols * 2 * f.high);
   p.scales = place(blocks * 16 * f.scales);
   p.mins = place(blocks * 16 * f.mins);
-  p.d = place(f.halves > 0 ? blocks * 32 : 0);
+  p.d = place(type == NVFP4 ? 64 : f.halves > 0 ? blocks * 32 : 0);  // NVFP4: a float32 factor for each row
   p.dmin = place(f.halves > 1 ? blocks * 32 : 0);
   p.record = at;
   return p;
@@ -58,6 +70,7 @@ inline Planes planes_of(int type, int64_t cols) {
 // Bytes of one chunk (32 columns of 16 rows) over all planes.
 constexpr int chunk_nbytes(int type) {
   const Format& f = kFormats[type];
+  if (type == TQ1_0) return kTritBlock / 8 + 4;
   return 64 * (f.low + f.high) + 16 * (f.scales + f.mins + 2 * f.halves) * 32 / f.block;
 }
 

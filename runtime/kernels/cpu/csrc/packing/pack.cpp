@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "packing/books.h"
+
 namespace pshard {
 namespace {
 
@@ -30,7 +32,20 @@ Source source_of(int type) {
     case Q3_K: return {32, 0, 96, 108, 0};
     case Q4_K: return {16, 0, 4, 0, 2};
     case Q5_K: return {48, 16, 4, 0, 2};
+    case NVFP4: return {4, 0, 0, 0, 0};
+    case Q1_0:
+    case Q2_0: return {2, 0, 0, 0, 0};
+    case TQ1_0: return {0, 0, 0, 52, 0};
+    case TQ2_0: return {0, 0, 0, 64, 0};
     default: return {0, 128, 192, 208, 0};  // Q6_K
+  }
+}
+
+// Digits 0 to 2 of n bytes: the first of each byte, then the second of each...
+void unpack_trits(const uint8_t* from, int n, int digits, uint8_t* codes) {
+  for (int i = 0; i < n; ++i) {
+    uint8_t left = from[i];
+    for (int j = 0; j < digits; ++j, left *= 3) codes[j * n + i] = left * 3 >> 8;
   }
 }
 
@@ -39,8 +54,24 @@ void unpack_codes(int type, const uint8_t* block, const Source& at, uint8_t* cod
   const uint8_t *low = block + at.low, *high = block + at.high;
   switch (type) {
     case Q8_0: std::memcpy(codes, low, 32); return;
+    case Q1_0:
+      for (int i = 0; i < 128; ++i) codes[i] = (low[i / 8] >> i % 8) & 1;
+      return;
+    case Q2_0:
+      for (int i = 0; i < 64; ++i) codes[i] = (low[i / 4] >> 2 * (i % 4)) & 3;
+      return;
+    case NVFP4:
+      for (int j = 0; j < 4; ++j)
+        for (int i = 0; i < 8; ++i)
+          codes[j * 16 + i] = low[j * 8 + i] & 15, codes[j * 16 + 8 + i] = low[j * 8 + i] >> 4;
+      return;
+    case TQ1_0:
+      unpack_trits(low, 32, 5, codes), unpack_trits(low + 32, 16, 5, codes + 160);
+      unpack_trits(low + 48, 4, 4, codes + 240);
+      return;
     case Q2_K:
     case Q3_K:
+    case TQ2_0:
       for (int half = 0; half < 2; ++half)
         for (int j = 0; j < 4; ++j)
           for (int i = 0; i < 32; ++i) {
@@ -93,6 +124,21 @@ void put_fields(const uint8_t (*codes)[256], int column, int from, uint8_t* plan
     }
 }
 
+// 256 columns: vector c < 8 has words 0..4 of chunk c, the others words 5..7 of all chunks in turn; a byte has five.
+void put_trits(const uint8_t (*codes)[256], uint8_t* plane) {
+  for (int v = 0; v < 13; ++v)
+    for (int r = 0; r < 16; ++r)
+      for (int t = 0; t < 4; ++t) {
+        int number = 0;
+        for (int i = 0; i < 5; ++i) {
+          const int m = (v - 8) * 5 + i;  // of the words 5..7
+          const int word = v < 8 ? v * 8 + i : m < 24 ? m / 3 * 8 + 5 + m % 3 : -1;
+          number = number * 3 + (word < 0 ? 0 : codes[r][word * 4 + t]);
+        }
+        plane[v * 64 + r * 4 + t] = (number * 256 + 242) / 243;
+      }
+}
+
 void put_codes(const Format& f, const uint8_t (*codes)[256], int column, uint8_t* low, uint8_t* high) {
   if (f.low == 8) {
     for (int c = 0; c < 8; ++c)
@@ -103,6 +149,8 @@ void put_codes(const Format& f, const uint8_t (*codes)[256], int column, uint8_t
         const uint8_t* p = codes[r] + column + c * 4;
         put(low + c * 64 + r * 4, (word(p) & 0x0f0f0f0f) | ((word(p + 16) & 0x0f0f0f0f) << 4));
       }
+  } else if (f.low == 1) {
+    put_fields<1>(codes, column, 0, low);
   } else {
     put_fields<2>(codes, column, 0, low);
   }
@@ -135,6 +183,9 @@ void pack_record(int type, const uint8_t* const rows[16], int64_t cols, uint8_t*
   alignas(64) uint8_t codes[16][256];
   alignas(64) static const uint8_t zeros[256] = {};
   std::memset(record, 0, p.record);  // the padding between planes too: packing is reproducible byte for byte
+  if (is_book(type)) return pack_book_record(type, rows, cols, p, record);
+  if (type == NVFP4)
+    for (int r = 0; r < 16; ++r) put(record + p.d + r * 4, 0x3f800000);  // 1: a factor that a file has comes later
   for (int64_t b = 0; b < cols / f.block; ++b) {
     for (int r = 0; r < 16; ++r) {
       const uint8_t* block = rows[r] ? rows[r] + b * f.nbytes : zeros;
@@ -144,6 +195,10 @@ void pack_record(int type, const uint8_t* const rows[16], int64_t cols, uint8_t*
                    record + p.mins + b * 16 * f.mins + r);
       if (f.halves > 0) std::memcpy(record + p.d + b * 32 + r * 2, block + at.d, 2);
       if (f.halves > 1) std::memcpy(record + p.dmin + b * 32 + r * 2, block + at.dmin, 2);
+    }
+    if (type == TQ1_0) {
+      put_trits(codes, record + p.low + b * kTritBlock);
+      continue;
     }
     for (int j = 0; j < f.block / 32; ++j) {
       const int64_t chunk = b * (f.block / 32) + j;

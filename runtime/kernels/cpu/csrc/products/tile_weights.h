@@ -94,6 +94,11 @@ void tile_weights(const TileRecord& r, int64_t cols, int64_t first, int64_t last
       tile_quant<DecodeQ8_0>, tile_quant<DecodeMXFP4>, tile_quant<DecodeQ2_K>, tile_quant<DecodeQ3_K>,
       tile_quant<DecodeK45<Q4_K, 0>>, tile_quant<DecodeK45<Q5_K, 1>>, tile_quant<DecodeQ6_K>,
       tile_quant<DecodeIQ4_NL>, tile_quant<DecodeIQ4_XS>,
+      tile_quant<Book4<IQ3_S, 1>>, tile_quant<Book4<IQ3_XXS, 4>>,
+      tile_quant<Book8<IQ2_S, 2>>, tile_quant<Book8<IQ2_XS, 2>>, tile_quant<Book8<IQ2_XXS, 1>>,
+      tile_quant<Book1<IQ1_S, 1>>, tile_quant<Book1<IQ1_M, 2>>,
+      tile_quant<DecodeNVFP4>, tile_quant<FewBits<Q1_0>>, tile_quant<FewBits<Q2_0>>,
+      tile_quant<DecodeTQ1_0>, tile_quant<FewBits<TQ2_0>>,
   };
   kDecode[r.type](r.data, *r.planes, cols, r.rows, first, last, out);
 }

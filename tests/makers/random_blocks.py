@@ -1,0 +1,56 @@
+"""Blocks of every quant type as GGUF files have them, with random codes and scales of ordinary size."""
+
+import numpy as np
+
+from pshard.quant import QUANT_TYPES
+
+# where a block's float16 scales lie, if not in its first two bytes
+SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2),
+             "Q5_1": (0, 2), "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
+
+
+def random_rows(qtype: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
+    """u8 [rows, bytes of a row] as in a GGUF file."""
+    rng = np.random.default_rng(seed)
+    if qtype == "F32":
+        return rng.standard_normal((rows, cols), np.float32).view(np.uint8)
+    if qtype == "F16":
+        return rng.standard_normal((rows, cols), np.float32).astype(np.float16).view(np.uint8)
+    if qtype == "BF16":
+        bits = rng.standard_normal((rows, cols), np.float32).view(np.uint32) >> 16
+        return bits.astype(np.uint16).view(np.uint8)
+    q = QUANT_TYPES[qtype]
+    blocks = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
+    scale = (rng.standard_normal(blocks.shape[:2]) * 0.01).astype(np.float16)
+    put_scales(qtype, blocks, scale, rng)
+    return blocks.reshape(rows, -1)
+
+
+def put_scales(qtype: str, blocks: np.ndarray, scale: np.ndarray, rng: np.random.Generator) -> None:
+    """Give blocks u8 [rows, blocks, bytes] their scales float16 [rows, blocks]."""
+    if qtype == "MXFP4":
+        blocks[..., 0] = rng.integers(120, 128, blocks.shape[:2])
+    elif qtype == "NVFP4":
+        blocks[..., :4] = rng.integers(0, 0x30, (*blocks.shape[:2], 4))
+    elif qtype == "IQ1_M":  # the scale lies in the top four bits of four words
+        words = np.ascontiguousarray(blocks[..., 48:]).view("<u2")
+        for i in range(4):
+            words[..., i] = words[..., i] & 0x0FFF | (scale.view(np.uint16) >> 4 * i & 0xF) << 12
+        blocks[..., 48:] = words.view(np.uint8)
+    else:
+        for at in SCALES_AT.get(qtype, (0,)):
+            blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+
+
+def dequantise_rows(raw: np.ndarray, qtype: str, rows: int, cols: int) -> np.ndarray:
+    """float32 [rows, cols] by gguf's decoders, or written out for types that its version has none of."""
+    import gguf
+
+    if qtype not in ("Q1_0", "Q2_0"):
+        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[qtype]).reshape(rows, cols)
+    block, bits = QUANT_TYPES[qtype].block, int(qtype[1])
+    blocks = raw.reshape(-1, 18)
+    d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    codes = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(-1, block, bits)
+    number = codes @ np.array([1, 2][:bits])
+    return (d * (2 * number - 1 if bits == 1 else number - 1).astype(np.float32)).reshape(rows, cols)
