@@ -26,6 +26,7 @@ from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
+from pshard.models.tensor_factors import attach_factors
 from pshard.paths import name_in_hub_cache
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class ModelFile:
         """The same of parts from `first` on, below each other: as many of those before `end` as lie in one piece."""
         tensor = self._tensors[name].run(first, end)
         return tensor.read().reshape(tensor.shape[0], -1)
+
+    def factor(self, name: str, part: int = 0) -> float:
+        """What all weights of a tensor, or of one of its parts, are multiplied by: see `StoredTensor.factor`."""
+        return self._tensors[name].factor(part)
 
     def expect_tensor(self, name: str) -> None:
         """Have the system read a tensor's bytes from disk while something else is done."""
@@ -142,7 +147,7 @@ def _open_gguf(path: Path) -> ModelFile:
     metadata, where = header.metadata, str(path)
     name = metadata.get("general.architecture")
     arch = find_gguf_architecture(name, where, has_experts=bool(metadata.get(f"{name}.expert_count")))
-    stored, unseen = take_gguf_text(header.tensors)
+    stored, unseen = take_gguf_text(attach_factors(header.tensors))
     stored, undrafted = name_gguf(arch, stored)
     config = gguf_config(arch, metadata, stored, where)
     tensors, notes = drop_gguf_drafters(arch, config.n_layers, metadata, stored, where)

@@ -154,7 +154,8 @@ class StoredTensor:
     """A tensor in a file: shape in NumPy order (outputs, inputs) and the absolute offset of its first byte.
 
     `qtype` may name a type that pshard cannot use; then nothing is known about its size. `slabs`: a tensor that does
-    not lie in one piece is these, one below the other; `file` and `offset` are then those of the first.
+    not lie in one piece is these, one below the other; `file` and `offset` are then those of the first. `factors`:
+    what the file says all weights are multiplied by, or those of each index of the leading dimension; none: 1.
     """
 
     name: str
@@ -163,6 +164,13 @@ class StoredTensor:
     file: MappedFile
     offset: int
     slabs: tuple["StoredTensor", ...] = ()
+    factors: tuple[float, ...] = ()
+
+    def factor(self, number: int = 0) -> float:
+        """What the weights are multiplied by, of the leading dimension's index `number` where each has its own."""
+        if self.slabs:
+            return self.slabs[number].factor()
+        return self.factors[number if len(self.factors) > 1 else 0] if self.factors else 1.0
 
     @property
     def nbytes(self) -> int:
@@ -198,7 +206,7 @@ class StoredTensor:
         """What the leading dimension's index `number` selects."""
         if self.slabs:
             return self.slabs[number]
-        one = replace(self, shape=self.shape[1:])
+        one = replace(self, shape=self.shape[1:], factors=(self.factor(number),) if self.factors else ())
         return replace(one, offset=self.offset + number * one.nbytes)
 
     def run(self, first: int, end: int) -> "StoredTensor":

@@ -1,5 +1,6 @@
 """How much to measure: sizes, token counts and times of a short, a quick and a full profile."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ from pshard.profile.timed.collective_times import SIZES
 from pshard.profile.timed.operands import rotation_bytes
 from pshard.profile.timed.time_links import COPY_SIZES
 from pshard.profile.timing_loop import Pace
-from pshard.quant import QUANT_TYPES
+from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.units.moe.routed import scratch_of
 from pshard.units.operations import (
     Attend,
@@ -28,6 +29,7 @@ from pshard.units.unit import Unit
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
 MANY_SMALL = Experts(128, 8, 768)
+WHOLE_TYPES = 4  # of a model, whose shapes are all timed
 SHORT_SECONDS = 8.0
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 TYPICAL = (  # experts and routers of the grid
@@ -189,7 +191,7 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
     config = spec.config
     inside = [o for unit in spec.units if not unit.kind.gives_logits for o in unit.operations(config)]
     heads = {shape for unit in spec.units if unit.kind.gives_logits for shape in _shapes_of(unit.operations(config))}
-    matmuls = _shapes_of(inside)
+    matmuls = _thin_types(inside)
     attention = dict.fromkeys(Attend(*o.heads) for o in inside if isinstance(o, Attend))  # windows take their share
     widest = max((o.up.rows for o in inside if isinstance(o, GatedProduct)), default=config.d_ffn or config.d_model)
     tables = {(o.table.qtype, o.table.cols) for o in inside if isinstance(o, LookUp)}
@@ -226,6 +228,21 @@ def _slice_rows(unit: Unit, config: ModelConfig, ranks: int) -> set[int]:
     assert cut is not None
     rows = cut.length(config)
     return {cut.bounds(config, unit.by_role, (rows / n,) * n)[1] for n in counts} - {0}
+
+
+def _thin_types(operations: list[Operation]) -> set[tuple[str, int, int]]:
+    """The shapes of plain products: all of the WHOLE_TYPES types with most bytes, and of each other type the one with
+    most. A mix of fifteen types would else take fifteen times as long; other shapes' times follow from that one."""
+    weighed: Counter[tuple[str, int, int]] = Counter()
+    for operation in operations:
+        for shape in _shapes_of([operation]):
+            weighed[shape] += packed_nbytes(*shape)
+    by_type: Counter[str] = Counter()
+    for shape, nbytes in weighed.items():
+        by_type[shape[0]] += nbytes
+    whole = {qtype for qtype, _ in by_type.most_common(WHOLE_TYPES)}
+    heaviest = {max((w, s) for s, w in weighed.items() if s[0] == qtype)[1] for qtype in by_type}
+    return {shape for shape in weighed if shape[0] in whole} | heaviest
 
 
 def _shapes_of(operations: Iterable[Operation]) -> set[tuple[str, int, int]]:

@@ -11,7 +11,7 @@ TENSOR_ALIGN = 256  # bytes; each tensor of a unit's blob starts here
 
 @dataclass(frozen=True)
 class Plane:
-    """One plane of a packed record: `nbytes` for every `cols` columns of the record's 16 rows; 0: whatever the columns."""
+    """One plane of a packed record: `nbytes` for every `cols` columns of the record's 16 rows; 0: for all of them."""
 
     name: str
     cols: int

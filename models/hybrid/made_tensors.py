@@ -57,7 +57,8 @@ def take_rows(name: str, source: StoredTensor, spans: Spans) -> StoredTensor:
     if len(spans) == 1 and not source.slabs and type(source) is StoredTensor:
         before = file_nbytes(source.qtype, spans[0][0], source.shape[1])
         return replace(source, name=name, shape=shape, offset=source.offset + before)
-    return PickedRows(name, source.qtype, shape, source.file, source.offset, source=source, spans=tuple(spans))
+    return PickedRows(name, source.qtype, shape, source.file, source.offset, factors=source.factors, source=source,
+                      spans=tuple(spans))  # fmt: skip
 
 
 def make_numbers(source: StoredTensor, make: Callable[[np.ndarray], np.ndarray]) -> StoredTensor:

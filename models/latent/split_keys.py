@@ -74,6 +74,8 @@ def _split(config: ModelConfig, both: StoredTensor) -> tuple[StoredTensor, Store
     both.check_shape((heads * each, latent.rank))
     both.check_type()
     both.check_blocks()
+    if both.factors:
+        both.fail("has a factor beside it, which keys and values in one matrix cannot have", "convert the model again")
     row = file_nbytes(both.qtype, 1, latent.rank)
 
     def rows(first: int, count: int) -> StoredTensor:

@@ -162,6 +162,8 @@ def random_record(qtype: str, cols: int, seed: int = 0) -> np.ndarray:
     for name, (at, size) in plane_offsets(qtype, cols).items():
         if name in ("d", "m", "dmin"):
             plane = rng.uniform(0.001, 0.01, size // 2).astype(np.float16).view(np.uint8)
+        elif name == "factor":
+            plane = np.ones(size // 4, np.float32).view(np.uint8)
         elif name == "e8m0":
             plane = rng.integers(118, 124, size, np.uint8)  # powers of two around 1/256
         elif name in ("scales", "mins"):

@@ -70,9 +70,7 @@ def _bits(values: np.ndarray, count: int) -> np.ndarray:
     return ((values[..., None] >> np.arange(count, dtype=values.dtype)) & values.dtype.type(1)).astype(np.uint8)
 
 
-def _split_fields(
-    qtype: str, f: Arrays
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+def _split_fields(qtype: str, f: Arrays) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """(low bytes of the indices; the plane of their high bits; signs u8 [groups, blocks, rows, 32, 8]; what the
     signs with a parity hold, u8 [groups, blocks, rows, 32])."""
     if qtype in ("IQ3_S", "IQ2_S"):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
-from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels import layout
 from pshard.runtime.kernels.api import Packed
@@ -34,6 +35,8 @@ class WeightSource(Protocol):
     def part_bytes(self, name: str, part: int) -> np.ndarray: ...
 
     def run_bytes(self, name: str, first: int, end: int) -> np.ndarray: ...
+
+    def factor(self, name: str, part: int = 0) -> float: ...
 
     def expect_tensor(self, name: str) -> None: ...
 
@@ -254,6 +257,7 @@ def pack_portion(source: WeightSource, portion: Portion, blob: torch.Tensor, ran
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
             _pack_matrix(raw, tensor, out)
+            put_factor(tensor, out, source.factor)
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
 
@@ -289,8 +293,19 @@ def _pack_stack(
         raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
         some = replace(tensor, shape=(count * rows, tensor.cols), parts=0)
         _pack_matrix(raw, some, out[place * size : (place + count) * size])
+        for at in range(place, place + count):
+            put_factor(replace(some, shape=(rows, tensor.cols)), out[at * size : (at + 1) * size],
+                       partial(source.factor, part=order[at]))  # fmt: skip
         place += count
     source.forget_tensor(tensor.name)
+
+
+def put_factor(tensor: TensorSpec, out: torch.Tensor, factor_of: Callable[[str], float]) -> None:
+    """Write what all weights are multiplied by into the packed matrix `out`, where its type has room for it."""
+    at = plane_offsets(tensor.qtype, tensor.cols).get("factor")
+    if at is not None:
+        plane = out.view(-1, record_nbytes(tensor.qtype, tensor.cols))[:, at[0] : at[0] + at[1]]
+        plane.copy_(torch.full((ROW_BLOCK,), factor_of(tensor.name), dtype=torch.float32).view(torch.uint8))
 
 
 def _cut_matrix(raw: np.ndarray, part: TensorSpec, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from makers.random_blocks import dequantise_rows, random_rows
+from random_blocks import dequantise_rows, random_rows
 
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, file_nbytes, record_nbytes
 from pshard.runtime.kernels.api import Packed

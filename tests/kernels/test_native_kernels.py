@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from makers.random_blocks import dequantise_rows, random_rows
+from random_blocks import dequantise_rows, random_rows
 
 from pshard.quant import QUANT_TYPES, packed_nbytes, record_nbytes
 from pshard.runtime.kernels.api import Packed

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from makers.random_blocks import random_rows
+from random_blocks import random_rows
 from test_native_kernels import PLANED, TYPES, least_cols, matrix, poisoned, relative_error
 
 from pshard.runtime.kernels.api import Packed

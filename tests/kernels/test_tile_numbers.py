@@ -65,7 +65,8 @@ def test_products_of_one_row(kernels: cuda.CudaKernels, qtype: str) -> None:
 @pytest.mark.parametrize(("qtype", "bucket", "tokens", "rows", "cols"), [
     ("Q4_0", 4, 3, 23, 32), ("Q4_0", 1, 1, 16, 1600), ("Q4_K", 2, 2, 1, 256), ("Q8_0", 32, 21, 20, 96),
     ("Q2_K", 8, 7, 17, 256), ("Q3_K", 8, 5, 40, 512), ("MXFP4", 16, 16, 15, 64), ("Q6_K", 16, 13, 23, 512),
-    ("Q4_1", 64, 41, 9, 32)])  # fmt: skip
+    ("Q4_1", 64, 41, 9, 32), ("IQ3_S", 2, 2, 17, 256), ("IQ2_S", 8, 7, 20, 512), ("IQ1_S", 4, 3, 9, 256),
+    ("NVFP4", 16, 9, 40, 192), ("TQ1_0", 8, 5, 17, 256), ("Q2_0", 2, 2, 9, 64), ("Q1_0", 8, 6, 9, 128)])  # fmt: skip
 def test_products_of_odd_sizes(
     kernels: cuda.CudaKernels, qtype: str, bucket: int, tokens: int, rows: int, cols: int
 ) -> None:
@@ -94,7 +95,7 @@ def check_products(
 @needs_kernels
 @pytest.mark.parametrize(("qtype", "kernel", "bucket", "tokens"), [
     ("Q4_0", "gated few", 1, 1), ("Q2_K", "gated", 4, 3), ("Q6_K", "gated", 1, 1), ("Q4_K", "gated", 8, 7),
-    ("MXFP4", "gated", 16, 9), ("Q4_1", "gated", 32, 17)])  # fmt: skip
+    ("MXFP4", "gated", 16, 9), ("Q4_1", "gated", 32, 17), ("IQ2_XXS", "gated", 2, 2)])  # fmt: skip
 def test_gate_and_up_and_what_they_hand_over(
     kernels: cuda.CudaKernels, qtype: str, kernel: str, bucket: int, tokens: int
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from random_blocks import LATER, random_encoded
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -201,6 +202,8 @@ def random_vector(name: str, n: int, rng: np.random.Generator) -> np.ndarray:
 def random_matrix(rows: int, cols: int, qtype: str, rng: np.random.Generator, wide: float = 1.0) -> np.ndarray:
     """Encoded random weights, u8 [rows, bytes of a row], with standard deviation near wide/sqrt(cols)."""
     std = wide * cols**-0.5
+    if qtype in LATER:
+        return random_encoded(qtype, rows, cols, std, rng)
     if qtype in _K_SCALES:  # the gguf package cannot encode these: random codes under scales that give the same spread
         return _random_k_blocks(rows, cols, qtype, std, rng)
     weights = (std * rng.standard_normal((rows, cols))).astype(np.float32)
@@ -280,11 +283,15 @@ def _add_metadata(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
         writer.add_key_value(key, value, kind, sub_type=sub_type)
 
 
+Q2_0: Any = 42  # ggml's number, of which the gguf package does not know yet
+gguf.GGML_QUANT_SIZES.setdefault(Q2_0, (64, 18))
+
+
 def _add_encoded(writer: gguf.GGUFWriter, name: str, encoded: np.ndarray, qtype: str) -> None:
     if qtype in ("F32", "F16"):
         writer.add_tensor(name, encoded.view(np.float32 if qtype == "F32" else np.float16))
     else:
-        writer.add_tensor(name, encoded, raw_dtype=gguf.GGMLQuantizationType[qtype])
+        writer.add_tensor(name, encoded, raw_dtype=Q2_0 if qtype == "Q2_0" else gguf.GGMLQuantizationType[qtype])
 
 
 def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:

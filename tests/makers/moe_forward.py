@@ -7,9 +7,9 @@ bias for the choice, groups).
 
 from typing import NamedTuple
 
-import gguf
 import numpy as np
 from latent_forward import attend_by_latents
+from random_blocks import dequantise_rows
 
 from pshard.model_config import Experts, ModelConfig
 from pshard.models import ModelFile
@@ -33,9 +33,11 @@ def read_weights(model: ModelFile) -> Weights:
         if tensor.qtype == "F32":
             values = raw.view(np.float32)
         else:
-            values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[tensor.qtype])
+            values = dequantise_rows(raw, tensor.qtype, tensor.rows, tensor.cols)
         shape = (tensor.parts, tensor.shape[0] // tensor.parts, *tensor.shape[1:]) if tensor.parts else tensor.shape
-        weights[tensor.name] = values.astype(np.float64).reshape(shape)
+        factors = [model.factor(tensor.name, part) for part in range(max(1, tensor.parts))]
+        each = np.array(factors).reshape(-1, *(1 for _ in shape[1:]))
+        weights[tensor.name] = values.astype(np.float64).reshape(shape) * each
     return weights
 
 

@@ -9,6 +9,26 @@ SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "
              "Q5_1": (0, 2), "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
 
 
+LATER = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "NVFP4", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")
+
+
+def random_encoded(qtype: str, rows: int, cols: int, std: float, rng: np.random.Generator) -> np.ndarray:
+    """u8 [rows, bytes of a row] of a type in LATER: weights of about that deviation, mean near 0."""
+    q = QUANT_TYPES[qtype]
+    blocks = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
+    if qtype in ("Q2_0", "TQ2_0"):  # codes 0 to 2: a 3 would shift the mean
+        at = slice(2, None) if qtype == "Q2_0" else slice(0, 64)
+        pairs = rng.choice(np.uint8([0, 1, 1, 2]), (*blocks[..., at].shape, 4))
+        blocks[..., at] = np.bitwise_or.reduce(pairs << np.array([0, 2, 4, 6], np.uint8), axis=-1)
+    if qtype == "NVFP4":  # a half of 2^-6 and more, times 6.4
+        blocks[..., :4] = rng.integers(0, 5, (*blocks.shape[:2], 4)) + 8 * round(np.log2(std) + 6)
+        return blocks.reshape(rows, -1)
+    put_scales(qtype, blocks, np.ones(blocks.shape[:2], np.float16), rng)
+    spread = dequantise_rows(blocks[:1].reshape(1, -1), qtype, 1, cols).std()
+    put_scales(qtype, blocks, (std / spread * rng.uniform(0.8, 1.2, blocks.shape[:2])).astype(np.float16), rng)
+    return blocks.reshape(rows, -1)
+
+
 def random_rows(qtype: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
     """u8 [rows, bytes of a row] as in a GGUF file."""
     rng = np.random.default_rng(seed)

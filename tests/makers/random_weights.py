@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from makers.random_blocks import random_rows
+from random_blocks import random_rows
 
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference

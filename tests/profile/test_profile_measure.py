@@ -1,6 +1,7 @@
 """A profile of tiny sizes, measured for real: what is in it, how it is stored, and what a second one is compared by."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -200,6 +201,21 @@ def test_a_model_adds_exactly_its_own_shapes():
     assert [job.optional for job in matmuls] == sorted(job.optional for job in matmuls)
     assert sum(not job.optional for job in matmuls) == 5
     assert len({job.label for job in matmuls}) == len(matmuls) == 7
+
+
+def test_a_model_of_many_types_adds_one_shape_of_each_type_but_the_four_with_most_bytes():
+    spec = small_spec()
+    types = ("Q8_0", "Q4_0", "IQ4_NL", "Q5_0", "MXFP4", "Q5_1", "Q4_1")
+    units = []
+    for layer, qtype in enumerate(types):
+        for unit in spec.units[1:-1]:
+            sizes = [replace(t, qtype=qtype) if len(t.shape) == 2 else t for t in unit.tensors]
+            units.append(replace(unit, name=f"{unit.name} {qtype}", layer=layer, tensors=tuple(sizes)))
+    found = model_shapes(replace(spec, units=(spec.units[0], *units, spec.units[-1]))).matmuls
+    counts = Counter(qtype for qtype, *_ in found)
+    assert set(counts) == set(types)
+    whole = len({(rows, cols) for _, rows, cols in found})
+    assert sorted(counts.values()) == [1, 1, 1] + [whole] * 4 and counts["Q8_0"] == whole > 1
 
 
 def test_a_model_with_experts_adds_these_and_its_router_and_no_stack_as_a_matrix():

@@ -11,7 +11,8 @@ from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised
 from pshard.runtime.kernels.gpu.experts import triton_pairs
 from pshard.runtime.kernels.gpu.experts.grouped import Kinds
 from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
-from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.gpu.products.places import places
+from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 

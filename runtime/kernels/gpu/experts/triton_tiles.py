@@ -103,7 +103,7 @@ def load_tile(
 ):  # fmt: skip
     """bfloat16 [rows of `row`, BK columns from `first` on] of the matrix [rows, cols] at `address`; zeros beyond it.
 
-    places: see `triton_decode.places`. MASKED: where the columns are not whole BK.
+    places: see `triton_decode.plane_places`. MASKED: where the columns are not whole BK.
     """
     if LOW == 0:
         k = first + tl.arange(0, BK)
@@ -132,8 +132,14 @@ def load_tile(
         s0, a0, s1, a1 = _load_scales(words, lane, chunk, mask, high, scales, mins, d, dmin, QTYPE, HIGH)
         columns = ()
         for k in tl.static_range(32):
-            if QTYPE == "Q8_0" or QTYPE == "MXFP4" or QTYPE == "NVFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS" \
-                    or HIGH >= 3:  # signed
+            if (
+                QTYPE == "Q8_0"
+                or QTYPE == "MXFP4"
+                or QTYPE == "NVFP4"
+                or QTYPE == "IQ4_NL"
+                or QTYPE == "IQ4_XS"
+                or HIGH >= 3
+            ):  # signed
                 code = _lifted(codes[k // 4] ^ -0x7F7F7F80, k % 4) - 8388736.0
             else:
                 code = _lifted(codes[k // 4], k % 4) - 8388608.0

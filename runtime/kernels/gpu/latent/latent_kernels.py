@@ -11,7 +11,8 @@ from pshard.runtime.kernels.gpu.activations import Activations
 from pshard.runtime.kernels.gpu.attend import NAMES
 from pshard.runtime.kernels.gpu.default_tiles import share_programs
 from pshard.runtime.kernels.gpu.latent import triton_latent
-from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.gpu.products.places import places
+from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
 from pshard.runtime.kernels.gpu.tiles.attention_tiles import latent_decode_tiles, latent_prompt_tiles, number_bytes
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.row_index import part_rows

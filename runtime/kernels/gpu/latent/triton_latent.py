@@ -17,7 +17,7 @@ def head_products_kernel(
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Program (BN rows, head, BM tokens): out[m, h] = x[m, h] @ W_h.T; matrix h begins `each` bytes after the one
-    before it. places: see `triton_decode.places`."""
+    before it. places: see `triton_decode.plane_places`."""
     head = tl.program_id(1)
     token = tl.program_id(2) * BM + tl.arange(0, BM)
     row = tl.program_id(0) * BN + tl.arange(0, BN)

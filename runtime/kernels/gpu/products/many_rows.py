@@ -8,7 +8,8 @@ from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.default_tiles import TUNING
 from pshard.runtime.kernels.gpu.products import triton_dequant
-from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.gpu.products.places import places
+from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
 from pshard.runtime.kernels.unpack import PLAIN
 
 

@@ -28,7 +28,9 @@ def _level_words(qtype: str) -> tuple[int, int]:
     if BOOK_TYPES[qtype].step > 1:
         levels = [level + 1 for level in levels] + [0] + [level - 1 for level in levels]
     levels += [0] * (8 - len(levels))
-    low, high = (int.from_bytes(bytes(v & 255 for v in part), "little", signed=True) for part in (levels[:4], levels[4:]))
+    low, high = (
+        int.from_bytes(bytes(v & 255 for v in part), "little", signed=True) for part in (levels[:4], levels[4:])
+    )
     return low, high
 
 

@@ -6,15 +6,12 @@ the matrix in 32-bit words, `lane` the row in its record; both are [1, rows]. Pl
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import triton
 import triton.language as tl
 
 from pshard.quant import plane_offsets, record_nbytes
-from pshard.runtime.kernels.api import Packed
-from pshard.runtime.kernels.codebooks import BOOK_TYPES
-from pshard.runtime.kernels.gpu.products.triton_books import book_on, load_book_codes, load_later_scales
+from pshard.runtime.kernels.gpu.products.triton_books import load_book_codes, load_later_scales
 
 
 @dataclass(frozen=True)
@@ -61,20 +58,22 @@ ENCODINGS = {
 }
 
 
-def places(weight: Packed) -> tuple[Any, ...]:
-    """(words of a record, offsets of the high codes, scales, mins or more, d or e8m0 or factor, dmin or m); 0 for a
-    plane not there. In the place of dmin a type with a codebook has that, a tensor on the weight's device."""
-    found = _places(weight.qtype, weight.cols)
-    return (*found[:5], book_on(weight.qtype, weight.data.device)) if weight.qtype in BOOK_TYPES else found
-
-
 @lru_cache
-def _places(qtype: str, cols: int) -> tuple[int, int, int, int, int, int]:
+def plane_places(qtype: str, cols: int) -> tuple[int, int, int, int, int, int]:
+    """(words of a record, offsets of the high codes, scales, mins or more, d or e8m0 or factor, dmin or m); 0 for a
+    plane not there."""
     offsets = {name: at for name, (at, _) in plane_offsets(qtype, cols).items()}
     high = offsets.get(ENCODINGS[qtype].high_plane, 0)
     d = offsets.get("d", offsets.get("e8m0", offsets.get("factor", 0)))
     dmin = offsets.get("dmin", offsets.get("m", 0))
-    return record_nbytes(qtype, cols) // 4, high, offsets.get("scales", 0), offsets.get("mins", offsets.get("more", 0)), d, dmin
+    return (
+        record_nbytes(qtype, cols) // 4,
+        high,
+        offsets.get("scales", 0),
+        offsets.get("mins", offsets.get("more", 0)),
+        d,
+        dmin,
+    )
 
 
 @triton.jit

@@ -16,7 +16,14 @@ def _decode_rows(
     s0, a0, s1, a1 = load_scales(weight, 0, lane, chunk, mask, high, scales, mins, d, dmin, QTYPE, HIGH)
     columns = ()
     for k in tl.static_range(32):
-        if QTYPE == "Q8_0" or QTYPE == "MXFP4" or QTYPE == "NVFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS" or HIGH >= 3:
+        if (
+            QTYPE == "Q8_0"
+            or QTYPE == "MXFP4"
+            or QTYPE == "NVFP4"
+            or QTYPE == "IQ4_NL"
+            or QTYPE == "IQ4_XS"
+            or HIGH >= 3
+        ):
             code = (codes[k // 4] << (24 - 8 * (k % 4))) >> 24
         else:
             code = (codes[k // 4] >> (8 * (k % 4))) & 255

@@ -203,9 +203,7 @@ def _fetch_chunks(
         _fetch_plane(record, scales + n * 32, lane, mask, UNIT * 32)
     elif QTYPE == "Q1_0":
         _fetch_plane(record, d + n * 8, lane, mask, UNIT * 8)
-    elif QTYPE == "Q2_0":
-        _fetch_plane(record, d + n * 16, lane, mask, UNIT * 16)
-    elif QTYPE == "MXFP4":
+    elif QTYPE == "Q2_0" or QTYPE == "MXFP4":
         _fetch_plane(record, d + n * 16, lane, mask, UNIT * 16)
     elif QTYPE == "IQ4_XS":
         _fetch_plane(record, scales + n * 16, lane, mask, UNIT * 16)
