@@ -42,7 +42,7 @@ PACKED = tuple(name for name, q in QUANT_TYPES.items() if q.planes)
 PLAIN = ("F32", "F16", "BF16")
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CELLS = ("bf16", "f16", "q8_0", "f32")
-BRIEF_CELLS, BRIEF_TYPES = ("bf16", "q8_0", "f32"), ("Q4_0", "Q6_K", "MXFP4")
+BRIEF_CELLS, BRIEF_TYPES = ("bf16", "q8_0", "f32"), ("Q4_0", "Q6_K", "MXFP4", "IQ2_XS", "NVFP4")
 HEADS = (  # of the supported models: head sizes, and heads that share one
     Attend(32, 8, 128), Attend(64, 8, 128), Attend(64, 8, 64), Attend(32, 32, 96), Attend(16, 8, 256),
     Attend(24, 2, 256), Attend(8, 1, 256), Attend(32, 4, 80), Attend(96, 8, 192), Attend(64, 1, 128),
