@@ -44,9 +44,9 @@ def unpack_book(qtype: str, planes: Arrays, groups: int, chunks: int) -> tuple[n
     elif "more" in planes:
         words = planes["more"].view(np.uint16).reshape(groups, chunks, 1, 16)
         each = 3 if qtype == "IQ1_S" else 4
-        shifts = np.arange(0, 4 * each, each, dtype=np.uint16)[:, None]
-        index |= ((words >> shifts) & np.uint16(7)).astype(np.int32) << 8
-        delta = (words >> 15) if qtype == "IQ1_S" else ((words >> shifts) >> np.uint16(3)) & 1
+        moved = words >> np.arange(0, 4 * each, each, dtype=np.uint16)[:, None]
+        index |= (moved & np.uint16(7)).astype(np.int32) << 8
+        delta = (words >> 15) if qtype == "IQ1_S" else (moved >> np.uint16(3)) & 1
     elif qtype == "IQ2_XS" and extra is not None:
         index |= extra.astype(np.int32) << 8
     values = np.moveaxis(book[index], -1, 3).reshape(groups, chunks, 32, 16).astype(np.float32)

@@ -1,5 +1,6 @@
 """Packed weights to float32 in plain torch, on any device: the slow twin of every kernel (docs/packed-layout.md)."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -169,7 +170,7 @@ def _iq4_xs(p: dict, n: int) -> torch.Tensor:
     return _iq4(p, n) * _spread(_half(p, "d", n, 256).repeat_interleave(8, -1) * scales, n)
 
 
-_DECODE = {
+_DECODE: dict[str, Callable[[dict, int], torch.Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
