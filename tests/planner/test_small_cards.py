@@ -139,6 +139,23 @@ def test_a_plan_uses_what_its_card_was_measured_not_to_need() -> None:
     assert round_seconds(found) < round_seconds(assumed)
 
 
+@pytest.mark.parametrize(
+    ("name", "gib", "mib"),
+    [
+        ("qwen3-2b", 4, 2500),
+        pytest.param("llama3-8b", 4, 2500, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", 6, 5000, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", 8, 7000, marks=pytest.mark.slow),
+    ],
+)
+def test_a_measured_reserve_keeps_the_budget_and_makes_no_plan_slower(name: str, gib: int, mib: int) -> None:
+    spec, workload = make_shape(name), Workload((mib,), 4096, prompt=2048, generated=256)
+    assumed, found = (plan_variant(spec, profile, workload) for profile in (small_card(gib), measured(gib, 100)))
+    check_variant([spec], found, "cuda")
+    (used,) = measure_use(spec, measured(gib, 100), found).vram_mib
+    assert used <= mib and round_seconds(found) <= round_seconds(assumed) * (1 + 1e-9)
+
+
 def test_no_more_is_kept_than_any_run_was_seen_to_take() -> None:
     assert [reserve_mib(n) for n in (None, 100 << 20, (100 << 20) + 1, 2 << 30)] == [320, 164, 165, 320]
 
