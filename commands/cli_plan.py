@@ -335,7 +335,7 @@ def _plan(
         if how.drafts is None:
             return _plan_places(args, model, profile, workload, how, tell)
         with planning_bar(f"planning {model.spec.name} with drafts"):
-            chosen = choose_drafts(plan, workload, how.drafts)
+            chosen = choose_drafts(plan, model.spec, profile, workload, how.drafts)
         asked = replace(workload, drafting=chosen.workload.drafting, acceptance=chosen.workload.acceptance)
         variant, trials = _plan_places(args, model, profile, asked, how, tell, chosen)
         assert variant is not None

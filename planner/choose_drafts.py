@@ -11,6 +11,7 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.predicted_times import round_seconds, step_bound, step_seconds
 from pshard.routing.followed import under_plan
@@ -18,7 +19,13 @@ from pshard.speculation import NO_DRAFTS, Drafting, DraftQuestion, PlannedDrafts
 from pshard.workload import Workload
 
 
-def choose_drafts(plan: Callable[[Workload], Variant], workload: Workload, question: DraftQuestion) -> Variant:
+def choose_drafts(
+    plan: Callable[[Workload], Variant],
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    question: DraftQuestion,
+) -> Variant:
     """What `plan` makes of the workload with the number of drafts that gives the shortest round, of equal ones the
     fewest; its `speculation` has all that were planned. Raises as `plan` does where none fits, UserError where an
     allowed number has too many rows."""
@@ -37,10 +44,11 @@ def choose_drafts(plan: Callable[[Workload], Variant], workload: Workload, quest
             f"{min(question.allowed)} drafts need steps of {rows} rows for -np {workload.sequences}, and micro-batches "
             f"have {workload.largest} at most; give fewer drafts, or a larger -ub"
         )
-    planned = tuple(PlannedDrafts(v.workload.drafting.drafts, *_time_steps(v)) for v in made)
+    keeping = _keep_seconds(spec, profile, workload)
+    planned = tuple(_describe_steps(v, keeping) for v in made)
     texts = workload.answer_tokens / workload.generated
     said = Speculation(question.kind, question.acceptance, texts, planned)
-    return replace(min(allowed, key=round_seconds), speculation=said)
+    return min((replace(v, speculation=said) for v in allowed), key=round_seconds)
 
 
 def _list_workloads(workload: Workload, question: DraftQuestion) -> Iterator[Workload]:
@@ -53,10 +61,19 @@ def _list_workloads(workload: Workload, question: DraftQuestion) -> Iterator[Wor
             yield asked
 
 
-def _time_steps(variant: Variant) -> tuple[float, float, float]:
-    """Seconds of a step without drafts and with them, and the bound of that."""
-    rows = variant.workload.drafting.rows
-    return step_seconds(variant, 1), step_seconds(variant, rows), step_bound(variant, rows)
+def _describe_steps(variant: Variant, keeping: float) -> PlannedDrafts:
+    """keeping: seconds before a step of what cannot be cut back; 0 where all can, else what held is computed again."""
+    drafts, rows = variant.workload.drafting.drafts, variant.workload.drafting.rows
+    step = step_seconds(variant, rows)
+    alone, bound = step_seconds(variant, 1), step_bound(variant, rows)
+    return PlannedDrafts(drafts, alone, step, bound, *((keeping, step) if drafts and keeping else ()))
+
+
+def _keep_seconds(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> float:
+    """Seconds of copying a text's states that cannot be cut back to host memory."""
+    laws = (unit.state(spec.config, workload.state_shape) for unit in spec.units)
+    copy = find_tables(profile).copy
+    return sum(copy("d2h", law.fetched(0, 1)) for law in laws if law and not law.can_be_cut)
 
 
 def time_rows(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Variant:

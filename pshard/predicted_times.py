@@ -40,13 +40,13 @@ def first_token_seconds(variant: Variant) -> float:
 def decode_seconds(variant: Variant) -> float:
     """Seconds in which all sequences get a token of their answers: a decode step, or with drafts less than a step; of a
     server's load, the mean."""
-    return _decode(variant.workload, rank_seconds(variant)) / variant.workload.generated
+    return _answer_seconds(variant) / variant.workload.generated
 
 
 def decode_rate(variant: Variant) -> float:
     """Tokens per second of all sequences that decode."""
     w = variant.workload
-    return w.answer_tokens / _decode(w, rank_seconds(variant))
+    return w.answer_tokens / _answer_seconds(variant)
 
 
 def step_seconds(variant: Variant, rows: int) -> float:
@@ -65,7 +65,7 @@ def step_bound(variant: Variant, rows: int) -> float:
 
 def round_seconds(variant: Variant) -> float:
     """Seconds in which all sequences bring a prompt and decode their answers; of a server's load, as many as run."""
-    return sum_round(variant.workload, rank_seconds(variant))
+    return sum_round(variant.workload, rank_seconds(variant)) + _beside_steps(variant)
 
 
 def sum_round(workload: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
@@ -92,6 +92,17 @@ def _decode(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
         steps * join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= rows)]])
         for rows, steps in w.answer_steps()
     )
+
+
+def _answer_seconds(variant: Variant) -> float:
+    """Of all that answers take in a round."""
+    return _decode(variant.workload, rank_seconds(variant)) + _beside_steps(variant)
+
+
+def _beside_steps(variant: Variant) -> float:
+    """Of what drafts take in a round beside steps: making them, and taking back what did not hold."""
+    said, w = variant.speculation, variant.workload
+    return w.draft_steps * said.beside(w.drafting.drafts) if said else 0.0
 
 
 def as_profiled(variant: Variant) -> Variant:

@@ -118,16 +118,21 @@ def best_drafts(acceptance: Acceptance, seconds: Mapping[int, float], draft_seco
     return max(sorted(seconds), key=lambda drafts: rate(drafts) if drafts else 1 / alone)
 
 
-def break_even(drafts: int, alone: float, step: float, drafting: float = 0.0) -> float | None:
+def break_even(drafts: int, alone: float, step: float, drafting: float = 0.0, again: float = 0.0) -> float | None:
     """The chance, the same for every draft, from which on so many drafts a step are no slower than none; None where
-    even drafts that are all accepted are slower. Seconds as in `Acceptance.mean_seconds`."""
-    needed = (step + drafting) / alone
-    if needed > drafts + 1:
+    even drafts that are all accepted are slower. Seconds as in `Acceptance.mean_seconds`; again: those of a step whose
+    drafts are not all accepted, beside."""
+
+    def pays(chance: float) -> bool:
+        held = Acceptance((chance,))
+        return held.tokens(drafts) * alone >= step + drafting + (1 - held.at(drafts)) * again
+
+    if not pays(1.0):
         return None
-    low, high = 0.0, 1.0 if needed > 1 else 0.0
+    low, high = 0.0, 0.0 if pays(0.0) else 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (low, middle) if Acceptance((middle,)).tokens(drafts) >= needed else (middle, high)
+        low, high = (low, middle) if pays(middle) else (middle, high)
     return high
 
 
@@ -200,18 +205,25 @@ class DraftQuestion:
 @dataclass(frozen=True)
 class PlannedDrafts:
     """A number of drafts that was planned for, with places of its own. Seconds of a step of all texts that run, in the
-    mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, and `drafting` for
-    making them."""
+    mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, `drafting` for making
+    them and keeping what they may spoil, and `again` for computing what held a second time where not all did."""
 
     drafts: int
     alone: float
     step: float
     bound: float
     drafting: float = 0.0
+    again: float = 0.0
+
+    def beside(self, acceptance: Acceptance) -> float:
+        """Seconds beside those of a step with drafts, in the mean."""
+        return self.drafting + (1 - acceptance.at(self.drafts)) * self.again
 
     def rate(self, acceptance: Acceptance) -> float:
         """Tokens a second of each text."""
-        return acceptance.rate(self.drafts, self.alone, self.step, self.drafting) if self.drafts else 1 / self.alone
+        if not self.drafts:
+            return 1 / self.alone
+        return acceptance.rate(self.drafts, self.alone, self.step, self.beside(acceptance))
 
 
 @dataclass(frozen=True)
@@ -226,13 +238,17 @@ class Speculation:
     planned: tuple[PlannedDrafts, ...]
     rows: tuple[float, ...] = ()
 
+    def beside(self, drafts: int) -> float:
+        """Seconds beside those of a step with so many drafts, in the mean; 0 where these were not planned for."""
+        return next((p.beside(self.acceptance) for p in self.planned if p.drafts == drafts), 0.0)
+
     def rate(self, planned: PlannedDrafts, acceptance: Acceptance) -> float:
         """Tokens a second of all texts."""
         return self.texts * planned.rate(acceptance)
 
     def break_even(self, planned: PlannedDrafts) -> float | None:
         """From which chance of every draft on so many are no slower than the plan without; see `break_even`."""
-        return break_even(planned.drafts, self.planned[0].alone, planned.step, planned.drafting)
+        return break_even(planned.drafts, self.planned[0].alone, planned.step, planned.drafting, planned.again)
 
     def compared(self) -> tuple[Acceptance, ...]:
         """Acceptances to show rates at: the own one, and beside it lower and higher ones, or usual ones where it is

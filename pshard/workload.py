@@ -135,6 +135,12 @@ class Workload:
         return tuple(found)
 
     @property
+    def draft_steps(self) -> float:
+        """How many steps with drafts the answers of a round take; 0 without drafts."""
+        held, drafts = self.acceptance, self.drafting.drafts
+        return self.generated / held.mean_tokens(drafts) * held.share if held and drafts else 0.0
+
+    @property
     def answer_tokens(self) -> float:
         """Of all texts that are answered in a round."""
         return sum(texts * (self.generated * share) for texts, share in self.running())

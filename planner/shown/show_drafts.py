@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftRow:
-    """A number of drafts. tokens: that a step brings to a text; seconds: of a step of all texts, and by how much more
-    than its bound; rates: tokens a second of all texts, by acceptance; break_even: the chance of a draft from which on
-    it pays, None where it never does; experts: of a layer that a text's rows use."""
+    """A number of drafts. tokens: that a step brings to a text; seconds: of a step of all texts, what drafts take
+    `beside` it, and by how much more than its bound it is; rates: tokens a second of all texts, by acceptance;
+    break_even: the chance of a draft from which on it pays, None where it never does; experts: of a layer that a text's
+    rows use."""
 
     drafts: int
     tokens: float
     seconds: float
+    beside: float
     gap: float
     rates: tuple[float, ...]
     break_even: float | None
@@ -76,14 +78,16 @@ def _make_rows(
         rates = tuple(said.rate(planned, acceptance) for acceptance in compared)
         tokens, gap = said.acceptance.mean_tokens(planned.drafts), planned.step / planned.bound - 1
         even = said.break_even(planned) if planned.drafts else None
-        yield DraftRow(planned.drafts, tokens, planned.step, gap, rates, even, used)
+        beside = planned.beside(said.acceptance)
+        yield DraftRow(planned.drafts, tokens, planned.step, beside, gap, rates, even, used)
 
 
 def print_drafts(table: DraftTable, out: "Console") -> None:
     """The table, and under it what it was made by."""
     at = [f"tok/s at {acceptance}" for acceptance in table.acceptances]
     experts = ("experts used",) * any(row.experts is not None for row in table.rows)
-    columns = ("drafts", "tokens a step", "ms", "gap", *at, "pays from", *experts)
+    more = ("more ms",) * any(row.beside for row in table.rows)
+    columns = ("drafts", "tokens a step", "ms", *more, "gap", *at, "pays from", *experts)
     shown = new_table(f"\nDrafts of {table.kind}, each number with a plan of its own, the chosen one marked", columns)
     for row in table.rows:
         even = "never" if row.break_even is None else f"{row.break_even:.2f}"
@@ -92,6 +96,7 @@ def print_drafts(table: DraftTable, out: "Console") -> None:
             f"{row.tokens:.2f}",
             show_rate(row.seconds * 1e3),
         ]
+        cells += [show_rate(row.beside * 1e3) if row.beside else "" for _ in more]
         cells += [f"{row.gap:.0%}", *map(show_rate, row.rates), even if row.drafts else ""]
         shown.add_row(*cells, *(f"{row.experts:.3g}" for _ in experts if row.experts is not None))
     print_whole(shown, out)
@@ -110,5 +115,10 @@ def describe_drafts(table: DraftTable) -> Iterator[str]:
         if table.overlap is not None:
             by = f"as a token shares {table.overlap:.0%} of its experts with the one before it, by the record"
         yield f"Experts: of a layer, that a text's rows use, {by}."
+    if any(row.beside for row in table.rows):
+        yield (
+            "More: states that cannot be cut back are copied before a step, and what held is computed again where not "
+            "all drafts did."
+        )
     if not table.chosen:
         yield "No drafts: no number of them gives a shorter round."

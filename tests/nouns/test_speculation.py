@@ -12,6 +12,7 @@ from pshard.speculation import (
     Acceptance,
     AcceptanceRecord,
     Drafting,
+    PlannedDrafts,
     best_drafts,
     break_even,
     parse_acceptance,
@@ -58,6 +59,15 @@ def test_drafts_pay_from_the_break_even_on(drafts: int, alone: float, step: floa
     for tried in (0.9 * chance, min(1.0, 1.1 * chance)):
         rate = Acceptance((tried,)).rate(drafts, alone, step, drafting)
         assert rate * alone >= 1 - 1e-9 if tried >= chance else rate * alone <= 1 + 1e-9
+
+
+def test_what_is_computed_again_where_drafts_fail_asks_for_more_that_hold() -> None:
+    planned = PlannedDrafts(3, 1.0, 1.1, 1.0, 0.05, 1.1)
+    assert planned.rate(Acceptance((1.0,))) == pytest.approx(4 / 1.15)
+    assert planned.rate(Acceptance((0.5,))) == pytest.approx(1.875 / (1.15 + 0.875 * 1.1))
+    cheap, dear = break_even(3, 1.0, 1.1), break_even(3, 1.0, 1.1, 0.05, 1.1)
+    assert cheap is not None and dear is not None and cheap < dear
+    assert planned.rate(Acceptance((dear,))) == pytest.approx(1.0)
 
 
 def test_steps_without_a_draft_cost_a_step_of_one_row() -> None:

@@ -4,14 +4,16 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from hybrid_files import random_hybrid, write_hybrid_gguf
 from planner_cases import DESKTOP, OWN, make_model
 
 from pshard.errors import NoPlan, UserError
 from pshard.model_config import Experts
+from pshard.models import open_model
 from pshard.planner.choose_drafts import choose_drafts, time_rows
 from pshard.planner.make_plan import plan_roughly
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.shown.show_drafts import tabulate_drafts
+from pshard.planner.shown.show_drafts import describe_drafts, tabulate_drafts
 from pshard.predicted_times import decode_rate, round_seconds
 from pshard.speculation import ASSUMED, Acceptance, DraftQuestion, best_drafts
 from pshard.units.moe.popularity import Popularity
@@ -31,7 +33,7 @@ def plan(spec, workload):
 
 def choose(spec, chance, allowed=(0, 1, 3, 7), workload=WORK):
     question = DraftQuestion("lookup", Acceptance((chance,)), allowed)
-    return choose_drafts(lambda asked: plan(spec, asked), workload, question)
+    return choose_drafts(lambda asked: plan(spec, asked), spec, PROFILE, workload, question)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.8, 1.0])
@@ -112,6 +114,21 @@ def test_the_table_has_three_acceptances_around_a_given_one_and_usual_ones_besid
     assert table.rows[rates.index(max(rates))].drafts == table.chosen
     assert all(row.rates == tuple(sorted(row.rates)) for row in table.rows)
     question = DraftQuestion("lookup", Acceptance((0.27,), ASSUMED), (0, 1))
-    assumed = tabulate_drafts(DENSE, choose_drafts(lambda asked: plan(DENSE, asked), WORK, question))
+    assumed = tabulate_drafts(DENSE, choose_drafts(lambda asked: plan(DENSE, asked), DENSE, PROFILE, WORK, question))
     assert [a.rates for a in assumed.acceptances] == [(0.27,), (0.5,), (0.65,), (0.8,)] and assumed.own == 0
     assert tabulate_drafts(DENSE, plan(DENSE, WORK)) is None
+
+
+def test_states_that_cannot_be_cut_back_cost_a_copy_and_a_step_more_where_drafts_fail(tmp_path) -> None:
+    write_hybrid_gguf(tmp_path / "hybrid.gguf", "dense", random_hybrid("dense"))
+    with open_model(tmp_path / "hybrid.gguf") as model:
+        spec = model.spec
+    chosen = choose(spec, 0.5, (3,), replace(WORK, context=256, prompt=64, generated=32))
+    none, three = chosen.speculation.planned
+    assert none.drafting == none.again == 0 < three.drafting and three.again == three.step
+    beside = three.drafting + (1 - 0.125) * three.step
+    assert decode_rate(chosen) == pytest.approx(1.875 / (three.step + beside))
+    table = tabulate_drafts(spec, chosen)
+    assert table is not None and table.rows[1].beside == pytest.approx(beside)
+    assert any(line.startswith("More: states") for line in describe_drafts(table))
+    assert all(p.drafting == p.again == 0 for p in choose(DENSE, 0.5, (3,)).speculation.planned)
