@@ -65,9 +65,10 @@ def _main(argv: list[str]) -> int:
     if wants_server(argv):
         return bench_server(argv)
     args = make_parser().parse_args(argv)
-    request = _make_request(args)
+    request, text = _make_request(args), _read_text(args.perplexity)
 
     from pshard.runtime.ranks.started import started_ranks
+    from pshard.session.lead_ranks import follow_rank_0, lead_ranks
     from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.start_engine import open_group
 
@@ -80,14 +81,13 @@ def _main(argv: list[str]) -> int:
     opened = open_plan(request)
     _check_strategies(args.strategy, opened.file.spec)
     group = open_group(opened, ranks)
-    try:
-        if args.perplexity is not None:
-            return _run_perplexity(opened, args, group)
+    if group.rank:
+        return follow_rank_0(opened, group)
+    with lead_ranks(group):
+        if text is not None:
+            return _run_perplexity(opened, args, group, text)
         found = _run_all(opened, args, group, shlex.join(["pshard-bench", *argv]))
-    finally:
-        group.close()
-    if group.rank == 0:
-        _write(found, args)
+    _write(found, args)
     return 0
 
 
@@ -144,7 +144,7 @@ def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list
     from pshard.session.this_machine import environment_of
 
     tests, found = _tests(args), []
-    if group.rank == 0 and (made := opened.variant.ranks[0].tiers[0].solve.strategy) in NAMES:
+    if (made := opened.variant.ranks[0].tiers[0].solve.strategy) in NAMES:
         print(f"note: the registry's plan is the published strategy {made!r}; its rows are called ilp", file=sys.stderr)
     setting = _setting(opened, "ilp", environment_of(opened.profile), command)
     found += _run_strategy(opened, opened.variant, "ilp", tests, args, group, setting)
@@ -182,7 +182,7 @@ def _run_baseline(
         print(f"note: baseline {name} is left out: {error}", file=sys.stderr)
         return []
     same = do_same_work(variant, v, opened.profile.accelerators[0].kind)
-    if same and group.rank == 0:
+    if same:
         print(f"note: {name} does the same work as the plan here: their rates differ by noise alone", file=sys.stderr)
     setting = replace(setting, strategy=name, same_as=setting.strategy if same else "")
     return _run_strategy(opened, variant, name, tests, args, group, setting)
@@ -196,15 +196,15 @@ def _run_strategy(
     from pshard.session.bench_drafts import check_drafted, run_drafted
     from pshard.session.bench_engine import run_test
     from pshard.session.choose_drafts import choose_drafts
-    from pshard.session.start_engine import start_engine
+    from pshard.session.lead_ranks import load_on_ranks
 
     drafts, why = choose_drafts(read_spec_flags(args), variant)
     drafted = [test for test in tests if drafts and check_drafted(test)]
     predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
     found = []
     with (
-        start_engine(opened, variant, args.kernels, group, checkpoints=drafts is not None) as engine,
-        _bar(name, len(tests), args, group) as progress,
+        load_on_ranks(opened, group, variant, kernels=args.kernels, checkpoints=drafts is not None) as engine,
+        _bar(name, len(tests), args) as progress,
     ):
         for note in (*opened.file.notes, *engine.notes, *filter(None, [why])):
             print(f"note: {note}", file=sys.stderr)
@@ -215,7 +215,7 @@ def _run_strategy(
     return found
 
 
-def _bar(name: str, tests: int, args: Any, group: "Group") -> Any:
+def _bar(name: str, tests: int, args: Any) -> Any:
     """Context manager that gives a function to call after each sample."""
     from contextlib import contextmanager
 
@@ -225,37 +225,39 @@ def _bar(name: str, tests: int, args: Any, group: "Group") -> Any:
     @contextmanager
     def bar() -> Any:
         console = Console(stderr=True)
-        hidden = not console.is_terminal or group.rank != 0
-        with Progress(console=console, transient=True, disable=hidden) as progress:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(f"measuring {name}", total=tests * args.repetitions)
             yield lambda: progress.advance(task)
 
     return bar()
 
 
-def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
-    from pshard.session.bench_engine import measure_perplexity
-    from pshard.session.start_engine import start_engine
-
+def _read_text(path: Path | None) -> str | None:
+    """What a file says, if there is one. Raises UserError."""
     try:
-        text = args.perplexity.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") if path else None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {args.perplexity}: {error}; give a text file in UTF-8") from None
-    with start_engine(opened, opened.variant, args.kernels, group, checkpoints=False) as engine:
+        raise UserError(f"cannot read {path}: {error}; give a text file in UTF-8") from None
+
+
+def _run_perplexity(opened: "Opened", args: Any, group: "Group", text: str) -> int:
+    from pshard.session.bench_engine import measure_perplexity
+    from pshard.session.lead_ranks import lead, load_on_ranks
+
+    with load_on_ranks(opened, group, opened.variant, kernels=args.kernels, checkpoints=False) as engine:
         if engine.tokenizer is None:
             raise UserError("the model file has no tokenizer, which perplexity needs; take another file of the model")
         ids = engine.tokenizer.encode(text)
         window = min(args.ppl_window, engine.plan.workload.context)
-        value = measure_perplexity(engine, ids, window, lambda _: None)
-        if window < args.ppl_window and group.rank == 0:
+        value = lead(engine, measure_perplexity, ids, window)
+        if window < args.ppl_window:
             print(f"note: windows of {window} tokens, the plan's context, not {args.ppl_window}", file=sys.stderr)
-    if group.rank == 0:
-        if args.output in ("json", "jsonl"):
-            import json
+    if args.output in ("json", "jsonl"):
+        import json
 
-            print(json.dumps({"perplexity": value, "tokens": len(ids), "window": window, "file": args.perplexity.name}))
-        else:
-            print(f"perplexity {value:.4f} over {len(ids)} tokens in windows of {window}")
+        print(json.dumps({"perplexity": value, "tokens": len(ids), "window": window, "file": args.perplexity.name}))
+    else:
+        print(f"perplexity {value:.4f} over {len(ids)} tokens in windows of {window}")
     return 0
 
 

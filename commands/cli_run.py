@@ -1,7 +1,6 @@
 """pshard run: generate text. What is missing for that, a profile or a plan, is made first."""
 
 import os
-import secrets
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -81,10 +80,11 @@ def _main(argv: list[str]) -> int:
     from pshard.routing.followed import keep_slots
     from pshard.runtime.ranks.started import started_ranks
     from pshard.session.choose_drafts import choose_drafts
+    from pshard.session.lead_ranks import follow_rank_0, lead_ranks, load_on_ranks
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.fill_ahead import fill_ahead
     from pshard.session.readiness.first_profile import ensure_profile
-    from pshard.session.start_engine import open_group, start_engine
+    from pshard.session.start_engine import open_group
 
     if not started_ranks():
         request = ensure_profile(request, tell_once)
@@ -101,19 +101,19 @@ def _main(argv: list[str]) -> int:
         raise UserError("the model has no routed experts; leave out --record-routing")
     drafts, why = choose_drafts(ask, opened.variant)
     group = open_group(opened, ranks)
-    if sampling.seed is None:  # all ranks draw the same tokens
-        sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
-    records = args.record_routing is not None
-    variant = keep_slots(opened.variant) if args.deterministic else opened.variant
-    with start_engine(opened, variant, args.kernels, group, records=records, filled=filled) as engine:
-        for note in (*opened.file.notes, *doubts, *engine.notes, *filter(None, [why])) if group.rank == 0 else ():
+    if group.rank:
+        return follow_rank_0(opened, group)
+    records, variant = args.record_routing is not None, opened.variant
+    variant = keep_slots(variant) if args.deterministic else variant
+    how = {"kernels": args.kernels, "records": records}
+    with lead_ranks(group), load_on_ranks(opened, group, variant, filled, **how) as engine:
+        for note in (*opened.file.notes, *doubts, *engine.notes, *filter(None, [why])):
             print(f"note: {note}", file=sys.stderr)
-        _generate(engine, ids, args, sampling, grammar, drafts, loud=group.rank == 0)
+        _generate(engine, ids, args, sampling, grammar, drafts)
         if args.record_acceptance and drafts:
             _record_acceptance(opened, drafts)
         if records:
-            _record_routing(engine, opened.file, args.record_routing, loud=group.rank == 0)
-    group.close()
+            _record_routing(engine, opened.file, args.record_routing)
     return 0
 
 
@@ -166,37 +166,29 @@ def _check_length(tokens: int, args: Any, most: int) -> None:
         raise UserError(f"{what} has {tokens} tokens, more than -c {args.ctx_size}; give a larger -c or less text")
 
 
-def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> list[int]:
+def _take_cached(engine: "Engine", prompt: list[int], args: Any) -> list[int]:
     """Load the prompt cache; returns what of the prompt is still to be computed, at least its last token."""
-    if args.prompt_cache is None or not engine.agree(args.prompt_cache.exists()):  # another run may write it now
+    from pshard.session.lead_ranks import lead
+
+    if args.prompt_cache is None or not args.prompt_cache.exists():
         return prompt
-    cached = engine.load(args.prompt_cache)
+    cached = lead(engine, "load", args.prompt_cache)
     same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))
-    again = engine.reset(length=min(same, len(prompt) - 1))
-    if loud:
-        lacks = "it lacks what layers with a window or a state of fixed size keep of a text that ends there"
-        why = f"; {again} are computed again: {lacks}" if again else ""
-        taken = engine.lengths[0] - again
-        print(f"prompt cache: {taken} of {len(prompt)} tokens are taken from it{why}", file=sys.stderr)
+    again = lead(engine, "reset", length=min(same, len(prompt) - 1))
+    lacks = "it lacks what layers with a window or a state of fixed size keep of a text that ends there"
+    why = f"; {again} are computed again: {lacks}" if again else ""
+    taken = engine.lengths[0] - again
+    print(f"prompt cache: {taken} of {len(prompt)} tokens are taken from it{why}", file=sys.stderr)
     return prompt[engine.lengths[0] :]
 
 
-def _save_prompt(engine: "Engine", path: Path, loud: bool) -> None:
-    """Write the prompt cache; a disk that is full by now ends no run. All ranks call it."""
-    try:
-        engine.save(path)
-    except UserError as error:
-        if loud:
-            print(f"note: the run goes on without a prompt cache: {error}", file=sys.stderr)
-
-
-def _end_line(tokens: "Iterator[int]", loud: bool) -> "Iterator[int]":
+def _end_line(tokens: "Iterator[int]") -> "Iterator[int]":
     """The tokens; where an error ends them, what is printed of them ends its line before the error has one."""
     begun = False
     try:
         for token in tokens:
             yield token
-            begun = loud
+            begun = True
     except GeneratorExit:
         raise
     except BaseException:
@@ -206,34 +198,27 @@ def _end_line(tokens: "Iterator[int]", loud: bool) -> "Iterator[int]":
 
 
 def _generate(
-    engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, drafts: "DraftSettings | None", loud: bool
+    engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, drafts: "DraftSettings | None"
 ) -> None:
+    from pshard.session.generate_text import fix_seed, generate_text, save_prompt
+    from pshard.session.lead_ranks import lead
+
     if engine.tokenizer is None and not args.tokens:
         raise UserError("the model file has no tokenizer, which its prompt was read with: start again")
     start = time.perf_counter()
     first, n = start, 0
-    prompt, saving = _take_cached(engine, prompt, args, loud), args.prompt_cache and not args.prompt_cache_ro
-    text = None if args.tokens else engine.tokenizer.stream()
-    constraint = None
-    if grammar:
-        from pshard.runtime.sampling.grammar import follow_grammar
-
-        constraint = follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab)
-    made = engine.generate(prompt, most_tokens(args.predict), sampling, False, constraint, drafts)
-    for token in _end_line(made, loud):
-        if n == 0:
-            first = time.perf_counter()
-            if saving and not args.prompt_cache_all:
-                _save_prompt(engine, args.prompt_cache, loud)
+    prompt, cache = _take_cached(engine, prompt, args), None if args.prompt_cache_ro else args.prompt_cache
+    text, saved = None if args.tokens else engine.tokenizer.stream(), None if args.prompt_cache_all else cache
+    most = most_tokens(args.predict)
+    made = lead(engine, generate_text, prompt, most, fix_seed(sampling), grammar, drafts, saved)
+    for token in _end_line(made):
+        first = first if n else time.perf_counter()
         n += 1
-        if loud:
-            print(text.push(token) if text else f"{token} ", end="", flush=True)
+        print(text.push(token) if text else f"{token} ", end="", flush=True)
     end = time.perf_counter()
-    if saving and (args.prompt_cache_all or n == 0):
-        _save_prompt(engine, args.prompt_cache, loud)
-    ranks, hits = engine.memory_by_rank(), engine.hits_by_rank()
-    if not loud:
-        return
+    if cache and (args.prompt_cache_all or n == 0):
+        lead(engine, save_prompt, cache)
+    ranks, hits = lead(engine, "memory_by_rank"), lead(engine, "hits_by_rank")
     print(text.finish() if text else "", flush=True)  # before what stderr says, where both go to one place
     rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
     place = "on the accelerator" if engine.device.kind == "cuda" else "of the budget"
@@ -263,15 +248,14 @@ def _describe_hits(slots: "RankHits", whose: str) -> str:
     )
 
 
-def _record_routing(engine: "Engine", file: "ModelFile", path: Path, loud: bool) -> None:
-    """Write which experts the run's tokens have used, and tell of it. All ranks call it; the one that is loud does."""
+def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:
+    """Write which experts the run's tokens have used, and tell of it."""
     from pshard.planner.routing.measure_hits import measure_hits
     from pshard.registries.routing_file import fingerprint_routers, write_routing
     from pshard.routing.expert_map import map_experts
+    from pshard.session.lead_ranks import lead
 
-    record, spec = engine.record_routing(fingerprint_routers(file)), file.spec
-    if not loud:
-        return
+    record, spec = lead(engine, "record_routing", fingerprint_routers(file)), file.spec
     write_routing(path, record)
     maps, served = map_experts(spec, engine.plan), []
     for experts in maps:

@@ -15,7 +15,7 @@ from pshard.plan import RankPlan, Variant
 from pshard.predicted_times import tier_seconds
 from pshard.routing.follow_use import HitCounts, RankHits
 from pshard.routing.followed import expect_hits
-from pshard.routing.record import RoutingRecord
+from pshard.routing.record import RoutingRecord, join_layers
 from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
@@ -23,7 +23,6 @@ from pshard.runtime.kernels.gpu.card_limits import card_limits
 from pshard.runtime.kernels.gpu.tiles.kernel_failures import is_kernel_failure, refuse
 from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_store import KVStore
-from pshard.runtime.ranks.gather import gather_nouns, gather_record
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.speculation.draft_length import StepSeconds
 from pshard.runtime.speculation.speculator import DraftSettings, Speculator
@@ -124,10 +123,10 @@ class Engine:
 
     def hits_by_rank(self) -> tuple[RankHits, ...]:
         """What every rank's slots have found since the start, in order. All ranks call it."""
-        return gather_nouns(RankHits(self.expert_hits, expect_hits(self.rank_plan)), self._executor.group)
+        return tuple(self._executor.group.gather(RankHits(self.expert_hits, expect_hits(self.rank_plan))))
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
+        """Rank 0's value (anything that pickles) on every rank; all call it. For what rank 0 alone can decide."""
         return self._executor.group.broadcast(value)
 
     def memory(self) -> MemoryReport:
@@ -136,7 +135,7 @@ class Engine:
 
     def memory_by_rank(self) -> tuple[MemoryReport, ...]:
         """What every rank holds, in order. All ranks call it."""
-        return gather_nouns(self.memory(), self._executor.group)
+        return tuple(self._executor.group.gather(self.memory()))
 
     def reset(self, sequence: int | None = None, length: int = 0) -> int:
         """Forget the tokens after the first `length` of one sequence, or of all; returns how many of the others were
@@ -175,7 +174,11 @@ class Engine:
         """
         picks = self._executor.host.picks
         own = picks.record(fingerprint) if picks is not None and picks.records else None
-        return gather_record(own, self._executor.spec, self._executor.group)
+        # without neighbours each rank has all routers, which choose alike
+        parts = [own] if self._executor.spec.neighbours is None else self._executor.group.gather(own)
+        if not any(parts):
+            raise ValueError("the engine was not built to record routing")
+        return join_layers([part for part in parts if part])
 
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False, best_only: bool = False

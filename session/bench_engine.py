@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from pshard.errors import UserError
 from pshard.quant import align
 from pshard.routing.follow_use import join_hits
+from pshard.session.lead_ranks import lead
 from pshard.times.measurement import Measurement, summarise_samples, test_name
 from pshard.times.stolen_time import read_core_time, stolen_share
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
@@ -62,7 +64,8 @@ def run_test(
     setting: BenchSetting,
     progress: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Measure one test: a warm-up, then `repetitions` samples. Tokenising and sampling are not part of it."""
+    """Measure one test: a warm-up, then `repetitions` samples. Tokenising and sampling are not part of it. engine: of
+    rank 0, which leads the other ranks."""
     plan, w = engine.plan, engine.plan.workload
     needed, there = test.n_sequences * align(test.cells, KV_BLOCK), kv_blocks(w.context, w.sequences) * KV_BLOCK
     if needed > there or test.n_sequences > w.sequences:
@@ -70,19 +73,15 @@ def run_test(
             f"test {test.name} needs {needed} cells and {test.n_sequences} sequences; the plan has {there} and "
             f"{w.sequences}: plan with -c {needed} -np {test.n_sequences}"
         )
-    _fill(engine, test)
-    warm_up(lambda: _repeat(engine, test), engine.agree)
-    samples, link, began, hits = [], 0, read_core_time(), engine.hits_by_rank()
-    for _ in range(repetitions):
-        _continue(engine, test)
-        start, before = time.perf_counter_ns(), engine.link_bytes
-        _run_once(engine, test)
-        samples.append(time.perf_counter_ns() - start)
-        link += engine.link_bytes - before
+    lead(engine, _prepare, test)
+    samples, link, hits, began = [], 0, lead(engine, "hits_by_rank"), read_core_time()
+    for nanoseconds, moved in lead(engine, _take_samples, test, repetitions):
+        samples.append(nanoseconds)
+        link += moved
         progress()
-    slots = join_hits([after.since(before) for after, before in zip(engine.hits_by_rank(), hits)])
-    link, stolen = link // repetitions, stolen_share(began, read_core_time())
-    peaks = tuple(rank.accelerator / (1 << 20) for rank in engine.memory_by_rank())
+    stolen, link = stolen_share(began, read_core_time()), link // repetitions
+    slots = join_hits([after.since(before) for after, before in zip(lead(engine, "hits_by_rank"), hits)])
+    peaks = tuple(rank.accelerator / (1 << 20) for rank in lead(engine, "memory_by_rank"))
     tokens = (test.n_prompt + test.n_gen) * test.n_sequences
     step = test.n_prompt * test.n_sequences if test.n_prompt else test.n_sequences
     largest = engine.rank_plan.tiers[-1].tokens
@@ -119,7 +118,7 @@ def run_test(
     )
 
 
-def warm_up(run: Callable[[], None], agree: Callable[[bool], bool] = lambda goes_on: goes_on) -> None:
+def warm_up(run: Callable[[], object], agree: Callable[[bool], bool] = lambda goes_on: goes_on) -> None:
     """Run at least twice and for WARM_SECONDS: a process's first half second was 15% slower than the rest, and what
     comes a second time is captured then.
 
@@ -132,9 +131,13 @@ def warm_up(run: Callable[[], None], agree: Callable[[bool], bool] = lambda goes
         run()
 
 
-def _repeat(engine: "Engine", test: BenchTest) -> None:
-    _continue(engine, test)
-    _run_once(engine, test)
+def _take_samples(engine: "Engine", test: BenchTest, repetitions: int) -> Iterator[tuple[int, int]]:
+    """Nanoseconds and bytes over the link of each repetition. All ranks compute them in step."""
+    for _ in range(repetitions):
+        _continue(engine, test)
+        start, before = time.perf_counter_ns(), engine.link_bytes
+        _run_once(engine, test)
+        yield time.perf_counter_ns() - start, engine.link_bytes - before
 
 
 def predict_seconds(predictor: "Predictor", test: BenchTest) -> float:
@@ -152,10 +155,12 @@ def count_ids(engine: "Engine", n: int, seed: int) -> list[int]:
     return [(seed + 1 + i) * TOKEN_STRIDE % engine.vocab for i in range(n)]
 
 
-def _fill(engine: "Engine", test: BenchTest) -> None:
+def _prepare(engine: "Engine", test: BenchTest) -> None:
+    """Compute what comes before the test, and run the test until it is warm."""
     engine.reset()
     if test.n_depth:
         engine.forward([count_ids(engine, test.n_depth, s) for s in range(test.n_sequences)])
+    warm_up(lambda: deque(_take_samples(engine, test, 1), 0), engine.agree)
 
 
 def _continue(engine: "Engine", test: BenchTest) -> None:
@@ -174,7 +179,7 @@ def _run_once(engine: "Engine", test: BenchTest) -> None:
         engine.forward([count_ids(engine, 1, s + i) for s in range(test.n_sequences)])
 
 
-def measure_perplexity(engine: "Engine", ids: Sequence[int], window: int, progress: Callable[[int], None]) -> float:
+def measure_perplexity(engine: "Engine", ids: Sequence[int], window: int) -> float:
     """Perplexity per token of `ids` in windows of `window` tokens without overlap; every token but a window's first
     is scored. Raises UserError when there is no whole pair of tokens."""
     import torch
@@ -190,7 +195,6 @@ def measure_perplexity(engine: "Engine", ids: Sequence[int], window: int, progre
         chances = torch.log_softmax(logits[:-1].double(), -1)
         total -= chances[torch.arange(len(part) - 1), torch.tensor(part[1:])].sum().item()
         count += len(part) - 1
-        progress(len(part))
     if count == 0:
         raise UserError("the perplexity text has fewer than two tokens; give a longer one")
     return math.exp(total / count)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
-from pshard.jsonio import from_json, to_json
 from pshard.machine import CollectiveTiming, MachineProfile
 from pshard.profile.effort import full_effort, quick_effort
 from pshard.profile.identify import default_accelerator, last_cache_bytes, usable_memory
@@ -55,7 +54,7 @@ def profile_hosts(request: HostsRequest) -> tuple[MachineProfile, bool]:
         _agree(group, lambda: _check_place(group, here, request.output, base))
         effort = (quick_effort if request.quick else full_effort)(last_cache_bytes(), usable_memory())
         sums = time_sums(group, kind, effort.sums)
-        profile = from_json(MachineProfile, group.broadcast(to_json(_join(base, sums, here, group.size, request))))
+        profile = group.broadcast(_join(base, sums, here, group.size, request))
         if group.local_rank == 0:
             save_profile(profile, request.output)
         group.barrier()
@@ -73,7 +72,7 @@ def _share_base(group: "Group", kind: str) -> MachineProfile:
                 raise UserError(f"its profile has {found[0].accelerators[0].kind} ranks, not {kind}; give --device")
 
     _agree(group, load)
-    return from_json(MachineProfile, group.broadcast([to_json(base) for base in found])[0])
+    return group.broadcast(found)[0]
 
 
 def _check_place(group: "Group", on_first: int, output: Path, base: MachineProfile) -> None:
@@ -95,8 +94,7 @@ def _agree(group: "Group", check: Callable[[], None]) -> None:
         check()
     except UserError as error:
         said = f"rank {group.rank} on {platform.node()}: {error}"
-    everyone = [group.broadcast(said, rank) for rank in range(group.size)]
-    for problem in everyone:
+    for problem in group.gather(said):
         if problem is not None:
             raise UserError(problem)
 

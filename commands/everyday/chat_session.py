@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.everyday.chat_commands import describe_status, run_command
@@ -36,12 +37,12 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
     _refuse_for_one_prompt(args)
 
     from pshard.runtime.ranks.started import started_ranks
-    from pshard.session.chat.lead import follow
     from pshard.session.choose_drafts import choose_drafts
+    from pshard.session.lead_ranks import follow_rank_0, lead_ranks, load_on_ranks
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.fill_ahead import fill_ahead
     from pshard.session.readiness.first_profile import ensure_profile
-    from pshard.session.start_engine import open_group, start_engine
+    from pshard.session.start_engine import open_group
 
     if not started_ranks():
         request = ensure_profile(request, tell_once)
@@ -58,14 +59,12 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
     opened = open_plan(request)
     drafts, why = choose_drafts(ask, opened.variant)
     group = open_group(opened, ranks)
-    with start_engine(opened, opened.variant, args.kernels, group, filled=filled) as engine:
-        if group.rank:
-            follow(engine)
-        else:
-            for note in (*opened.file.notes, *engine.notes, *filter(None, [why])):
-                tell_once(f"note: {note}")
-            _hold(engine, opened, sampling, grammar, drafts, args, first)
-    group.close()
+    if group.rank:
+        return follow_rank_0(opened, group)
+    with lead_ranks(group), load_on_ranks(opened, group, opened.variant, filled, kernels=args.kernels) as engine:
+        for note in (*opened.file.notes, *engine.notes, *filter(None, [why])):
+            tell_once(f"note: {note}")
+        _hold(engine, opened, sampling, grammar, drafts, args, first)
     return 0
 
 
@@ -88,7 +87,8 @@ def _hold(
 ) -> None:
     """Hold the conversation on this rank, which leads the others if there are any."""
     from pshard.session.chat.conversation import Conversation
-    from pshard.session.chat.lead import Leader
+    from pshard.session.generate_text import make_constraint
+    from pshard.session.lead_ranks import LedEngine
     from pshard.session.open_plan import tell_once
 
     template = opened.file.chat_template
@@ -96,16 +96,10 @@ def _hold(
     if template is None:
         tell_once(f"note: {UNTAUGHT.format(most)}")
 
-    def constrain() -> Any:
-        from pshard.runtime.sampling.grammar import follow_grammar
-
-        return follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab) if grammar else None
-
+    constrain = partial(make_constraint, engine, grammar)
     constrain()  # a grammar that cannot be read is told before the first message
-    leader = Leader(engine)
-    chat = Conversation(leader, template, sampling, args.system, most, constrain, drafts)
+    chat = Conversation(LedEngine(engine), template, sampling, args.system, most, constrain, drafts)
     _talk(chat, Terminal(opened.file.spec.name), first, args.single_turn)
-    leader.dismiss()
 
 
 class _Interrupt:

@@ -119,7 +119,7 @@ def _time_in_turn(group: "Group", call: Callable[[], object], seconds: float) ->
 
 def _make_share(group: "Group", what: str, size: int, together: float, alone: float) -> ShareTiming:
     """Times of the slowest rank, of copies of that which loses most by the others, as links may differ."""
-    said = [group.broadcast([together, alone], rank) for rank in range(group.size)]
+    said = group.gather((together, alone))
     together, alone = max(said, key=lambda rank: rank[0] / rank[1] if what == "copy" else rank[0])
     return ShareTiming(group.size, what, size, alone, alone, together)
 

@@ -36,8 +36,7 @@ class Checkpoints:
     def __init__(self, executor: Executor, nbytes: int) -> None:
         """nbytes: of host memory, for the checkpoints of this rank. All ranks call it."""
         self._residents, self._device, group = executor.residents, executor.device, executor.group
-        own = [executor.residents.fixed_nbytes, nbytes]
-        said = [group.broadcast(own, rank) for rank in range(group.size)]
+        said = group.gather((executor.residents.fixed_nbytes, nbytes))
         self.each = max(each for each, _ in said)
         self.most = min(room for _, room in said) // self.each if self.each else 0
         self._kept: list[list[Checkpoint]] = [[] for _ in range(executor.states.sequences)]

@@ -97,7 +97,7 @@ class KVStore:
             sums, problem = self._write_parts(temporary, held, outline, states), None
         except OSError as error:
             sums, problem = [], error.strerror
-        said = [self._group.broadcast([problem, sums], r) for r in range(self._group.size)]
+        said = self._group.gather((problem, sums))
         problem = next((p for p, _ in said if p), None)
         if self._group.rank == 0:
             written = dict(s for _, part in said for s in part)
@@ -144,7 +144,7 @@ class KVStore:
         except OSError as error:
             problem = f"cannot read the KV cache {path}: {error.strerror}; give another file"
         read = zlib.crc32(json.dumps(tokens).encode())
-        said = [self._group.broadcast([problem, read], r) for r in range(self._group.size)]
+        said = self._group.gather((problem, read))
         if first := next((p for p, _ in said if p), None):
             raise UserError(first)
         if any(other != read for _, other in said):

@@ -6,8 +6,8 @@ One process per rank, started by `start_ranks.py` or by torchrun; both describe 
 
 import contextlib
 import ctypes
-import json
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 WIRES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ROUNDED = 2 << 20  # numbers that NCCL sums at once in another type than float32
 MEET_SECONDS = 120.0  # all ranks must be up by then
+SHORT_BYTES = 512  # of a value that is broadcast in one message
 SENDS_AHEAD = 4  # micro-batches that a CPU rank may be ahead of the next one
 REDUCE_SECONDS = 120.0  # no rank may be later than this to a sum; a dead process is noticed much sooner (rank_watch)
 
@@ -144,8 +145,12 @@ class Group:
         return local
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The `source` rank's value (anything JSON holds; lists for tuples) on every rank. Waits without limit."""
+        """The `source` rank's value (anything that pickles) on every rank. Waits without limit. Raises RankLost."""
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (anything that pickles), in order. Raises RankLost."""
+        return [self.broadcast(value, rank) for rank in range(self.size)]
 
     def barrier(self) -> None:
         """Wait, without limit, until every rank is here."""
@@ -253,7 +258,7 @@ class TorchGroup(Group):
     def logit_widths(self, columns: int, on_device: bool) -> tuple[int, ...] | None:
         if self._peers is None:
             return None
-        said = [self.broadcast([columns, on_device], source) for source in range(self.size)]
+        said = self.gather((columns, on_device))
         return tuple(n for n, _ in said) if all(there for _, there in said) else None
 
     def gather_logits(self, table: torch.Tensor, widths: tuple[int, ...]) -> None:
@@ -358,16 +363,17 @@ class TorchGroup(Group):
         return [int(w) for w in widths]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor([text.numel()])
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == source else b""
+        begin = bytearray((len(data).to_bytes(8, "big") + data)[:SHORT_BYTES].ljust(SHORT_BYTES))
         try:
-            dist.broadcast(length, source)
-            if self.rank != source:
-                text = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(text, source)
+            dist.broadcast(torch.frombuffer(begin, dtype=torch.uint8), source)
+            missing = int.from_bytes(begin[:8], "big") - (SHORT_BYTES - 8)
+            rest = bytearray(data[SHORT_BYTES - 8 :] or max(0, missing))
+            if rest:
+                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source)
         except RuntimeError as error:
             self._fail(error)
-        return json.loads(bytes(text.tolist()))
+        return pickle.loads(begin[8:] + rest)  # what pads it comes after its end
 
     def barrier(self) -> None:
         try:

@@ -139,7 +139,7 @@ class PrefixCache:
         """What every rank says. What is in memory is alike on all; what is in files may not be."""
         if self._files is None or self._group.size == 1:
             return [value]
-        return [self._group.broadcast(value, rank) for rank in range(self._group.size)]
+        return self._group.gather(value)
 
     def _fits(self, known: Sequence[KnownBlock], n: int) -> bool:
         """Whether windows and states at the end of n blocks are known."""

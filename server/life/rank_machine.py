@@ -17,19 +17,9 @@ from typing import Any
 from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.runtime.ranks.start_ranks import StderrReader, end_ranks, start_rank
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
-from pshard.server.life.rank_program import (
-    CannotRun,
-    Close,
-    Count,
-    KeepSome,
-    Missing,
-    Open,
-    Opened,
-    RankTask,
-    StepCall,
-    Stepped,
-)
+from pshard.server.life.rank_program import CannotRun, RankTask, Stepped
 from pshard.server.scheduling.served_machine import PlanFacts, Pool
+from pshard.session.lead_ranks import Order, Refused
 
 WRITE_SECONDS = 20.0  # that a rank has to write its files at the end
 MODULE = "pshard.server.life.rank_program"
@@ -58,15 +48,17 @@ class Ranks:
         readers = [StderrReader(r, p) for r, p in enumerate(processes) if r > 0]
         return cls([Connection(here.detach()) for here, _ in pairs], processes, readers)
 
-    def tell(self, message: Any) -> None:
-        """To all. Raises StepFailed when one is gone, KernelRefused where its GPU cannot run a kernel."""
+    def tell(self, message: Any, all_ranks: bool = True) -> None:
+        """To all, or to rank 0. Raises StepFailed when one is gone, KernelRefused where its GPU cannot run a kernel."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for pipe in self._pipes:
+        for pipe in self._pipes if all_ranks else self._pipes[:1]:
             self._send(pipe, data)
 
-    def tell_first(self, message: Any) -> None:
-        """To rank 0."""
-        self._send(self._pipes[0], pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+    def ask(self, call: str, *words: Any, all_ranks: bool = True) -> Any:
+        """What rank 0 answers to an order, which goes to all, or to it alone. Raises UserError where it is refused, and
+        as `tell` does."""
+        self.tell(Order(call, words), all_ranks)
+        return self.hear()
 
     def _send(self, pipe: Connection, data: bytes) -> None:
         try:
@@ -75,7 +67,7 @@ class Ranks:
             raise self._describe_loss() from None
 
     def hear(self) -> Any:
-        """Rank 0's answer. Raises as `tell` does: the other ranks only ever speak by ending."""
+        """Rank 0's answer. Raises UserError where it refuses, else as `tell`: other ranks only ever speak by ending."""
         heard = wait(self._pipes)
         if heard != [self._pipes[0]]:
             raise self._describe_loss()
@@ -86,6 +78,8 @@ class Ranks:
         if isinstance(answer, CannotRun):
             self._lost = True
             raise KernelRefused(self._name(0, answer.why))
+        if isinstance(answer, Refused):
+            raise UserError(answer.why)
         return answer
 
     def _describe_loss(self) -> StepFailed:
@@ -146,27 +140,22 @@ class RankPool:
     def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> Text:
         """As `TextPool.open`."""
         text = Text([], 0, salt, next(self._numbers))
-        self._ranks.tell(Open(text.number, tuple(ids), salt, seconds))
-        opened: Opened = self._ranks.hear()
-        if opened.refused:
-            raise UserError(opened.refused)
-        text.cached = text.committed = opened.cached
-        text.ids[:], self._counts = ids[: opened.cached], None
+        text.cached = text.committed = self._ranks.ask("open", text.number, tuple(ids), salt, seconds)
+        text.ids[:], self._counts = ids[: text.cached], None
         return text
 
     def missing(self, wanted: Mapping[Text, int]) -> int:
         """As `TextPool.missing`."""
-        self._ranks.tell_first(Missing(tuple((text.number, cells) for text, cells in wanted.items())))
-        return self._ranks.hear()
+        numbers = {text.number: cells for text, cells in wanted.items()}
+        return self._ranks.ask("missing", numbers, all_ranks=False)
 
     def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> Sequence[Sequence[Row]]:
         """As `TextPool.step`."""
-        sent = tuple((piece.text.number, replace(piece, text=None)) for piece in pieces)  # type: ignore[arg-type]
-        self._ranks.tell(StepCall(sent, self.tier))
+        numbers = tuple(piece.text.number for piece in pieces)
+        sent = tuple(replace(piece, text=None) for piece in pieces)  # type: ignore[arg-type]
+        self._ranks.tell(Order("step", (numbers, sent, self.tier)))
         meanwhile()
         stepped: Stepped = self._ranks.hear()
-        if stepped.refused:
-            raise UserError(stepped.refused)
         for piece in pieces:
             piece.text.ids += piece.ids
             if not piece.drafts:
@@ -176,20 +165,18 @@ class RankPool:
 
     def close(self, text: Text, keep: bool = True) -> None:
         """As `TextPool.close`."""
-        self._ranks.tell(Close(text.number, keep))
+        self._ranks.tell(Order("close", (text.number, keep)))
         self._counts = None
 
     def keep_some(self, seconds: float) -> bool:
         """As `TextPool.keep_some`."""
-        self._ranks.tell(KeepSome(seconds))
         self._counts = None
-        return self._ranks.hear()
+        return self._ranks.ask("keep_some", seconds)
 
     def counts(self) -> BlockCounts:
         """As `TextPool.counts`."""
         if self._counts is None:
-            self._ranks.tell_first(Count())
-            self._counts = self._ranks.hear()
+            self._counts = self._ranks.ask("counts", all_ranks=False)
         assert self._counts is not None
         return self._counts
 
@@ -208,7 +195,7 @@ class RankMachine:
         ranks = Ranks.start(len(task.variant.ranks))
         try:
             ranks.tell(task)
-            return cls(ranks, facts(ranks.hear().notes))
+            return cls(ranks, facts(ranks.hear()))
         except BaseException:
             ranks.close()
             raise

@@ -1,4 +1,4 @@
-"""What each process of a group of ranks runs: the parent decides, all make the same calls in the same order."""
+"""What each process of a server's group of ranks runs: the parent decides, and all carry out its orders."""
 
 import os
 import pickle
@@ -16,6 +16,7 @@ from pshard.machine import MachineProfile
 from pshard.plan import Variant
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.life.how_to_run import HowToRun
+from pshard.session.lead_ranks import follow
 
 if TYPE_CHECKING:
     from pshard.runtime.engine import Engine
@@ -32,73 +33,12 @@ class RankTask:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Rank 0's answer to a task: notes of its engine."""
-
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Open:
-    """Open a text, which is called by a number from now on; seconds: as `TextPool.open`."""
-
-    text: int
-    ids: tuple[int, ...]
-    salt: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Opened:
-    """Rank 0's answer: how many tokens are there already; or why it is refused."""
-
-    cached: int
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Close:
-    """Close a text. Nobody answers."""
-
-    text: int
-    keep: bool
-
-
-@dataclass(frozen=True)
-class Missing:
-    """How many blocks are lacking for texts to have so many tokens; rank 0 alone is asked, and answers an int."""
-
-    wanted: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Count:
-    """How blocks are used; rank 0 alone is asked, and answers BlockCounts."""
-
-
-@dataclass(frozen=True)
-class KeepSome:
-    """Keep prefixes in files for so many seconds; rank 0 answers whether there are more."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class StepCall:
-    """Compute pieces (of each its text's number, and it without the text) under a tier of at least so many tokens."""
-
-    pieces: tuple[tuple[int, Piece], ...]
-    tier: int
-
-
-@dataclass(frozen=True)
 class Stepped:
-    """Rank 0's answer to a step: rows, blocks, bytes over its link; or why it was refused, before anything changed."""
+    """What came of a step: rows, blocks, bytes over the link of rank 0."""
 
     rows: tuple[tuple[Row, ...], ...]
-    counts: BlockCounts | None
+    counts: BlockCounts
     link_bytes: int
-    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,61 +88,51 @@ def _serve(pipe: Connection) -> None:
         keep_prefixes(engine, task.how.prefixes)
         group.barrier()
         try:
-            answer_calls(pipe, engine, group.rank == 0)
+            follow_parent(pipe, engine, group.rank == 0)
         finally:
             engine.texts.finish_files()
 
 
-def answer_calls(pipe: Connection, engine: "Engine", speaks: bool) -> None:
-    """Make the parent's calls until it hangs up, which raises EOFError; `speaks`: rank 0 says what came of them, and
-    first that the engine is loaded."""
-    caller = Caller(engine)
-    answer: Any = Loaded(engine.notes)
-    while True:
-        if answer is not None and speaks:
-            pipe.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
-        answer = caller.call(pickle.loads(pipe.recv_bytes()))
+def follow_parent(pipe: Connection, engine: "Engine", speaks: bool) -> None:
+    """Carry out the parent's orders until it hangs up, which raises EOFError; `speaks`: rank 0 says what came of them,
+    and first the notes of the loaded engine."""
+
+    def answer(found: Any) -> None:
+        if speaks:
+            pipe.send_bytes(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))
+
+    answer(engine.notes)
+    follow(TextsByNumber(engine), lambda: pickle.loads(pipe.recv_bytes()), answer)
 
 
-class Caller:
-    """Makes the parent's calls on a rank's engine."""
+class TextsByNumber:
+    """An engine's texts, which the parent knows by numbers. All ranks make the same calls, but of what only looks."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine, self._pool = engine, engine.texts
         self._texts: dict[int, Text] = {}
         self._tier = 0
+        self.counts, self.keep_some = self._pool.counts, self._pool.keep_some
 
-    def call(self, message: Any) -> Any:
-        """Make a call; the answer, None where there is none. Raises StepFailed."""
-        match message:
-            case StepCall():
-                return self._step(message)
-            case Open():
-                try:
-                    text = self._texts[message.text] = self._pool.open(message.ids, message.salt, message.seconds)
-                except UserError as error:
-                    return Opened(0, str(error))
-                return Opened(text.cached)
-            case Close():
-                self._pool.close(self._texts.pop(message.text), message.keep)
-                return None
-            case Missing():
-                return self._pool.missing({self._texts[text]: cells for text, cells in message.wanted})
-            case Count():
-                return self._pool.counts()
-            case KeepSome():
-                return self._pool.keep_some(message.seconds)
-        raise TypeError(f"no call is a {type(message).__name__}")
+    def open(self, number: int, ids: tuple[int, ...], salt: str, seconds: float) -> int:
+        """As `TextPool.open`; how many tokens are there already."""
+        self._texts[number] = self._pool.open(ids, salt, seconds)
+        return self._texts[number].cached
 
-    def _step(self, message: StepCall) -> Stepped:
-        if message.tier != self._tier:
-            self._engine.texts.keep_tier(message.tier)
-            self._tier = message.tier
-        pieces = [replace(piece, text=self._texts[number]) for number, piece in message.pieces]
-        try:
-            rows = self._pool.step(pieces)
-        except UserError as error:
-            return Stepped((), None, 0, str(error))
+    def close(self, number: int, keep: bool) -> None:
+        """As `TextPool.close`."""
+        self._pool.close(self._texts.pop(number), keep)
+
+    def missing(self, wanted: dict[int, int]) -> int:
+        """As `TextPool.missing`."""
+        return self._pool.missing({self._texts[number]: cells for number, cells in wanted.items()})
+
+    def step(self, numbers: tuple[int, ...], pieces: tuple[Piece, ...], tier: int) -> Stepped:
+        """Compute pieces, whose texts have these numbers, under a tier of at least so many tokens."""
+        if tier != self._tier:
+            self._pool.keep_tier(tier)
+            self._tier = tier
+        rows = self._pool.step([replace(piece, text=self._texts[n]) for n, piece in zip(numbers, pieces)])
         return Stepped(tuple(map(tuple, rows)), self._pool.counts(), self._engine.link_bytes)
 
 

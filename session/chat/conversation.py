@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pshard.runtime.engine import Engine
     from pshard.runtime.sampling import Constraint, Sampling
     from pshard.runtime.speculation.speculator import DraftSettings
-    from pshard.session.chat.lead import Leader
+    from pshard.session.lead_ranks import LedEngine
 
 PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # of models without a template: they continue text
 LEAST_ANSWER = 8  # of the context, one part that a prompt leaves free
@@ -56,7 +56,7 @@ class Conversation:
 
     def __init__(
         self,
-        engine: "Engine | Leader",
+        engine: "Engine | LedEngine",
         template: str | None,
         sampling: "Sampling",
         system: str | None = None,

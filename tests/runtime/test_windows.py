@@ -185,7 +185,7 @@ def test_a_run_says_how_much_of_a_prompt_it_takes_from_its_cache(
     with open_toy(file, make_tiers(file, ("pinned", "vram"))) as engine:
         engine.forward(whole)
         engine.save(tmp_path / "cache")
-        left = cli_run._take_cached(engine, whole, Namespace(prompt_cache=tmp_path / "cache"), loud=True)
+        left = cli_run._take_cached(engine, whole, Namespace(prompt_cache=tmp_path / "cache"))
         assert left == whole[-1:] and engine.lengths == (n - 1,)
         said = capsys.readouterr().err
         assert f"{taken} of {n} tokens are taken from it" in said

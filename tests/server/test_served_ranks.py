@@ -24,7 +24,7 @@ from pshard.runtime.devices.device import open_device
 from pshard.runtime.sampling import Sampling
 from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.rank_machine import RankMachine, Ranks
-from pshard.server.life.rank_program import RankTask, answer_calls, serve_to_the_end
+from pshard.server.life.rank_program import RankTask, follow_parent, serve_to_the_end
 from pshard.server.life.read_facts import read_facts
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
@@ -75,12 +75,12 @@ class ThreadLoader:
                     open_model(self.path), self.variant, open_device("cpu"), kernels="plain", group=group
                 ) as e,
             ):
-                answer_calls(pairs[rank][1], e, rank == 0)
+                follow_parent(pairs[rank][1], e, rank == 0)
 
         for rank in range(ranks):
             threading.Thread(target=run, args=(rank,), daemon=True).start()
         group = Ranks([here for here, _ in pairs], [], [])
-        return RankMachine(group, facts_of(self.path, self.variant)(group.hear().notes))
+        return RankMachine(group, facts_of(self.path, self.variant)(group.hear()))
 
 
 class ProcessLoader(ThreadLoader):
@@ -151,14 +151,14 @@ class RefusingLoader(ThreadLoader):
                 with build_engine(open_model(self.path), self.variant, device, kernels="plain", group=group) as e:
                     if rank == self.refuses:
                         e.texts.step = refuse
-                    answer_calls(pipe, e, rank == 0)
+                    follow_parent(pipe, e, rank == 0)
 
             self.codes.append(serve_to_the_end(pairs[rank][1], serve))
 
         for rank in range(2):
             threading.Thread(target=run, args=(rank,), daemon=True).start()
         group = Ranks([here for here, _ in pairs], [], [])
-        return RankMachine(group, facts_of(self.path, self.variant)(group.hear().notes))
+        return RankMachine(group, facts_of(self.path, self.variant)(group.hear()))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,6 +1,6 @@
 """A chat over an engine: what is computed, what fits, what is forgotten."""
 
-import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +10,11 @@ from cli_world import make_world, tokenizer_metadata
 import pshard
 from pshard.errors import UserError
 from pshard.runtime.engine import Engine
+from pshard.runtime.ranks.group import SHORT_BYTES
 from pshard.runtime.sampling import Sampling
 from pshard.session.chat.conversation import Conversation
-from pshard.session.chat.lead import Leader, follow
 from pshard.session.chat.thoughts import Sorter
+from pshard.session.lead_ranks import LedEngine, follow
 
 TURNS = "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}"
 TURNS += "{% if add_generation_prompt %}<s>a{% endif %}"
@@ -69,11 +70,12 @@ def test_turns_give_the_text_of_all_of_them_in_one_prompt(engine: Engine) -> Non
 def test_other_ranks_follow_every_step_of_a_conversation(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    orders: list[str] = []
-    monkeypatch.setattr(engine, "agree", lambda value: orders.append(json.dumps(value)))
-    leader = Leader(engine)
+    orders: list[bytes] = []
+    monkeypatch.setattr(engine, "agree", lambda value: orders.append(pickle.dumps(value)))
+    leader = LedEngine(engine)
     chat = Conversation(leader, TURNS, Sampling(temperature=1.0, seed=3), most=6)
     say(chat, "Hello.")
+    assert all(len(order) < SHORT_BYTES for order in orders[-chat.last.generated + 1 :])  # each in one message
     say(chat, "And?")
     chat.undo()
     say(chat, "Why?")
@@ -81,10 +83,9 @@ def test_other_ranks_follow_every_step_of_a_conversation(
         say(chat, "a" * 600)
     with pytest.raises(UserError, match="token ids must be in"):
         leader.forward([100_000])
-    leader.dismiss()
+    engine.agree(None)
     with pshard.load(tmp_path / "models" / "tiny.gguf", vram=64) as other:
-        monkeypatch.setattr(other, "agree", lambda value: json.loads(orders.pop(0)))
-        follow(other)
+        follow(other, lambda: pickle.loads(orders.pop(0)))
         assert other.tokens() == engine.tokens() != () and not orders
 
 

@@ -18,6 +18,7 @@ from pshard.errors import StepFailed, UserError
 from pshard.models import open_model
 from pshard.runtime.memory.kv_store import fingerprint_model
 from pshard.runtime.texts.block_record import BlockRecord, encode_record
+from pshard.session.lead_ranks import follow
 
 CONTEXT = 96
 PROMPT = [(7 * i) % 320 for i in range(30)]
@@ -46,16 +47,22 @@ def test_rank_0_says_whether_there_is_a_prompt_cache(model: Path, tmp_path: Path
         engine.forward(PROMPT)
         engine.save(file)
 
-    def left_to_compute(*seen: Path) -> list[list[int]]:
-        def talk(engine) -> list[int]:
-            args = Namespace(prompt_cache=seen[engine.rank_plan.rank])
-            return _take_cached(engine, PROMPT, args, loud=False)
+    def cached(seen: Path) -> list[int]:
+        def talk(engine) -> int:
+            if engine.rank_plan.rank:
+                follow(engine, lambda: engine.agree(None))
+            else:
+                left = _take_cached(engine, PROMPT, Namespace(prompt_cache=seen))
+                assert left == PROMPT[engine.lengths[0] :]
+                engine.agree(None)
+            return engine.lengths[0]
 
         return run_ranks(model, (1.0, 1.0), talk, CONTEXT)
 
-    assert left_to_compute(missing, file) == [PROMPT, PROMPT]
-    with pytest.raises(UserError, match=r"cannot read the KV cache .*missing: No such file"):
-        left_to_compute(file, missing)
+    assert cached(missing) == [0, 0] and cached(file) == [len(PROMPT) - 1] * 2
+    file.write_bytes(b"none")
+    with pytest.raises(UserError, match=r"the KV cache .* is no KV cache of pshard"):
+        cached(file)
 
 
 def go_on(engine) -> torch.Tensor:
