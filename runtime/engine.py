@@ -273,6 +273,11 @@ class Engine:
     ) -> Generator[int]:
         if self._executor.group.size > 1:
             raise UserError("drafts over several ranks: not yet; leave out --spec")
+        if self._checkpoints.each and not self._checkpoints.most:
+            raise UserError(
+                "the model's states cannot be cut back behind drafts: there is no host memory for a checkpoint of "
+                "them; leave out --spec"
+            )
         with self._sequences.use([0]) as (text,):
             speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops)
             yield from speculator.go_on(before, first, most)

@@ -17,6 +17,7 @@ from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
 from pshard.speculation import LOOKUP, NONE, Acceptance, AcceptanceRecord
 
+MOST_ROWS = 16  # of a step with what is owed: of more a delta net's rows lose the bits of single tokens
 IDLE = 8  # steps without drafts before they run under their own tier again
 
 
@@ -50,6 +51,7 @@ class Speculator:
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
         self._drafter = PromptLookup()
+        self._owed: list[int] = []  # told, and to be computed again: states could not be cut back to behind them
         most = min(wanted.most, pool.largest_step - 1)
         self._seconds, self._tier, self._idle = seconds, 0, 0
         self._length = DraftLength(most, self._seconds, wanted.fixed)
@@ -64,19 +66,20 @@ class Speculator:
             return
         yield first
         try:
-            while told < most and not self._pool.is_full(self._text):
-                start = len(self._text.ids)
+            while told < most and self._has_room(1):
+                start = self._count_tokens()
                 tokens = self._step(token, most - told - 1)
                 for at, token in enumerate(tokens, start + 1):
                     if token in self._stops:
+                        self._compute_owed()
                         return
                     told += 1
                     try:
                         yield token
                     except GeneratorExit:
-                        if at < len(self._text.ids):
-                            self._give_again(self._pool.cut(self._text, at))
+                        self._cut(at)
                         raise
+            self._compute_owed()
         finally:
             if self._text.is_open:
                 self._pool.keep_tier(1)
@@ -100,16 +103,20 @@ class Speculator:
 
     def _compute(self, token: int) -> int:
         """The token after one, by a step without drafts."""
-        greedy = self._sampler.greedy
-        ((row,),) = self._pool.extend([(self._text, [token])], best_only=greedy)
+        greedy, owed = self._sampler.greedy, self._owed
+        self._owed = []
+        ((row,),) = self._pool.extend([(self._text, [*owed, token])], best_only=greedy)
         return self._sampler.take_best(*row.tolist()) if greedy else self._sampler.choose(row)
 
     def _verify(self, token: int, drafts: tuple[int, ...]) -> list[int]:
         """The tokens after one, by a step that verifies drafts."""
-        text, start, greedy = self._text, len(self._text.ids), self._sampler.greedy
-        piece = Piece(text, (token, *drafts), "all", best=int(greedy), full=not greedy, kind=VERIFY)
-        told = self._tell(self._pool.step([piece])[0], drafts)
-        self._give_again(self._pool.commit(text, start + len(told)))
+        if len(self._owed) + 1 + len(drafts) > min(MOST_ROWS, self._pool.largest_step):
+            self._compute_owed()
+        text, owed, greedy = self._text, self._owed, self._sampler.greedy
+        start = len(text.ids) + len(owed)
+        piece = Piece(text, (*owed, token, *drafts), "all", best=int(greedy), full=not greedy, kind=VERIFY)
+        told = self._tell(self._pool.step([piece])[0][len(owed) :], drafts)
+        self._owed = self._pool.commit(text, start + len(told))
         return told
 
     def _tell(self, rows: Sequence[Row], drafts: Sequence[int]) -> list[int]:
@@ -127,13 +134,17 @@ class Speculator:
             return self._sampler.take_best(float(row.logits[0]), int(row.ids[0]))
         return self._sampler.choose(torch.from_numpy(row.full))
 
+    def _count_tokens(self) -> int:
+        """Told tokens that are computed or owed."""
+        return len(self._text.ids) + len(self._owed)
+
+    def _has_room(self, tokens: int) -> bool:
+        cells = self._count_tokens() + tokens
+        return cells <= self._pool.longest and not self._pool.missing({self._text: cells})
+
     def _count_room(self, most: int) -> int:
         """So many drafts, or as many as the context and the KV blocks have room for."""
-        length = len(self._text.ids)
-        most = max(0, min(most, self._pool.longest - length - 1))
-        while most and self._pool.missing({self._text: length + 1 + most}):
-            most -= 1
-        return most
+        return next((drafts for drafts in range(most, 0, -1) if self._has_room(1 + drafts)), 0)
 
     def _keep_tier(self, rows: int) -> None:
         """Steps without drafts (rows 0) between those that have some run under their tier: going to and fro would move
@@ -146,7 +157,14 @@ class Speculator:
             self._pool.keep_tier(tier)
             self._tier = tier
 
-    def _give_again(self, ids: list[int]) -> None:
-        """Compute tokens again, of which states could not be cut back."""
-        if ids:
-            self._pool.extend([(self._text, ids)], best_only=True)
+    def _cut(self, length: int) -> None:
+        """Let the text have its first tokens only."""
+        if length < len(self._text.ids):
+            self._owed = self._pool.cut(self._text, length)
+        self._owed = self._owed[: length - len(self._text.ids)]
+        self._compute_owed()
+
+    def _compute_owed(self) -> None:
+        owed, self._owed = self._owed, []
+        if owed:
+            self._pool.extend([(self._text, owed)], best_only=True)

@@ -14,6 +14,7 @@ from model_files import write_gguf
 from plan_samples import make_tier, make_variant
 from toy_kinds import ToyFile
 
+from pshard.errors import UserError
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
@@ -25,7 +26,7 @@ from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.speculation import LOOKUP, Acceptance
 
 VOCAB, CONTEXT, TOKENS = 96, 512, 40
-KINDS = ["cells", "windows", "states", "states without checkpoints", "latents"]
+KINDS = ["cells", "windows", "states", "latents"]
 Open = Callable[[], Engine]
 SETTINGS = {
     "greedy": Sampling(temperature=0),
@@ -52,8 +53,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         write_latent_gguf(path, "v3", random_tensors("v3"))
         return lambda: open_engine(path, **sizes)
     write_hybrid_gguf(path, "dense", random_hybrid("dense"))
-    kept = (1 << 22) * (request.param == "states")
-    return lambda: open_engine(path, **sizes, checkpoint_bytes=kept)
+    return lambda: open_engine(path, **sizes, checkpoint_bytes=1 << 22)
 
 
 class Drafts(PromptLookup):
@@ -171,6 +171,41 @@ def test_one_random_number_is_spent_on_a_told_token(start: Open, monkeypatch: py
         monkeypatch.setattr(Drafts, "right", (*some_ids(30), *make(engine, SETTINGS["seed 1"], 0)))
         make(engine, SETTINGS["seed 1"], 3)
     assert ends[0]._random.bit_generator.state == ends[1]._random.bit_generator.state
+
+
+def test_states_without_room_for_a_checkpoint_take_no_drafts(tmp_path: Path) -> None:
+    write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
+    with (
+        open_engine(tmp_path / "m.gguf", context=CONTEXT, tokens=(1, 16, 64), kernels="fast") as engine,
+        pytest.raises(UserError, match="no host memory for a checkpoint"),
+    ):
+        make(engine, SETTINGS["greedy"], 3)
+
+
+def test_states_are_copied_once_for_several_steps_and_no_step_computes_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is told and not computed goes into the next step with its drafts."""
+    write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    monkeypatch.setattr(Drafts, "chance", 0.0)
+    with open_engine(
+        tmp_path / "m.gguf", context=CONTEXT, tokens=(1, 16, 64), kernels="fast", checkpoint_bytes=1 << 22
+    ) as engine:
+        alone = make(engine, SETTINGS["greedy"], 0)
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+        steps, copies = list[int](), list[int]()
+        run, take = engine._executor.run, engine._checkpoints.take
+
+        def count(ids, *more, **named):
+            steps.append(len(ids))
+            return run(ids, *more, **named)
+
+        monkeypatch.setattr(engine._executor, "run", count)
+        monkeypatch.setattr(engine._checkpoints, "take", lambda *at: copies.append(1) or take(*at))
+        assert make(engine, SETTINGS["greedy"], 3) == alone
+        assert len(copies) < 10 and max(steps[1:]) <= 16
+        assert len(steps) <= 1 + (TOKENS - 1) * 1.1
 
 
 def test_rows_of_a_step_have_the_bits_that_they_have_alone(start: Open) -> None:
