@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.reports.compare_runs import compare_strategies
-from pshard.reports.figures.draft_rates import draw_draft_rates
+from pshard.reports.figures.draft_rates import draw_draft_rates, pick_measured
 from pshard.reports.figures.expert_hits import draw_hits
 from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.foreseen_rates import draw_outlook
@@ -132,7 +132,8 @@ def _drafts(inputs: ReportInputs) -> Drawn:
     for model, variant in inputs.plans:
         if variant.speculation is not None:
             caption = "Each number of drafts has a plan of its own. A step brings the accepted ones and one token more."
-            yield "drafts", "How many drafts pay", caption, draw_draft_rates(model, variant)
+            measured = pick_measured(variant, [m for m in inputs.measurements if m.model == model])
+            yield "drafts", "How many drafts pay", caption, draw_draft_rates(model, variant, measured)
 
 
 def _placements(inputs: ReportInputs) -> Drawn:

@@ -5,11 +5,22 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.reports.figures.style import CYCLE, GREY, OWN, format_number, new_figure
+from pshard.times.measurement import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MeasuredDrafts = tuple[int, float]  # drafts of a step at most, tokens a second
+
+
+def pick_measured(variant: Variant, measurements: Sequence[Measurement]) -> list[MeasuredDrafts]:
+    """Of a model's measurements those of decoding with drafts under the plan's budget and number of texts; and beside
+    each the same without drafts."""
+    w, found = variant.workload, list[MeasuredDrafts]()
+    for m in measurements:
+        if m.drafts and not m.n_prompt and (m.budget_mib, m.n_sequences) == (w.vram_mib, w.sequences):
+            found += [(0, m.drafts.without_ts), (m.drafts.most, m.avg_ts)]
+    return found
 
 
 def draw_draft_rates(model: str, variant: Variant, measured: Sequence[MeasuredDrafts] = ()) -> "Figure":

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from report_samples import make_plan_variant
+from report_samples import make_measurement, make_plan_variant
 
-from pshard.reports.figures.draft_rates import draw_draft_rates
+from pshard.reports.figures.draft_rates import draw_draft_rates, pick_measured
 from pshard.reports.inputs import ReportInputs
 from pshard.reports.sections import draw_sections
 from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
+from pshard.times.measurement import BenchedDrafts
 
 HELD = Acceptance((0.8,), "recorded")
 SAID = Speculation("lookup", HELD, 1.0, tuple(PlannedDrafts(k, 0.05, 0.05 + k / 500, 0.04) for k in (0, 1, 3, 7)))
@@ -29,6 +30,14 @@ def test_each_acceptance_is_a_line_through_the_rates_of_the_plan_with_the_chosen
     assert [rate for _, rate in lines["accepted: .7"]] == pytest.approx(lower)
     assert lines["chosen: 3"] == [own[2]] and lines["measured"] == [[3, 42.0]]
     assert lines["no drafts: 20.0 tok/s"][0][1] == pytest.approx(20)
+
+
+def test_measured_points_are_those_under_the_plans_budget():
+    variant = make_variant()
+    drafts = BenchedDrafts("lookup", 3, 100, (0.8, 0.7, 0.6), 19.0)
+    own = replace(make_measurement(n_gen=128), budget_mib=variant.workload.vram_mib, drafts=drafts)
+    others = replace(own, budget_mib=(7,)), replace(own, drafts=None), replace(own, n_sequences=9)
+    assert pick_measured(variant, [own, *others]) == [(0, 19.0), (3, own.avg_ts)]
 
 
 def test_a_report_has_it_where_drafts_were_asked_for():
