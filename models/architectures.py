@@ -14,7 +14,8 @@ class Routing:
 
     `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention are V3's
     where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
-    `always_normed`: config.json has no word on it. `sizes_as_dense`: experts have as many rows as the FFN of its dense
+    `norm_fixed`: `normed` is so whatever files say. `shared_unsaid`: shared experts where a GGUF file has no number of
+    them; None: it must have one. `sizes_as_dense`: experts have as many rows as the FFN of its dense
     relative.
     """
 
@@ -26,7 +27,8 @@ class Routing:
     shared_gate: bool = False
     activation: str = "silu"
     biases: bool = False
-    always_normed: bool = False
+    norm_fixed: bool = False
+    shared_unsaid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,17 @@ _GEMMA = _defaults(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192
 _ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
 _GRANITE = ("embedding", "residual", "score", "1/logits")
 _DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
+_ERNIE_MOE = _defaults(
+    **_ERNIE, moe_num_experts=64, moe_k=6, moe_num_shared_experts=2, moe_layer_start_index=1, moe_intermediate_size=1536
+)
+_GLM_LITE = _defaults(first_k_dense_replace=1, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.8)
+_HY_V3 = _defaults(
+    norm_topk_prob=True,
+    num_shared_experts=1,
+    first_k_dense_replace=1,
+    router_scaling_factor=2.826,
+    rope_theta=11158840.0,
+)
 _QWEN3_NEXT = Routing(shared=True, shared_gate=True)
 
 
@@ -167,6 +180,30 @@ ARCHITECTURES = (
     Architecture("deepseek_v2", "deepseek2", "adjacent", latent=True, routing=Routing(normed=False, shared=True)),
     Architecture("deepseek_v3", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
     Architecture("kimi_k2", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
+    Architecture("glm4_moe_lite", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3, defaults=_GLM_LITE),
+    Architecture("dots1", "dots1", "halves", qk_norm=True, routing=_DEEPSEEK_V3),
+    Architecture(
+        "hy_v3", "hy_v3", "halves", qk_norm=True, routing=replace(_DEEPSEEK_V3, shared_unsaid=1), defaults=_HY_V3
+    ),
+    Architecture(
+        "ernie4_5_moe",
+        "ernie4_5-moe",
+        "adjacent",
+        hf_pairing="adjacent",
+        routing=Routing(shared=True, choice_bias=True, norm_fixed=True, shared_unsaid=0),
+        defaults=_ERNIE_MOE,
+    ),
+    Architecture(
+        "deepseek", "deepseek", "adjacent", routing=Routing(normed=False, norm_fixed=True, shared=True), remote=True
+    ),
+    Architecture("bailing_moe", "bailingmoe", "adjacent", routing=Routing(normed=False, shared=True), remote=True),
+    Architecture(
+        "granitemoe",
+        "granitemoe",
+        "adjacent",
+        multiplied=_GRANITE,
+        routing=Routing(sizes_as_dense=True, norm_fixed=True, shared=True, shared_unsaid=0),
+    ),
     Architecture(
         "gpt_oss",
         "gpt-oss",
@@ -179,7 +216,7 @@ ARCHITECTURES = (
     ),
     _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
     _hybrid("qwen3_5_text", "qwen35", "tiled"),
-    _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, always_normed=True)),
+    _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, norm_fixed=True)),
     Architecture(
         "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
     ),

@@ -9,6 +9,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 
 DRAFTS_LEFT_OUT = "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"
+_BESIDE = ("model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.")
 _FUSED = re.compile(r"(blk\.\d+\.)ffn_gate_up_exps\.weight")
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9]\d{0,5})\.(\w+\.weight)")
 _LONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
@@ -19,13 +20,14 @@ def drop_drafters(
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """The tensors without those of layers that draft further tokens, and a note when there were some.
 
-    Such a layer has an `eh_proj`: without one it is not left out, whatever the configuration counts.
+    Such a layer has an `eh_proj`: without one it is not left out, whatever the configuration counts. ERNIE's folders
+    have theirs beside the layers.
     """
     by_layer: dict[str, list[str]] = defaultdict(list)
     for name in stored:
         if name.startswith(prefix):
             by_layer[name.removeprefix(prefix).split(".", 1)[0]].append(name)
-    left_out = set[str]()
+    left_out = {name for name in stored if name.startswith(_BESIDE)}
     for layer, names in by_layer.items():
         drafts = any(name.endswith(".eh_proj.weight") for name in names)
         if drafts and layer.isdecimal() and len(layer) < 10 and int(layer) in layers:
@@ -49,21 +51,27 @@ def arrange_gguf(arch: Architecture, config: ModelConfig, stored: dict[str, Stor
             names = (f"{fused[1]}ffn_{role}_exps.weight" for role in ("gate", "up"))
             found = dict(zip(names, _split_rows(tensor, shape)))
         else:
-            found = {rename_norm(arch, name): flatten_row(name, tensor)}
+            found = {rename_role(arch, name): flatten_row(name, tensor)}
         if not arranged.keys().isdisjoint(found):
             tensor.fail("is there twice, under different names")
         arranged |= found
     return arranged
 
 
-def rename_norm(arch: Architecture, name: str) -> str:
-    """The norm before the FFN has one name in units, whatever files of the architecture call it."""
+def rename_role(arch: Architecture, name: str) -> str:
+    """The norm before the FFN and the bias of a choice have one name in units, whatever files of the architecture call
+    them."""
+    name = f"{name}.bias" if name.endswith(".exp_probs_b") else name
     return name.replace(arch.ffn_norm, "ffn_norm.weight") if name.endswith(f".{arch.ffn_norm}") else name
 
 
 def flatten_row(name: str, tensor: StoredTensor) -> StoredTensor:
-    """The gate of a shared expert is a vector, but some files store it as a matrix of one row."""
-    if name.endswith(".ffn_gate_inp_shexp.weight") and len(tensor.shape) == 2 and tensor.shape[0] == 1:
+    """The gate of a shared expert and the bias of a choice are vectors, but some files store a matrix of one row."""
+    if (
+        name.endswith((".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias"))
+        and len(tensor.shape) == 2
+        and tensor.shape[0] == 1
+    ):
         return replace(tensor, shape=tensor.shape[1:])
     return tensor
 

@@ -59,7 +59,7 @@ def build_units(
         else:
             tensors, ports = _attention(arch, config, block, biases), ENTERS if config.parallel else None
             units.append(unit(block + "attention", _kind(config, i), i, tensors, ports))
-        if config.experts is None or i < config.experts.dense_layers:
+        if config.experts is None or not config.experts.are_in(i):
             ports = FOLLOWS if config.parallel else None
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block), ports))
             continue

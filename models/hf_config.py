@@ -45,7 +45,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("num_key_value_heads", n_heads),
         head_dim=head_dim,
-        d_ffn=0 if experts and not experts.dense_layers else keys.integer("intermediate_size"),
+        d_ffn=0 if experts and experts.are_in(0) else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
         norm_eps=keys.real("layer_norm_eps" if arch.centred else "rms_norm_eps", span=EPSILONS),
         context=context,

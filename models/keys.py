@@ -103,9 +103,13 @@ def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelCo
             raise UserError(f"{what}; partial rotary embeddings are not supported yet in this architecture; {ANOTHER}")
         if config.rope.dims % 2 or not 0 < config.rope.dims < config.head_dim:
             raise UserError(f"{what}, which are not pairs of them; {ANOTHER}")
-    if config.experts and config.experts.dense_layers >= config.n_layers:
-        what = f"the first {config.experts.dense_layers} of {config.n_layers} layers have no experts"
+    experts = config.experts
+    if experts and experts.dense_layers >= config.n_layers:
+        what = f"the first {experts.dense_layers} of {config.n_layers} layers have no experts"
         raise UserError(f"{where}: {what}, which leaves none with experts; {ANOTHER}")
+    if experts and experts.every > config.n_layers:
+        what = f"one of {experts.every} layers has experts, of {config.n_layers}: that leaves none"
+        raise UserError(f"{where}: {what}; {ANOTHER}")
     for factors in (config.rope.freq_factors, config.rope.long_factors):
         if factors and len(factors) != config.rope.dims // 2:
             what = f"{len(factors)} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions"

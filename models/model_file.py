@@ -13,7 +13,7 @@ from pshard.jsonio import to_json
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
-from pshard.models.arrange_tensors import arrange_gguf, drop_drafters, flatten_row, rename_norm, stack_experts
+from pshard.models.arrange_tensors import arrange_gguf, drop_drafters, flatten_row, rename_role, stack_experts
 from pshard.models.build_units import HEAD, build_units
 from pshard.models.families.stored_rows import add_one_to_norms, split_fused
 from pshard.models.families.text_part import take_gguf_text, take_text_settings, take_text_tensors
@@ -220,7 +220,10 @@ def _rename(
     """Tensors by GGUF name. Drops what is computed anyway: RoPE buffers, and the head of a tied model."""
     import gguf
 
-    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.gguf)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = numbers.get(
+        arch.gguf, gguf.MODEL_ARCH.DOTS1
+    )  # hy_v3, which gguf 0.19 does not know, has the names of dots1
     names = gguf.get_tensor_name_map(known, min(config.n_layers, len(stored)))
     renamed = {}
     for key, tensor in stored.items():
@@ -229,5 +232,5 @@ def _rename(
         key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key
-        renamed[rename_norm(arch, name)] = flatten_row(name, tensor)
+        renamed[rename_role(arch, name)] = flatten_row(name, tensor)
     return renamed

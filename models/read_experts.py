@@ -7,7 +7,11 @@ from pshard.models.keys import FACTORS, Keys
 from pshard.models.stored import ANOTHER
 
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # llama.cpp's numbers of gating functions; 0: as the architecture
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 writes another than 4 did
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # transformers 5 writes others
+_USED = ("num_experts_per_tok", "moe_k")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SCALES = ("routed_scaling_factor", "router_scaling_factor")
+_LEADS = ("first_k_dense_replace", "moe_layer_start_index")
 
 
 def gguf_experts(routing: Routing, keys: Keys) -> Experts:
@@ -22,7 +26,7 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
         used,
         d_expert,
         scores=_SCORES.get(gating, routing.scores),
-        normed=keys.flag("expert_weights_norm", routing.normed),
+        normed=routing.normed if routing.norm_fixed else keys.flag("expert_weights_norm", routing.normed),
         scale=1.0 if keys.get("expert_weights_scale") == 0 else keys.real("expert_weights_scale", 1.0, FACTORS),
         choice_bias=routing.choice_bias,
         activation=routing.activation,
@@ -32,6 +36,7 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
         d_shared=_shared_rows(routing, keys, d_expert),
         shared_gate=routing.shared_gate,
         dense_layers=keys.integer("leading_dense_block_count", 0, least=0),
+        every=keys.integer("interleave_moe_layer_step", 1),
     )
     return check_experts(experts, keys.where)
 
@@ -49,10 +54,11 @@ def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
     if not routing.shared:
         keys.refuse_unless("expert_shared_count", 0)
         return 0
-    if not routing.shared_gate:
-        return keys.integer("expert_shared_count", least=0) * d_expert
-    if keys.get("expert_shared_feed_forward_length"):
-        return keys.integer("expert_shared_feed_forward_length")
+    count, length = "expert_shared_count", "expert_shared_feed_forward_length"  # ERNIE's files may have a wrong length
+    if not routing.shared_gate and (keys.get(count) is not None or not keys.get(length)):
+        return keys.integer(count, routing.shared_unsaid, least=0) * d_expert
+    if keys.get(length):
+        return keys.integer(length)
     return keys.integer("feed_forward_length")
 
 
@@ -61,6 +67,7 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
     keys.refuse_unless("decoder_sparse_step", 1)
     keys.refuse_unless("mlp_only_layers", [])
     keys.refuse_unless("scoring_func", routing.scores)
+    keys.refuse_unless("moe_layer_end_index", -1, keys.integer("num_hidden_layers") - 1)
     if routing.shared and not (routing.normed or routing.shared_gate):
         # DeepSeek-V2: its own code then leaves the scale out, that of transformers the norm
         keys.refuse_unless("norm_topk_prob", False)
@@ -69,14 +76,16 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
     if routing.shared_gate:
         d_shared = keys.integer("shared_expert_intermediate_size")
     elif routing.shared:
-        d_shared = keys.integer("n_shared_experts", 0, least=0) * d_expert
+        d_shared = keys.integer(_name(keys, _SHARED), 0, least=0) * d_expert
     experts = Experts(
-        keys.integer(next((key for key in _COUNTS if keys.get(key) is not None), _COUNTS[0])),
-        keys.integer("num_experts_per_tok"),
+        keys.integer(_name(keys, _COUNTS)),
+        keys.integer(_name(keys, _USED)),
         d_expert,
         scores=routing.scores,
-        normed=keys.flag("norm_topk_prob", True if routing.sizes_as_dense or routing.always_normed else None),
-        scale=keys.real("routed_scaling_factor", 1.0, FACTORS),
+        normed=routing.normed
+        if routing.norm_fixed
+        else keys.flag("norm_topk_prob", True if routing.sizes_as_dense else None),
+        scale=keys.real(_name(keys, _SCALES), 1.0, FACTORS),
         choice_bias=routing.choice_bias,
         activation=routing.activation,
         biases=routing.biases,
@@ -84,9 +93,26 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         groups_used=1 if keys.get("topk_method") == "greedy" else keys.integer("topk_group", 1),
         d_shared=d_shared,
         shared_gate=routing.shared_gate,
-        dense_layers=keys.integer("first_k_dense_replace", 0, least=0),
+        dense_layers=_dense_layers(keys),
+        every=keys.integer("moe_layer_interval", 1),
     )
     return check_experts(experts, keys.where)
+
+
+def _name(keys: Keys, names: tuple[str, ...]) -> str:
+    """Which of these keys the file has."""
+    return next((name for name in names if keys.get(name) is not None), names[0])
+
+
+def _dense_layers(keys: Keys) -> int:
+    """The first so many layers have no experts. Raises UserError where others have none either."""
+    kinds = keys.values.get("mlp_layer_types")
+    if not isinstance(kinds, list) or not kinds:
+        return keys.integer(_name(keys, _LEADS), 0, least=0)
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if kinds != ["dense"] * dense + ["sparse"] * (keys.integer("num_hidden_layers") - dense):
+        keys.refuse("mlp_layer_types", "is not dense layers followed by sparse ones, one kind for each layer")
+    return dense
 
 
 def check_experts(experts: Experts, where: str) -> Experts:

@@ -50,7 +50,8 @@ class Experts:
     and the experts have some.
 
     `d_shared`: rows of the FFN that every token takes beside its experts; `shared_gate`: it is multiplied by the
-    sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead.
+    sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead, and of the
+    others all but the last of each `every`.
     """
 
     count: int
@@ -67,6 +68,11 @@ class Experts:
     d_shared: int = 0
     shared_gate: bool = False
     dense_layers: int = 0
+    every: int = 1
+
+    def are_in(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return layer >= self.dense_layers and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ class Latent:
     That vector is the latent of `rank` numbers, from which each head's key and value are made, and a key of `rope`
     numbers that is rotated and the same for all heads. A head's query and key have `nope` numbers that are not rotated
     before these; its value has `value`. Queries are made of a normed vector of `q_rank` numbers; 0: of the hidden
-    state. Scores are multiplied by `score_scale` beside 1/sqrt(nope + rope).
+    state. Scores are multiplied by `score_scale` beside 1/sqrt(nope + rope). `eps`: of the norms of latents; 0: as of
+    the others.
     """
 
     q_rank: int
@@ -85,6 +92,7 @@ class Latent:
     rope: int
     value: int
     score_scale: float = 1.0
+    eps: float = 0.0
 
     @property
     def query(self) -> int:
@@ -167,6 +175,11 @@ class ModelConfig:
     def normed_after(self) -> bool:
         """Whether what attention and FFN give is normalised before it is added."""
         return self.norms != "before"
+
+    @property
+    def inner_eps(self) -> float:
+        """What norms within attention add to the mean of squares."""
+        return (self.latent.eps if self.latent else 0.0) or self.norm_eps
 
     @property
     def scores_by(self) -> float:

@@ -1,6 +1,7 @@
 """Experts of a folder that has gate and up in one tensor, and all matrices the other way round than they multiply.
 
-Folders of Qwen3-VL hold [experts, inputs, outputs]; some that were saved again hold [experts, outputs, inputs].
+Folders of Qwen3-VL hold [experts, inputs, outputs]; some that were saved again hold [experts, outputs, inputs], as
+all of Granite do.
 """
 
 import re
@@ -12,6 +13,7 @@ from pshard.model_config import Experts, ModelConfig
 from pshard.models.stored import StoredTensor
 
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+_LINEAR = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 _NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
 
 
@@ -43,31 +45,34 @@ def arrange_turned(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict
         return stored
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        match = _EXPERTS.fullmatch(name)
+        match = _EXPERTS.fullmatch(name) or _LINEAR.fullmatch(name)
         if match is None:
             found[name] = tensor
             continue
-        roles = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        roles = ("gate", "up") if match[2] in ("gate_up", "input") else ("down",)
+        turned = None if match.re is _EXPERTS else False
         for place, role in enumerate(roles):
-            found[f"blk.{match[1]}.ffn_{role}_exps.weight"] = _stack(config, config.experts, tensor, roles, place)
+            stack = _stack(config, config.experts, tensor, roles, place, turned)
+            found[f"blk.{match[1]}.ffn_{role}_exps.weight"] = stack
     return found
 
 
 def _stack(
-    config: ModelConfig, rule: Experts, tensor: StoredTensor, roles: tuple[str, ...], place: int
+    config: ModelConfig, rule: Experts, tensor: StoredTensor, roles: tuple[str, ...], place: int, turned: bool | None
 ) -> StoredTensor:
-    """The matrices of one role, [experts, outputs, inputs]."""
+    """The matrices of one role, [experts, outputs, inputs]. turned: if inputs come first; None: as the shape says."""
     rows, cols = (config.d_model, rule.d_expert) if roles == ("down",) else (rule.d_expert, config.d_model)
     straight = rule.count, len(roles) * rows, cols
-    if tensor.shape != straight or rows * len(roles) == cols:  # a square one lies as published
-        tensor.check_shape((rule.count, cols, len(roles) * rows))
+    if turned is None:
+        turned = tensor.shape != straight or rows * len(roles) == cols  # a square one lies as published
+    tensor.check_shape((rule.count, cols, len(roles) * rows) if turned else straight)
     tensor.check_type()
     if tensor.qtype not in _NUMBERS:
         tensor.fail(f"is {tensor.qtype}, and such experts are F32, F16 or BF16")
     slabs: list[StoredTensor] = []
     for number in range(rule.count):
         whole = tensor.slab(number)
-        if whole.shape == straight[1:] and rows * len(roles) != cols:
+        if not turned:
             part = replace(whole, shape=(rows, cols))
             slabs.append(replace(part, offset=whole.offset + place * part.nbytes))
         else:

@@ -5,6 +5,7 @@ import math
 from pshard.model_config import Latent
 from pshard.models.keys import Keys
 
+HF_EPS = 1e-6  # of the norms of latents in transformers' classes, whatever config.json says; llama.cpp has the others'
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
@@ -40,6 +41,7 @@ def hf_latent(keys: Keys, scaling: Keys) -> Latent:
         rope=keys.integer("qk_rope_head_dim"),
         value=keys.integer("v_head_dim"),
         score_scale=scale,
+        eps=0.0 if keys.real("rms_norm_eps", HF_EPS) == HF_EPS else HF_EPS,
     )
     return _check(latent, keys, "hidden_size")
 

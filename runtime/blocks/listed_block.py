@@ -108,7 +108,7 @@ class Course:
             normalise(side, weight, self.tokens, self.residual, None if norm.out == NORMED else self.at(norm.out))
         else:
             out = self.at(norm.out)
-            side.kernels.rms_norm(self.at(norm.x), weight, side.config.norm_eps, out, accumulate=norm.adds)
+            side.kernels.rms_norm(self.at(norm.x), weight, side.config.inner_eps, out, accumulate=norm.adds)
 
     def take(self, operation: Take) -> None:
         self.places[operation.out] = take(self.work.side, self.at(operation.x))
@@ -191,7 +191,7 @@ class Course:
         side, rows = self.work.side, self.work.rows
         queries = self.by_head(store.queries, store.n_heads)
         turned = self.by_head(store.out, store.n_heads)[..., store.rank :]
-        norm, rope = (self.vector(store.norm.role), side.config.norm_eps), side.ropes["rope"]
+        norm, rope = (self.vector(store.norm.role), side.config.inner_eps), side.ropes["rope"]
         q = queries[..., queries.shape[2] - store.rope :]
         side.kernels.store_latent(self.at(store.x), q, turned, *norm, rope, rows, self.state)
 

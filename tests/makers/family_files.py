@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
-from family_forward import LongRope, Recipe, Weights, Yarn
+from family_forward import LongRope, Moe, Recipe, Weights, Yarn
 from model_files import _add_metadata, _finish, _permute
 
 _SHORT = tuple(1 + 0.05 * i for i in range(12))
@@ -22,7 +22,7 @@ RECIPES = {
     "granite": Recipe(adjacent=True, embed=12.0, residual=0.22, score=0.02, logits=1 / 16),
     "seed_oss": Recipe(biases=True),
     "qwen3vl": Recipe(head_norms=True, thetas=(5e6, 5e6)),
-    "qwen3vlmoe": Recipe(head_norms=True, thetas=(5e6, 5e6), experts=(8, 2), ffn=96),
+    "qwen3vlmoe": Recipe(head_norms=True, thetas=(5e6, 5e6), experts=Moe(8, 2), ffn=96),
     "mistral3": Recipe(adjacent=True, thetas=(1e6, 1e6), yarn=Yarn(4.0, 64, 1.0), temperature=(0.1, 64)),
     "glm4": Recipe(adjacent=True, rotated=16, after=True, biases=True),
     "phi3": Recipe(rotated=24, longrope=LongRope(_SHORT, _LONG, 128, _GROWS)),
@@ -50,9 +50,59 @@ RECIPES = {
     "minicpm": Recipe(adjacent=True, embed=9.0, residual=0.8, logits=0.6, tied=True),
     "xverse": Recipe(adjacent=True, kv=4, eps=1e-4),
     "baichuan": Recipe(adjacent=True, kv=4, eps=1e-4),
+    "dots1": Recipe(
+        layers=3,
+        kv=4,
+        head_norms=True,
+        thetas=(1e6, 1e6),
+        eps=1e-5,
+        experts=Moe(8, 3, 64, sigmoid=True, scale=2.5, bias=True, shared=128, dense=1),
+    ),
+    "hy_v3": Recipe(
+        layers=3,
+        head_norms=True,
+        thetas=(1.1e7, 1.1e7),
+        eps=1e-5,
+        experts=Moe(8, 3, 64, sigmoid=True, scale=1.75, bias=True, shared=64, dense=1),
+    ),
+    "ernie4_5-moe": Recipe(
+        layers=4,
+        adjacent=True,
+        kv=1,
+        thetas=(5e5, 5e5),
+        eps=1e-5,
+        experts=Moe(8, 3, 64, bias=True, shared=128, dense=1, every=2),
+    ),
+    "deepseek": Recipe(
+        layers=3,
+        adjacent=True,
+        kv=4,
+        experts=Moe(8, 3, 64, normed=False, scale=1.5, shared=128, dense=1),
+    ),
+    "bailingmoe": Recipe(
+        adjacent=True,
+        kv=1,
+        head=48,
+        rotated=48,
+        score=48**-0.5,
+        thetas=(6e5, 6e5),
+        experts=Moe(8, 3, 64, shared=128),
+    ),
+    "granitemoe": Recipe(
+        adjacent=True,
+        embed=12.0,
+        residual=0.22,
+        score=0.02,
+        logits=1 / 6,
+        tied=True,
+        ffn=64,
+        experts=Moe(8, 3),
+    ),
     "pangu-embedded": Recipe(biases=True, out_bias=True, kv=1, thetas=(4e6, 4e6)),
 }
 REMOTE = (
+    "deepseek",
+    "bailingmoe",
     "exaone",
     "internlm2",
     "minicpm",
@@ -60,13 +110,15 @@ REMOTE = (
     "baichuan",
     "pangu-embedded",
 )  # of which transformers has no class
-WIDTH = {"qwen3vlmoe": 128**0.5}  # of embeddings: tokens must differ for routers
+WIDTH = dict.fromkeys(
+    ("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"), 128**0.5
+)  # of embeddings: tokens must differ for routers
 
 
 def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
     """Random weights that float32 has, by GGUF name; q, k and v apart, gate and up too."""
     rng, r = np.random.default_rng(seed), recipe
-    q, kv, (count, _) = r.heads * r.head, r.kv * r.head, r.experts
+    q, kv, moe = r.heads * r.head, r.kv * r.head, r.experts
     made: Weights = {}
 
     def matrix(name: str, *shape: int, by: float = 1.0) -> None:
@@ -91,11 +143,16 @@ def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
             made[b + "attn_output.bias"] = 0.3 * rng.standard_normal(r.d)
         if r.before and not r.parallel:
             norm(b + "ffn_norm", r.d)
-        stack = (count,) if count else ()
-        for role, rows, cols in (("gate", r.ffn, r.d), ("up", r.ffn, r.d), ("down", r.d, r.ffn)):
-            matrix(f"{b}ffn_{role}_exps" if count else f"{b}ffn_{role}", *stack, rows, cols)
+        count = moe.count if moe.are_in(i) else 0
         if count:
             matrix(b + "ffn_gate_inp", count, r.d)
+        if count and moe.bias:
+            made[b + "exp_probs_b.bias"] = 0.2 * rng.standard_normal(count)
+        ffn = [("_exps", (count,), moe.rows or r.ffn), ("_shexp", (), moe.shared)] if count else [("", (), r.ffn)]
+        for suffix, stack, rows in ffn:
+            for role, shape in (("gate", (rows, r.d)), ("up", (rows, r.d)), ("down", (r.d, rows))):
+                if rows:
+                    matrix(f"{b}ffn_{role}{suffix}", *stack, *shape)
         if r.after:
             norm(b + "post_attention_norm", r.d)
             norm(b + "post_ffw_norm", r.d)
@@ -119,7 +176,7 @@ def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -
     weights = make_weights(recipe, WIDTH.get(family, 2.0))
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_name(path.stem)
-    own = _common(recipe) | (_OWN_KEYS[family](recipe) if family in _OWN_KEYS else {})
+    own = _common(recipe) | _moe_keys(recipe) | (_OWN_KEYS[family](recipe) if family in _OWN_KEYS else {})
     keys = {f"{family}.{key}": value for key, value in own.items()}
     _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
     for name, values in _as_stored(family, recipe, weights).items():
@@ -141,11 +198,23 @@ def _common(r: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _moe_keys(r: Recipe) -> dict[str, Any]:
+    moe = r.experts
+    if not moe.count:
+        return {}
+    keys = {"expert_count": moe.count, "expert_used_count": moe.used}
+    if moe.rows:
+        keys |= {"expert_feed_forward_length": moe.rows, "expert_weights_scale": moe.scale,
+                 "expert_weights_norm": moe.normed, "expert_gating_func": 2 if moe.sigmoid else 1,
+                 "leading_dense_block_count": moe.dense, "expert_shared_count": moe.shared // moe.rows}  # fmt: skip
+    return keys
+
+
 _OWN_KEYS: dict[str, Any] = {
-    "granite": lambda r: {
+    **dict.fromkeys(("granite", "granitemoe"), lambda r: {
         "embedding_scale": r.embed, "residual_scale": r.residual, "attention.scale": r.score,
         "logit_scale": 1 / r.logits,
-    },
+    }),
     "minicpm": lambda r: {
         "embedding_scale": r.embed, "residual_scale": r.residual, "logit_scale": 1 / r.logits,
     },
@@ -153,9 +222,13 @@ _OWN_KEYS: dict[str, Any] = {
     "paddleocr": lambda r: {"rope.dimension_sections": [8, 8, 8, 0]},
     "qwen3vl": lambda r: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1},
     "qwen3vlmoe": lambda r: {
-        "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1, "expert_count": r.experts[0],
-        "expert_used_count": r.experts[1], "expert_feed_forward_length": r.ffn,
+        "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1,
+        "expert_feed_forward_length": r.ffn,
     },
+    "ernie4_5-moe": lambda r: {
+        "interleave_moe_layer_step": r.experts.every, "expert_shared_feed_forward_length": r.experts.shared,
+    },
+    "hy_v3": lambda r: {"expert_shared_feed_forward_length": r.experts.shared},
     "mistral3": lambda r: {
         "rope.scaling.type": "yarn", "rope.scaling.factor": r.yarn.factor, "rope.scaling.yarn_log_multiplier": 1.0,
         "rope.scaling.original_context_length": r.yarn.original, "attention.temperature_scale": r.temperature[0],
@@ -179,6 +252,8 @@ def _as_stored(family: str, r: Recipe, weights: Weights) -> Weights:
     found = dict(weights)
     for i in range(r.layers):
         b = f"blk.{i}."
+        if family == "hy_v3" and b + "exp_probs_b.bias" in found:
+            found[b + "exp_probs_b"] = found.pop(b + "exp_probs_b.bias")
         if family == "seed_oss":
             found[b + "post_attention_norm.weight"] = found.pop(b + "ffn_norm.weight")
         if family == "phi3":
@@ -208,6 +283,10 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "dots1": ("Dots1Config", "Dots1ForCausalLM"),
+    "hy_v3": ("HYV3Config", "HYV3ForCausalLM"),
+    "ernie4_5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "paddleocr": ("PaddleOCRVLConfig", "PaddleOCRVLForConditionalGeneration"),
     "qwen2vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
 }
@@ -215,9 +294,14 @@ _HF_NAMES = {
     "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_down": "mlp.down_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.gate.e_score_correction",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
 }  # fmt: skip
 _AFTER_NAMES = {
+    "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router"},
+    "hy_v3": {"exp_probs_b": "mlp.e_score_correction"},
+    "ernie4_5-moe": {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction"},
     "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     "gemma3": {
@@ -243,10 +327,25 @@ def write_family_folder(folder: Path, family: str) -> tuple[Family, Any]:
         name = name if name == "lm_head.weight" else prefix + name
         assert known.pop(name).shape == values.shape, name
         with torch.no_grad():
-            model.get_parameter(name).copy_(values)
+            dict(model.state_dict(keep_vars=True))[name].copy_(values)  # biases of choices are buffers
     assert not [name for name in known if name.startswith(prefix) and ".visual." not in name], known.keys()
     model.save_pretrained(folder)
     return Family(recipe, weights, folder), model
+
+
+_PUBLISHED = (  # what transformers names otherwise once a folder is read
+    ("mlp.gate.moe_statics.", "mlp.moe_statics."),
+    ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+    ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+    ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+    ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+)
+
+
+def _publish(name: str) -> str:
+    for ours, theirs in _PUBLISHED:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def write_bare_folder(folder: Path, family: str, settings: dict[str, Any], prefix: str = "model.") -> Path:
@@ -258,7 +357,7 @@ def write_bare_folder(folder: Path, family: str, settings: dict[str, Any], prefi
     recipe = RECIPES[family]
     tensors = dict(_hf_tensors(family, recipe, make_weights(recipe, WIDTH.get(family, 2.0))))
     head = {"lm_head.weight": tensors.pop("lm_head.weight")} if not recipe.tied else {}
-    named = head | {prefix + name: values for name, values in tensors.items()}
+    named = head | {prefix + _publish(name): values for name, values in tensors.items()}
     arrays = {name: np.ascontiguousarray(v, dtype=np.float32) for name, v in named.items()}
     if prefix != "model.":
         arrays["model.visual.patch_embed.weight"] = np.ones((4, 4), np.float32)
@@ -279,12 +378,13 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         "max_position_embeddings": r.context, "rms_norm_eps": r.eps, "tie_word_embeddings": False,
         "attn_implementation": "eager", "pad_token_id": 0,
     }  # fmt: skip
-    if family == "granite":
+    if family.startswith("granite"):
         settings |= {"embedding_multiplier": r.embed, "residual_multiplier": r.residual,
                      "attention_multiplier": r.score, "logits_scaling": 1 / r.logits}  # fmt: skip
     if r.centred:
         settings |= {"layer_norm_eps": r.eps, "sliding_window": max(r.windows), "logit_scale": r.logits}
     settings["tie_word_embeddings"] = r.tied
+    settings |= _hf_moe(family, r.experts)
     if r.yarn:
         rope |= {"rope_type": "yarn", "factor": r.yarn.factor, "mscale": 1.0, "mscale_all_dim": 1.0,
                  "original_max_position_embeddings": r.yarn.original, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -311,8 +411,8 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         return {"text_config": settings, "vision_config": sight, "tie_word_embeddings": r.tied}
     if family.startswith("qwen3vl"):
         settings["rope_parameters"] = rope | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
-        if r.experts[0]:
-            settings |= {"num_experts": r.experts[0], "num_experts_per_tok": r.experts[1],
+        if r.experts.count:
+            settings |= {"num_experts": r.experts.count, "num_experts_per_tok": r.experts.used,
                          "moe_intermediate_size": r.ffn}  # fmt: skip
         sight = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": r.d,
                  "deepstack_visual_indexes": [0]}  # fmt: skip
@@ -325,6 +425,29 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
     return settings
 
 
+def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
+    """What the configurations of families with experts call these numbers."""
+    own = {
+        "dots1": {
+            "n_routed_experts": moe.count, "num_experts_per_tok": moe.used, "first_k_dense_replace": moe.dense,
+            "routed_scaling_factor": moe.scale, "n_shared_experts": moe.shared // (moe.rows or 1),
+            "norm_topk_prob": True, "sliding_window": None,
+        },
+        "hy_v3": {
+            "num_experts": moe.count, "num_experts_per_tok": moe.used, "router_scaling_factor": moe.scale,
+            "num_shared_experts": moe.shared // (moe.rows or 1), "enable_moe_fp32_combine": False,
+        },
+        "ernie4_5-moe": {
+            "moe_num_experts": moe.count, "moe_k": moe.used, "moe_layer_start_index": moe.dense,
+            "moe_layer_interval": moe.every, "moe_num_shared_experts": moe.shared // (moe.rows or 1),
+        },
+        "granitemoe": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
+    }.get(family)  # fmt: skip
+    if own is None:
+        return {}
+    return own | {"experts_implementation": "eager"} | ({"moe_intermediate_size": moe.rows} if moe.rows else {})
+
+
 def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.ndarray]]:
     """Names below `model.`: rows as transformers rotates them, fused where it has them so, norms of gemma3 less 1."""
     found = [("embed_tokens.weight", weights["token_embd.weight"]), ("norm.weight", weights["output_norm.weight"])]
@@ -333,7 +456,12 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
     names = _HF_NAMES | _AFTER_NAMES.get(family, {})
     for i in range(r.layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{i}.")}
-        if r.adjacent and family not in ("glm4", "cohere2", "ernie4_5"):  # which transformers turns by neighbours too
+        if r.adjacent and family not in (
+            "glm4",
+            "cohere2",
+            "ernie4_5",
+            "ernie4_5-moe",
+        ):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
                 own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)
         if family == "phi3":
@@ -342,13 +470,15 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
         if family in ("phi3", "glm4"):
             fused = np.concatenate([own.pop(f"ffn_{role}.weight") for role in ("gate", "up")])
             found.append((f"layers.{i}.mlp.gate_up_proj.weight", fused))
-        if r.experts[0]:
+        if r.experts.are_in(i):
+            at = "block_sparse_moe" if family == "granitemoe" else "mlp"
             fused = np.concatenate([own.pop(f"ffn_{role}_exps.weight") for role in ("gate", "up")], 1)
-            found.append((f"layers.{i}.mlp.experts.gate_up_proj", fused))
-            found.append((f"layers.{i}.mlp.experts.down_proj", own.pop("ffn_down_exps.weight")))
+            found.append((f"layers.{i}.{at}.experts.gate_up_proj", fused))
+            found.append((f"layers.{i}.{at}.experts.down_proj", own.pop("ffn_down_exps.weight")))
         for role, values in own.items():
             stem, kind = role.rsplit(".", 1)
-            found.append((f"layers.{i}.{names[stem]}.{kind}", values))
+            full = f"layers.{i}.{names[stem]}.{kind}".replace("correction.bias", "correction_bias")
+            found.append((full, values[None] if "moe_statics" in full else values))
     if family in ("gemma", "gemma3"):
         found = [(name, values - 1 if "norm" in name else values) for name, values in found]
     return found

@@ -30,12 +30,35 @@ class LongRope(NamedTuple):
     grows: float
 
 
+class Moe(NamedTuple):
+    """Routed experts of `rows` (0: as the FFN), `used` of `count`. Their weights are divided by their sum if `normed`,
+    then multiplied by `scale`; `bias` is added for the choice alone. `shared`: rows of one that all tokens take. Layers
+    below `dense`, and all but the last of each `every`, have an FFN."""
+
+    count: int = 0
+    used: int = 0
+    rows: int = 0
+    sigmoid: bool = False
+    normed: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    shared: int = 0
+    dense: int = 0
+    every: int = 1
+
+    def are_in(self, layer: int) -> bool:
+        return self.count > 0 and layer >= self.dense and (layer + 1) % self.every == 0
+
+
+NONE = Moe()
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A tiny model. windows, still, by layer: tokens that it sees (0: all), and whether its heads are not rotated.
 
     thetas: of layers without a window, and of those with one. temperature: scale and span. embed, residual, score,
-    logits: what these are multiplied by. experts: how many of how many. before, after:
+    logits: what these are multiplied by. experts: see Moe. before, after:
     norms there of attention and FFN. wide_norms: of q and k, over all heads at once. centred: norms
     take the mean away. parallel: attention and FFN take the same. out_bias: attention's last product has one. factors:
     divisors of the frequencies.
@@ -74,7 +97,7 @@ class Recipe:
     out_bias: bool = False
     factors: tuple[float, ...] = ()
     tied: bool = False
-    experts: tuple[int, int] = (0, 0)
+    experts: Moe = NONE
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -170,19 +193,24 @@ def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
 
 
 def _gate(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
-    count, used = recipe.experts
-    if not count:
+    rule = recipe.experts
+    if "ffn_gate_inp.weight" not in own:
         return _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
     logits = h @ own["ffn_gate_inp.weight"].T
-    shares = np.exp(logits - logits.max(1, keepdims=True))
-    shares /= shares.sum(1, keepdims=True)
-    chosen = np.argsort(-shares, 1)[:, :used]
+    if rule.sigmoid:
+        shares = 1 / (1 + np.exp(-logits))
+    else:
+        shares = np.exp(logits - logits.max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+    chosen = np.argsort(-(shares + own["exp_probs_b.bias"] if rule.bias else shares), 1)[:, : rule.used]
     added = np.zeros_like(h)
     for i, row in enumerate(h):
-        weights = shares[i, chosen[i]] / shares[i, chosen[i]].sum()
+        weights = rule.scale * shares[i, chosen[i]] / (shares[i, chosen[i]].sum() if rule.normed else 1)
         for number, weight in zip(chosen[i], weights):
             matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
             added[i] += weight * _expert(recipe, *matrices, row)
+    if rule.shared:
+        added = added + _expert(recipe, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")), h)
     return added
 
 

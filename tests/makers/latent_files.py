@@ -29,6 +29,17 @@ LIKE: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
     },
 }  # fmt: skip
+LIKE_FLASH = {  # what the GGUF file of one like GLM-4.7-Flash has otherwise than one like V3
+    f"deepseek2.{key}": value for key, value in {
+        "attention.layer_norm_rms_epsilon": 1e-3, "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+        "rope.scaling.yarn_log_multiplier": 0.0, "rope.freq_base": 1e6, "expert_weights_scale": 1.8,
+        "expert_group_count": 1, "expert_group_used_count": 1,
+    }.items()
+}  # fmt: skip
+FLASH = {  # and its folder
+    "arch": "glm4_moe_lite", "rope": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3,
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others compute no float64
 
 

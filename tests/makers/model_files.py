@@ -39,6 +39,7 @@ HF_CLASSES = {
     "gpt_oss": "GptOss",
     "deepseek_v2": "DeepseekV2",  # latent_files.py has their settings
     "deepseek_v3": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite",
 }
 OSS_ROPE = YARN_ROPE | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from family_files import RECIPES, write_family
 from hybrid_files import LIKE, random_hybrid, write_hybrid_gguf
-from latent_files import random_tensors, write_latent_gguf
+from latent_files import LIKE_FLASH, random_tensors, write_latent_gguf
 from model_files import OSS, write_gguf
 
 from pshard.models import ModelFile, open_model
@@ -53,6 +53,7 @@ print("found", json.dumps([found, [row["id"] for row in drawn]]))
 """
 DENSE_AND_EXPERTS = ("llama", "qwen3", "qwen2moe", "qwen3moe", "mixtral", "glm4moe")
 LATENT = "deepseek2"  # like V3: of one like V2-Lite llama.cpp wants 26 layers
+FLASH = "GLM-4.7-Flash"  # whose files are deepseek2's
 GELU_ROUNDED = ("gemma", "gemma3")  # llama.cpp looks GELU up by a half-precision number, in a table of such
 
 pytestmark = [
@@ -64,13 +65,18 @@ pytestmark = [
 def write_model(folder: Path, arch: str) -> Path:
     if arch in LIKE:
         return write_hybrid_gguf(folder / "m.gguf", arch, random_hybrid(arch), metadata=OPENED)
+    if arch == FLASH:
+        return write_latent_gguf(folder / "m.gguf", "v3", random_tensors("v3"), metadata=LIKE_FLASH | OPENED)
     if arch == LATENT:
         return write_latent_gguf(folder / "m.gguf", "v3", random_tensors("v3"), metadata=OPENED)
     if arch == OSS:
         return write_gguf(folder / "m.gguf", OSS, vocab=VOCAB, metadata=OPENED)
     if arch in RECIPES:
-        with pytest.MonkeyPatch.context() as patch:  # of Baichuan's llama.cpp knows the 7B by its layers
+        with pytest.MonkeyPatch.context() as patch:
+            # llama.cpp knows Baichuan's 7B by its layers, and wants experts in all of ERNIE's but the first
             patch.setitem(RECIPES, "baichuan", replace(RECIPES["baichuan"], layers=32))
+            ernie = RECIPES["ernie4_5-moe"]
+            patch.setitem(RECIPES, "ernie4_5-moe", replace(ernie, experts=ernie.experts._replace(every=1)))
             return write_family(folder / "m.gguf", arch, **OPENED).path
     return write_gguf(folder / "m.gguf", arch, vocab=VOCAB, d_ffn=256, metadata=OPENED)
 
@@ -98,7 +104,7 @@ class Both:
     logits: torch.Tensor
 
 
-@pytest.fixture(scope="module", params=[*DENSE_AND_EXPERTS, OSS, LATENT, *RECIPES, *LIKE])
+@pytest.fixture(scope="module", params=[*DENSE_AND_EXPERTS, OSS, LATENT, FLASH, *RECIPES, *LIKE])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     path = write_model(tmp_path_factory.mktemp("m"), request.param)
     command = [sys.executable, "-c", ASK, str(path), json.dumps(IDS), str(DRAWN)]

@@ -23,7 +23,7 @@ from pshard.models.hf_config import hf_config
 from pshard.runtime.blocks.rope_table import inverse_frequencies
 
 TYPES = {
-    "qwen2vl": "qwen2_vl_text", "paddleocr": "paddleocr_vl_text",
+    "qwen2vl": "qwen2_vl_text", "paddleocr": "paddleocr_vl_text", "ernie4_5-moe": "ernie4_5_moe",
     "qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text", "mistral3": "ministral3", "gemma3": "gemma3_text",
 }  # fmt: skip
 
@@ -136,6 +136,14 @@ def test_what_metadata_says_and_is_not_computed_is_refused(
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
         ("cohere2", {"sliding_window_pattern": 3}, "sliding_window_pattern is 3"),
+        (
+            "hy_v3",
+            {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "mlp_layer_types is not dense layers followed by",
+        ),
+        ("hy_v3", {"mlp_layer_types": ["dense"] * 3}, "the first 3 of 3 layers have no experts"),
+        ("ernie4_5-moe", {"moe_layer_end_index": 2}, "moe_layer_end_index is 2"),
+        ("ernie4_5-moe", {"moe_layer_interval": 9}, "one of 9 layers has experts, of 4: that leaves none"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers names other layers"),
         ("smollm3", {"no_rope_layer_interval": 2}, "no_rope_layer_interval is 2"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor is no list"),
@@ -192,6 +200,28 @@ def test_gemma_says_gelu_and_means_its_approximation(tmp_path: Path) -> None:
         open_model(write_bare_folder(tmp_path / "relu", "gemma", old | {"hidden_act": "relu"}))
 
 
+def test_ernie_counts_its_shared_experts_and_leaves_out_what_drafts(tmp_path: Path) -> None:
+    """Its converter writes a length of shared experts that is right for one size only: the count says it."""
+    wrong = {"ernie4_5-moe.expert_shared_feed_forward_length": 64}
+    folder = write_bare_folder(tmp_path / "hf", "ernie4_5-moe", published("ernie4_5-moe"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.mtp_linear_proj.0.weight": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    with open_model(write_family(tmp_path / "m.gguf", "ernie4_5-moe", **wrong).path) as a, open_model(folder) as b:
+        assert a.spec.config.experts and a.spec.config.experts.d_shared == 128
+        assert [unit.likeness for unit in a.spec.units] == [unit.likeness for unit in b.spec.units]
+        assert b.notes == (
+            "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet",
+        )
+
+
+@pytest.mark.parametrize(("family", "shared"), [("granitemoe", 0), ("hy_v3", 64)])
+def test_files_may_leave_out_how_many_experts_are_shared(family: str, shared: int, tmp_path: Path) -> None:
+    header = read_gguf(write_family(tmp_path / "m.gguf", family).path)
+    keys = {key: value for key, value in header.metadata.items() if "expert_shared" not in key}
+    experts = gguf_config(find_gguf_architecture(family, "m", True), keys, header.tensors, "m.gguf").experts
+    assert experts and experts.d_shared == shared
+
+
 ODD: list[Any] = [0, -1, 1, 2, 7, 2**31, 2**63, 1e-9, 0.5, 3e38, "x", "yarn", "longrope", "", [], [0], [1, 2], [5] * 6,
                   True, None, {}, {"full_attention": 5}]  # fmt: skip
 
@@ -200,7 +230,7 @@ ODD: list[Any] = [0, -1, 1, 2, 7, 2**31, 2**63, 1e-9, 0.5, 3e38, "x", "yarn", "l
 def test_damaged_settings_end_in_one_line(family: str, tmp_path: Path) -> None:
     """Every setting with every odd value: it is read, or a UserError; never anything else."""
     header = read_gguf(write_family(tmp_path / "m.gguf", family).path)
-    arch = find_gguf_architecture(family, "m.gguf", has_experts=bool(RECIPES[family].experts[0]))
+    arch = find_gguf_architecture(family, "m.gguf", has_experts=bool(RECIPES[family].experts.count))
     further = ("attention.sliding_window_pattern", "rope.dimension_sections", "attention.scale", "rope.freq_base_swa")
     for key in (*header.metadata, *(f"{family}.{name}" for name in further)):
         for value in ODD:

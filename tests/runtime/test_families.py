@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import open_engine, pinned_everywhere
 from family_files import RECIPES, REMOTE, write_family, write_family_folder
-from family_forward import LongRope, Yarn, family_logits
+from family_forward import LongRope, Moe, Yarn, family_logits
 from model_files import write_gguf
 from plan_samples import make_tier
 
@@ -48,7 +48,7 @@ MISTAKES = {
     "granite": [{"embed": 1.0}, {"residual": 1.0}, {"score": 32**-0.5}, {"logits": 1.0}],
     "seed_oss": [{"biases": False}, {"adjacent": True}],
     "qwen3vl": [{"head_norms": False}, {"adjacent": True}],
-    "qwen3vlmoe": [{"experts": (8, 3)}],
+    "qwen3vlmoe": [{"experts": Moe(8, 3)}],
     "mistral3": [
         {"temperature": (0.0, 64)}, {"temperature": (0.1, 65)}, {"yarn": Yarn(4.0, 64, 1 + 0.1 * np.log(4))},
         {"yarn": None},
@@ -67,6 +67,34 @@ MISTAKES = {
         {"windows": (47,) * 5 + (0,)}, {"windows": (49,) * 5 + (0,)}, {"windows": (0,) + (48,) * 5},
         {"thetas": (1e4, 1e6)}, {"thetas": (1e6, 1e6)}, {"slower": 1.0}, {"embed": 1.0}, {"gelu": False},
         {"after": False}, {"head_norms": False}, {"score": 24**-0.5},
+    ],
+    "dots1": [
+        {"head_norms": False}, {"adjacent": True},
+        *({"experts": RECIPES["dots1"].experts._replace(**wrong)} for wrong in (
+            {"sigmoid": False}, {"normed": False}, {"scale": 1.0}, {"bias": False}, {"shared": 0}, {"used": 2})),
+    ],
+    "hy_v3": [
+        {"head_norms": False}, {"adjacent": True}, {"thetas": (1e4, 1e4)},
+        *({"experts": RECIPES["hy_v3"].experts._replace(**wrong)} for wrong in (
+            {"sigmoid": False}, {"normed": False}, {"scale": 1.0}, {"bias": False}, {"shared": 0})),
+    ],
+    "ernie4_5-moe": [
+        {"adjacent": False},
+        *({"experts": RECIPES["ernie4_5-moe"].experts._replace(**wrong)} for wrong in (
+            {"sigmoid": True}, {"normed": False}, {"bias": False}, {"shared": 0})),
+    ],
+    "deepseek": [
+        {"adjacent": False},
+        *({"experts": RECIPES["deepseek"].experts._replace(**wrong)} for wrong in (
+            {"normed": True}, {"scale": 1.0}, {"shared": 0})),
+    ],
+    "bailingmoe": [
+        {"adjacent": False}, {"thetas": (1e4, 1e4)},
+        *({"experts": RECIPES["bailingmoe"].experts._replace(**wrong)} for wrong in ({"normed": False}, {"shared": 0})),
+    ],
+    "granitemoe": [
+        {"embed": 1.0}, {"residual": 1.0}, {"score": 32**-0.5}, {"logits": 1.0}, {"adjacent": False},
+        {"experts": Moe(8, 3, normed=False)}, {"experts": Moe(8, 2)},
     ],
     "gemma": [{"gelu": False}, {"embed": 1.0}, {"score": 42**-0.5}, {"adjacent": True}],
     "ernie4_5": [{"adjacent": False}, {"thetas": (1e4, 1e4)}, {"score": 32**-0.5}, {"eps": 1e-2}],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engines import open_engine, pinned_everywhere
-from latent_files import LIKE, random_tensors, take_tensors, write_latent_folder, write_latent_gguf
+from latent_files import FLASH, LIKE, LIKE_FLASH, random_tensors, take_tensors, write_latent_folder, write_latent_gguf
 from moe_forward import moe_logits, read_weights
 from plan_samples import make_tier, random_places, shrink_places
 from thread_ranks import random_tiers, run_ranks
@@ -209,3 +209,19 @@ def test_logits_equal_transformers(like: str, tmp_path: Path) -> None:
         with open_engine(path, tiers, context=256) as engine:
             got = engine.forward(ids, all_logits=True)
         assert (got - expected).abs().max() < 1e-4 * expected.abs().max(), path
+
+
+def test_norms_of_latents_are_those_of_the_program_that_the_file_is_for(tmp_path: Path) -> None:
+    """GLM-4.7-Flash: transformers norms latents with 1e-6 whatever config.json says, llama.cpp as all else."""
+    pytest.importorskip("transformers")
+    model = write_latent_folder(tmp_path / "hf", "v3", **FLASH)
+    ids = [random.Random(11).randrange(VOCAB) for _ in range(40)]
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([ids])).logits[0].numpy()
+    with open_engine(tmp_path / "hf", context=CONTEXT) as engine:
+        assert difference(engine.forward(ids, all_logits=True).numpy(), expected) < CLOSE
+    path = write_latent_gguf(tmp_path / "m.gguf", "v3", take_tensors(model), metadata=LIKE_FLASH)
+    with open_model(path) as file, open_engine(path, context=CONTEXT) as engine:
+        found = engine.forward(ids, all_logits=True).numpy()
+        assert difference(found, moe_logits(file.spec.config, read_weights(file), ids)) < CLOSE
+    assert difference(found, expected) > 1e-4
