@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Protocol
 
@@ -257,7 +256,7 @@ def pack_portion(source: WeightSource, portion: Portion, blob: torch.Tensor, ran
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
             _pack_matrix(raw, tensor, out)
-            put_factor(tensor, out, source.factor)
+            put_factor(source, tensor, out)
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
 
@@ -294,18 +293,17 @@ def _pack_stack(
         some = replace(tensor, shape=(count * rows, tensor.cols), parts=0)
         _pack_matrix(raw, some, out[place * size : (place + count) * size])
         for at in range(place, place + count):
-            put_factor(replace(some, shape=(rows, tensor.cols)), out[at * size : (at + 1) * size],
-                       partial(source.factor, part=order[at]))  # fmt: skip
+            put_factor(source, tensor, out[at * size : (at + 1) * size], order[at])
         place += count
     source.forget_tensor(tensor.name)
 
 
-def put_factor(tensor: TensorSpec, out: torch.Tensor, factor_of: Callable[[str], float]) -> None:
+def put_factor(source: WeightSource, tensor: TensorSpec, out: torch.Tensor, part: int = 0) -> None:
     """Write what all weights are multiplied by into the packed matrix `out`, where its type has room for it."""
     at = plane_offsets(tensor.qtype, tensor.cols).get("factor")
     if at is not None:
         plane = out.view(-1, record_nbytes(tensor.qtype, tensor.cols))[:, at[0] : at[0] + at[1]]
-        plane.copy_(torch.full((ROW_BLOCK,), factor_of(tensor.name), dtype=torch.float32).view(torch.uint8))
+        plane.copy_(torch.full((ROW_BLOCK,), source.factor(tensor.name, part), dtype=torch.float32).view(torch.uint8))
 
 
 def _cut_matrix(raw: np.ndarray, part: TensorSpec, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:
