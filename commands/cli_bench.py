@@ -68,6 +68,7 @@ def _main(argv: list[str]) -> int:
     request, text = _make_request(args), _read_text(args.perplexity)
 
     from pshard.runtime.ranks.started import started_ranks
+    from pshard.session.choose_drafts import choose_drafts
     from pshard.session.lead_ranks import follow_rank_0, lead_ranks
     from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.start_engine import open_group
@@ -80,6 +81,7 @@ def _main(argv: list[str]) -> int:
         return start_ranks(ranks, "pshard.commands.cli_bench", words)
     opened = open_plan(request)
     _check_strategies(args.strategy, opened.file.spec)
+    choose_drafts(read_spec_flags(args), opened.variant)  # what it refuses, ranks say before they meet
     group = open_group(opened, ranks)
     if group.rank:
         return follow_rank_0(opened, group)
