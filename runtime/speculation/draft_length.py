@@ -11,6 +11,7 @@ WEIGHT = 0.1  # of a new observation in a running mean
 HOPE, AGAIN = 0.7, 0.5  # that a draft holds of which nothing is known, and when drafts are tried again
 KEPT, ENOUGH = 9, 3  # of the last steps whose median counts; with fewer than enough the plan is asked
 PAUSE, LONGEST_PAUSE = 32, 1024  # steps without drafts before they are tried again: twice as many each time they lose
+LOSS = 0.02  # of the time until they are tried again, that a trial may have cost
 TRIAL, FIRST = 2, 2  # steps with a draft then; drafts of a text's first step: more once all of them held
 
 
@@ -62,7 +63,7 @@ class DraftLength:
         self._holds = [HOPE] * most  # the chance of each draft whose predecessors held
         self._share = HOPE  # of steps for which drafts were found
         self._pause, self._wait, self._trial = PAUSE, 0, 0
-        self._cap = min(FIRST, most)
+        self._cap, self._lost = min(FIRST, most), 0.0  # seconds that drafts have cost since they rested, switches too
 
     def choose(self) -> int:
         """Drafts of the next step."""
@@ -76,11 +77,14 @@ class DraftLength:
             return 0
         if best := max(range(self._trial > 0, self._cap + 1), key=self._rate):
             return best
-        self._wait, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        paid = int(self._lost / (LOSS * self._seconds.of(1, self._seconds.tier(1))))
+        self._wait, self._pause = min(max(self._pause, paid), LONGEST_PAUSE), min(2 * self._pause, LONGEST_PAUSE)
+        self._lost = 0.0
         return 0
 
-    def note(self, drafted: int, accepted: int) -> None:
-        """What became of a step's drafts, for which there was a choice."""
+    def note(self, drafted: int, accepted: int, seconds: float) -> None:
+        """What became of a step's drafts, for which there was a choice, and how long it took."""
+        self._lost = max(0.0, self._lost + seconds - (accepted + 1) * self._seconds.of(1, self._seconds.tier(1)))
         self._share += WEIGHT * ((drafted > 0) - self._share)
         for i in range(min(drafted, accepted + 1)):
             self._holds[i] += WEIGHT * ((i < accepted) - self._holds[i])

@@ -94,11 +94,12 @@ class Speculator:
         self._keep_tier(len(drafts) and wanted + 1)
         begin = time.perf_counter()
         told = self._verify(token, drafts) if drafts else [self._compute(token)]
-        self._seconds.observe(len(drafts) + 1, self._tier, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._seconds.observe(len(drafts) + 1, self._tier, seconds)
         self._drafter.see(told[:-1])
         self._record.add(len(drafts), len(told) - 1)
         if wanted:
-            self._length.note(len(drafts), len(told) - 1)
+            self._length.note(len(drafts), len(told) - 1, seconds)
         return told
 
     def _compute(self, token: int) -> int:

@@ -19,7 +19,7 @@ def play(holds: float, cost: float, tokens: int, share: float = 1.0, most: int =
         step = 1 + cost * drafted
         seconds.observe(drafted + 1, 16 if drafted else 1, step)
         if wanted:
-            length.note(drafted, accepted)
+            length.note(drafted, accepted, step)
         told += accepted + 1
         taken += step
     return told / taken, length
@@ -45,7 +45,7 @@ def test_drafts_are_tried_again_and_taken_up_where_they_hold_by_then() -> None:
     found = []
     for _ in range(400):
         if wanted := length.choose():
-            length.note(wanted, wanted)
+            length.note(wanted, wanted, 1.0)
         found.append(wanted)
     assert 0 in found and found[-1] > 3
 
