@@ -4,8 +4,7 @@
 
 Each case is timed twice, as a profile times it: `as_card`, the code of that card, and `native`, this GPU's own, each in
 a process of its own. Beside both times stands what `planner/price/kernel_rates.py` says (`sheet_us`), and by how much
-that is off: 0.1 means that the sheet's time is a tenth too long. Where the formula has no share of a kernel, memory
-alone is counted, `no_share` names the kernel, and `slots` and `tensor` have what its share would be.
+that is off: 0.1 means that the sheet's time is a tenth too long. `slots` and `tensor` have what the kernel reached.
 
 Products of many tokens are the library's, which stays this GPU's own: they are compared with its share in both codes.
 A case that fails is recorded with its error, and the others go on.
@@ -28,8 +27,15 @@ import torch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import AS_CARD
 from pshard.model_config import Experts
-from pshard.planner.price.datasheet import Rates
-from pshard.planner.price.kernel_rates import H100, KERNELS, CardRates, memory_of, rate_of
+from pshard.planner.price.delta_sheet import delta_work
+from pshard.planner.price.kernel_rates import (
+    H100,
+    CardRates,
+    Work,
+    experts_kernel,
+    memory_of,
+    seconds_of,
+)
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_delta import time_delta
 from pshard.profile.timed.time_experts import time_experts, time_router
@@ -57,23 +63,20 @@ MIXTURES = (  # types of gate and up, and of down; width; experts
 )
 NONE = TensorSpec("", "F32", (1,))
 NET = DeltaNet((NONE,), NONE, NONE, NONE, 16, 32, 128)
-MANY, GROUPED = "products of many tokens", "experts of many tokens"
+MANY, FEW = "products of many tokens", "products of few tokens"
 POOL_BYTES = 1 << 30
 COMPILING = 0.5  # share of a process's time in which kernels are compiled ahead; the others are as they are timed
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed. kernel: as `kernel_rates.KERNELS` calls it, or another name. operations: floating-point ones;
-    nbytes: read and written beside them; unpacked: read and written before; launches: of kernels."""
+    """What is timed. kernel: as `kernel_rates.KERNELS` calls it; unpacked: bytes read and written before."""
 
     name: str
     kernel: str
-    operations: float
-    nbytes: float
+    work: Work
     seconds: Callable[[KernelBench], float]
     unpacked: float = 0.0
-    launches: int = 1
 
     @property
     def is_library(self) -> bool:
@@ -108,7 +111,11 @@ def _product(qtype: str, rows: int, cols: int, tokens: int) -> Case:
     unpacked = packed + 2 * rows * cols if tokens > SMALL_BATCH else 0
     nbytes = packed + 4 * tokens * (rows + cols)
     name = f"product {qtype} {rows}x{cols}, {tokens} tokens"
-    return Case(name, MANY, 2.0 * tokens * rows * cols, nbytes, seconds, unpacked)
+    kernel = MANY if unpacked else FEW
+    if qtype == "MXFP4" and not unpacked:
+        kernel = f"{FEW if tokens > 1 else 'products of one token'}, MXFP4"
+    work = Work(2.0 * tokens * rows * cols, nbytes, 0.0 if unpacked else rows * cols)
+    return Case(name, kernel, work, seconds, unpacked)
 
 
 def pairs_of(tokens: int, context: int) -> float:
@@ -122,10 +129,17 @@ def _attention() -> Iterator[Case]:
         for kind, each in CELLS.items():
             for tokens, context, sequences in _spans():
                 seconds = partial(_attend, shape, kind, tokens, context, sequences)
-                work = 4.0 * heads * dim * sequences * pairs_of(tokens, context)
-                nbytes = 2 * sequences * context * groups * dim * each
+                numbers = 2 * sequences * context * groups * dim
+                work = Work(4.0 * heads * dim * sequences * pairs_of(tokens, context), each * numbers, numbers)
                 name = f"attention {heads}x{groups}x{dim} {kind}, {sequences}x{tokens} of {context}"
-                yield Case(name, f"prompts, heads of {dim}", work, nbytes, seconds, launches=2)
+                yield Case(name, _attention_kernel(dim, kind, tokens), work, seconds)
+
+
+def _attention_kernel(dim: int, kind: str, tokens: int) -> str:
+    """As `kernel_rates` calls it."""
+    if tokens == 1:
+        return "decoding, bf16" if kind == "bf16" else f"decoding, heads of {dim}, {kind}"
+    return f"prompts, heads of {dim}" + ("" if kind == "bf16" else f", {kind}")
 
 
 def _latents() -> Iterator[Case]:
@@ -133,9 +147,11 @@ def _latents() -> Iterator[Case]:
     for kind, each in CELLS.items():
         for tokens, context, sequences in _spans():
             seconds = partial(_attend_latent, kind, tokens, context, sequences)
-            work = 2.0 * heads * (width + LATENT.rank) * sequences * pairs_of(tokens, context)
+            operations = 2.0 * heads * (width + LATENT.rank) * sequences * pairs_of(tokens, context)
+            numbers = sequences * context * width
             name = f"latent {heads}x{LATENT.rank}+{LATENT.rope} {kind}, {sequences}x{tokens} of {context}"
-            yield Case(name, "prompts over latents", work, sequences * context * width * each, seconds, launches=2)
+            kernel = f"{'prompts' if tokens > 1 else 'decoding'} over latents, {kind}"
+            yield Case(name, kernel, Work(operations, numbers * each, 0.0 if tokens > 1 else numbers), seconds)
 
 
 def _spans() -> list[tuple[int, int, int]]:
@@ -157,15 +173,18 @@ def _experts() -> Iterator[Case]:
         one += packed_nbytes(types[1], width, rule.d_expert)
         for tokens in (1, 16, 1024, 4096):
             seconds = partial(_multiply_experts, types, width, rule, tokens)
-            work = 6.0 * tokens * rule.used * width * rule.d_expert
-            nbytes = one * rule.count * used_share(rule.used, rule.count, tokens) + 8.0 * tokens * width
+            operations = 6.0 * tokens * rule.used * width * rule.d_expert
+            touched = rule.count * used_share(rule.used, rule.count, tokens)
+            each = tokens * rule.used / touched
+            kernel = experts_kernel(tokens, each)
+            work = Work(operations, one * touched + 8.0 * tokens * width, 3.0 * width * rule.d_expert * touched, each)
             name = f"experts {'/'.join(dict.fromkeys(types))}, {rule.used} of {rule.count}, {tokens} tokens"
-            yield Case(name, GROUPED, work, nbytes, seconds, launches=3)
+            yield Case(name, kernel, work, seconds)
     for tokens in (1, 4096):
         _, width, rule = MIXTURES[0]
-        nbytes, work = 4.0 * width * (rule.count + tokens), 2.0 * tokens * width * rule.count
+        work = Work(2.0 * tokens * width * rule.count, 4.0 * width * (rule.count + tokens))
         seconds = partial(_route, width, rule, tokens)
-        yield Case(f"router of {rule.count}, {tokens} tokens", "router", work, nbytes, seconds)
+        yield Case(f"router of {rule.count}, {tokens} tokens", "routing", work, seconds)
 
 
 def _multiply_experts(types: tuple[str, str], width: int, rule: Experts, tokens: int, bench: KernelBench) -> float:
@@ -177,12 +196,11 @@ def _route(width: int, rule: Experts, tokens: int, bench: KernelBench) -> float:
 
 
 def _deltas() -> Iterator[Case]:
-    width = NET.channels + 2 * NET.value_heads * NET.head  # of what is read and written of a token, two bytes each
     for tokens, sequences in ((1, 1), (1, 16), (64, 1), (1024, 1), (4096, 1)):
         seconds = partial(_run_delta, tokens, sequences)
-        work, nbytes = NET.flops(tokens * sequences, tokens > 16), 2 * sequences * NET.state_nbytes
+        kernel = f"delta nets of {'prompts' if tokens > 1 else 'few tokens'}"
         name = f"delta net {'x'.join(map(str, NET.shape))}, {sequences}x{tokens} tokens"
-        yield Case(name, "delta nets of prompts", work, nbytes + 2.0 * width * tokens * sequences, seconds, launches=2)
+        yield Case(name, kernel, delta_work(NET, tokens, sequences, tokens > 1), seconds)
 
 
 def _run_delta(tokens: int, sequences: int, bench: KernelBench) -> float:
@@ -197,7 +215,8 @@ def _rows() -> Iterator[Case]:
     for tokens in (1, 4096):
         for what, width in widths.items():
             seconds = partial(_pass_rows, what, tokens)
-            yield Case(f"{what} of {width}, {tokens} tokens", "rows", 0.0, 8.0 * tokens * width, seconds)
+            kernel = "norms" if what == "norm" else "rows"
+            yield Case(f"{what} of {width}, {tokens} tokens", kernel, Work(0.0, 8.0 * tokens * width), seconds)
 
 
 def _pass_rows(what: str, tokens: int, bench: KernelBench) -> float:
@@ -205,15 +224,10 @@ def _pass_rows(what: str, tokens: int, bench: KernelBench) -> float:
     return next(row.seconds for row in rows if row.what == what)
 
 
-def sheet_seconds(case: Case, card: CardRates) -> tuple[float, bool]:
-    """What a sheet of this card says, as `profile_from_datasheet` counts, and whether the formula has the kernel's
-    share: without one memory alone is counted."""
+def sheet_seconds(case: Case, card: CardRates) -> float:
+    """What a sheet of this card says; a library's products are this GPU's own, whatever the code."""
     code = 90 if case.is_library else card.code
-    has_share = (case.kernel, code) in KERNELS or not case.operations
-    memory = memory_of(replace(card, code=90))  # memory is this GPU's, whatever the code
-    by_rate = case.operations / rate_of(replace(card, code=code), case.kernel) if has_share and case.operations else 0.0
-    launch = case.launches * Rates.kernel_seconds
-    return max(by_rate, case.nbytes / memory) + case.unpacked / memory + launch, has_share
+    return seconds_of(replace(card, code=code), case.kernel, case.work) + case.unpacked / memory_of(card)
 
 
 def compare(case: Case, way: str, seconds: object, card: CardRates) -> dict[str, Any]:
@@ -221,17 +235,17 @@ def compare(case: Case, way: str, seconds: object, card: CardRates) -> dict[str,
     where there is no time, or that no time was left."""
     if not isinstance(seconds, float):
         return {way: seconds or "no time left"}
-    said, has_share = sheet_seconds(case, card)
+    said, work = sheet_seconds(case, card), case.work
     found = {
         "us": round(seconds * 1e6, 2),
         "sheet_us": round(said * 1e6, 2),
         "off": round(said / seconds - 1, 3),
-        "tflops": round(case.operations / seconds / 1e12, 2),
-        "gbs": round((case.nbytes + case.unpacked) / seconds / 1e9, 1),
-        "slots": round(case.operations / seconds / card.processors / card.clock, 1),
-        "tensor": round(case.operations / seconds / card.tensor, 4),
+        "tflops": round(work.operations / seconds / 1e12, 2),
+        "gbs": round((work.nbytes + case.unpacked) / seconds / 1e9, 1),
+        "slots": round(work.operations / seconds / card.processors / card.clock, 1),
+        "tensor": round(work.operations / seconds / card.tensor, 4),
     }
-    return {way: found if has_share else found | {"no_share": case.kernel}}
+    return {way: found}
 
 
 def card_of(name: str, code: int) -> CardRates:
@@ -260,11 +274,24 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         for way in ("as_card", "native"):
             one = row[way]
             if isinstance(one, dict):
-                off = "-" if "no_share" in one else f"{100 * one['off']:+.0f}%"
-                cells += f"{one['us']:10.1f}{one['sheet_us']:10.1f}{off:>7s}"
+                cells += f"{one['us']:10.1f}{one['sheet_us']:10.1f}{100 * one['off']:+6.0f}%"
             else:
                 cells += f"{one[:24]:>27s}"
         print(f"{row['case']:52s}{cells}{row['share'] or '-':>7}")
+
+
+def page_table(result: dict[str, Any]) -> str:
+    """The table of docs/cards.md from a result file: each case in both codes, and how far today's formula is off."""
+    measured = {row["case"]: row for row in result["rows"]}
+    lines = ["| kernel | as sm_86 us | sheet | sm_90 us | sheet | sm_86 of sm_90 |", "|---|---|---|---|---|---|"]
+    for case in sorted(list_cases(), key=lambda case: case.name):
+        cells = []
+        for way, code in (("as_card", int(result["as_card"])), ("native", 90)):
+            us = measured[case.name][way]["us"]
+            off = 1e6 * sheet_seconds(case, card_of(result["gpu"], code)) / us - 1
+            cells += [f"{us:.4g}", f"{100 * off:+.0f}%"]
+        lines.append(f"| {case.name} | {' | '.join(cells)} | {measured[case.name]['share']:.0%} |")
+    return "\n".join(lines)
 
 
 def time_all(bench: KernelBench, cases: Sequence[Case], until: float) -> dict[str, float | str]:
@@ -316,8 +343,12 @@ def main() -> int:
     parser.add_argument("--as-card", default="86", metavar="86", help="capability of the other card (default 86)")
     parser.add_argument("--seconds", type=float, default=120.0, help="no case begins later than this (default 120)")
     parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/cards.md from the file instead")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # what one of the processes does
     args = parser.parse_args()
+    if args.table:
+        print(page_table(json.loads(args.out.read_text(encoding="utf-8"))))
+        return 0
     if args.way:
         print(json.dumps(time_way(args.seconds)))
         return 0

@@ -1,14 +1,14 @@
 """Published figures of mixtures of experts beside predictions: `python benchmarks/published_experts.py`.
 
 Prints JSON: the rows of gpt-oss-120b, as benchmarks/published.py does those of dense models, on the same machine's
-sheet with the rate that our kernels of routed experts reach. The other published mixtures are hybrids:
+sheet. The other published mixtures are hybrids:
 benchmarks/published_hybrids.py. `--table FILE` prints the table of docs/published.md from such a file.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from pshard.models.build_units import build_units
 from pshard.models.stored import StoredTensor
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.kernel_rates import RTX_5080, rate_of
 from pshard.planner.price.predict_published import Predictor
 from pshard.workload import Workload
 
-EXPERT_SHEET = replace(SHEET, acc_experts=rate_of(RTX_5080, "experts of many tokens"))
 MODEL, RULE = "GPT-OSS-120B", Experts(128, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 COLUMNS = ("published", "predicted", "ratio")
 LETTERS = "de"  # of docs/published.md
@@ -98,12 +96,12 @@ def _list_tensors(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ..
             yield f"{b}ffn_{role}_exps.bias", "F32", stack[:2]
 
 
-def predict(row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
+def predict(row: ExpertRow, rates: Rates = SHEET) -> tuple[float, float]:
     """Seconds to the first token and tokens per second."""
     return predict_model(make_gpt_oss(), row, rates)
 
 
-def predict_model(spec: ModelSpec, row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
+def predict_model(spec: ModelSpec, row: ExpertRow, rates: Rates = SHEET) -> tuple[float, float]:
     """The same of any model."""
     workload, profile = row.workload, profile_from_datasheet(rates)
     predictor = Predictor([spec], profile, plan_variant(spec, profile, workload))

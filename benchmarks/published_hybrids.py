@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import published_experts
-from published import SINGLE
-from published_experts import EXPERT_SHEET, ExpertRow, describe_row, predict_model, print_rows
+from published import SHEET, SINGLE
+from published_experts import ExpertRow, describe_row, predict_model, print_rows
 
 from pshard.model import ModelSpec
 from pshard.model_config import Delta, Experts, ModelConfig, Rope
@@ -122,7 +122,7 @@ def _list_small(config: ModelConfig, delta: Delta, rule: Experts) -> Iterator[tu
             yield f"blk.{layer}.{role}", "F32", shape
 
 
-def predict(model: str, row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
+def predict(model: str, row: ExpertRow, rates: Rates = SHEET) -> tuple[float, float]:
     """Seconds to the first token and tokens per second."""
     return predict_model(make_hybrid(model), row, rates)
 

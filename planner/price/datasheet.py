@@ -16,7 +16,9 @@ from pshard.machine import (
     Provenance,
     ReadTiming,
 )
+from pshard.planner.price.delta_sheet import delta_rows
 from pshard.planner.price.experts.expert_sheet import expert_rows, route_rows
+from pshard.planner.price.kernel_rates import CardRates, Work, seconds_of
 from pshard.quant import packed_nbytes
 
 SHAPES = ((1024, 1024), (4096, 4096), (25600, 5120), (152064, 5120))
@@ -37,7 +39,7 @@ class Rates:
     host_flops: float
     acc_attention: float = 0.0  # operations per second in attention; 0: half of acc_flops
     host_attention: float = 0.0
-    acc_experts: float = 0.0  # operations per second in products of routed experts; 0: acc_flops
+    card: CardRates | None = None  # what experts, routers, delta nets, norms and the like reach; None: rates above
     acc_unpack: float = 0.0  # at which weights are unpacked for a product of many tokens; 0: it takes no time
     heads: tuple[tuple[int, int, int], ...] = (
         (32, 8, 128),
@@ -89,10 +91,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
                     nbytes, pairs = context * n_kv * size * 4, tokens * (context - tokens) + tokens * (tokens + 1) / 2
                     seconds = max(nbytes / memory, 4 * n * size * pairs / attended) + 2 * fixed
                     attention.append(AttentionTiming(device, n, n_kv, size, "bf16", tokens, context, seconds))
-            for width in (1024, 8192, 65536):
-                for what in ("norm", "residual", "rope", "silu_mul", "embed"):
-                    seconds = 8 * tokens * width / memory + fixed
-                    elementwise.append(ElementwiseTiming(device, what, tokens, width, seconds))
+            elementwise += _pass_rows(device, tokens, memory, rates)
         step = rates.step_seconds if device == "acc" else rates.kernel_seconds
         elementwise.append(ElementwiseTiming(device, "step", 1, 1, step))
     copies = [
@@ -107,7 +106,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         for n in COPY_SIZES
         if rates.collective_rate
     ]
-    routing = [(at, memory, (at == "acc" and rates.acc_experts) or flops, fixed) for at, memory, flops, *_ in sides]
+    routing = [(at, memory, flops, fixed, rates.card if at == "acc" else None) for at, memory, flops, *_ in sides]
     accelerators = tuple(
         AcceleratorInfo(
             rates.kind, i, rates.accelerator, rates.acc_memory_bytes, rates.pcie_generation, rates.pcie_width
@@ -128,7 +127,21 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         collectives=tuple(collectives),
         experts=tuple(row for side in routing for row in expert_rows(*side)),
         routes=tuple(row for side in routing for row in route_rows(*side)),
+        deltas=tuple(delta_rows(rates.card)) if rates.card else (),
     )
+
+
+def _pass_rows(device: str, tokens: int, memory: float, rates: Rates) -> list[ElementwiseTiming]:
+    """Norms and the like of so many tokens: eight bytes a number, or what the accelerator's card reaches."""
+    rows = []
+    for width in (1024, 8192, 65536):
+        for what in ("norm", "residual", "rope", "silu_mul", "embed"):
+            seconds = 8 * tokens * width / memory + rates.kernel_seconds
+            if rates.card and device == "acc":
+                kernel = "norms" if what == "norm" else "rows"
+                seconds = seconds_of(rates.card, kernel, Work(0.0, 8 * tokens * width))
+            rows.append(ElementwiseTiming(device, what, tokens, width, seconds))
+    return rows
 
 
 def _unpacked_nbytes(qtype: str, rows: int, cols: int) -> int:

@@ -22,14 +22,14 @@ HEADS = ((32, 8, 128), (64, 8, 128), (96, 8, 128))
 MACHINES = {
     "rtx5080-xeon-w5-3425": Rates(
         link=54e9, acc_memory=memory_of(RTX_5080), acc_flops=rate_of(RTX_5080, PRODUCTS),
-        acc_attention=rate_of(RTX_5080, PROMPTS), acc_unpack=memory_of(RTX_5080),
+        acc_attention=rate_of(RTX_5080, PROMPTS), acc_unpack=memory_of(RTX_5080), card=RTX_5080,
         host_memory=HOST_MEMORY * 90e9, host_flops=SAPPHIRE_RAPIDS[0], host_attention=SAPPHIRE_RAPIDS[1],
         heads=HEADS, acc_memory_bytes=16 << 30, host_memory_bytes=512 << 30,
         cores=12, cpu="Intel Xeon w5-3425", accelerator=RTX_5080.name,
     ),
     "rtx4060-ryzen-7700": Rates(
         link=13e9, acc_memory=memory_of(RTX_4060), acc_flops=rate_of(RTX_4060, PRODUCTS),
-        acc_attention=rate_of(RTX_4060, PROMPTS), acc_unpack=memory_of(RTX_4060),
+        acc_attention=rate_of(RTX_4060, PROMPTS), acc_unpack=memory_of(RTX_4060), card=RTX_4060,
         host_memory=60e9, host_flops=0.8e12, heads=HEADS, acc_memory_bytes=8 << 30, host_memory_bytes=32 << 30,
         cores=8, cpu="AMD Ryzen 7 7700", accelerator=RTX_4060.name, pcie_generation=4, pcie_width=8,
     ),

@@ -1,29 +1,43 @@
 """What a sheet takes for our kernels: one formula, its shares from result files, beside what an H100 measured."""
 
+import importlib
 import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.kernel_rates import (
     H100,
     H100_CLOCK,
     H100_PROCESSORS,
     KERNELS,
+    PAIRED,
     RTX_4060,
     RTX_5080,
     CardRates,
+    Work,
+    experts_kernel,
     memory_of,
     rate_of,
+    seconds_of,
 )
 from pshard.quant import packed_nbytes
 from pshard.registries.profile_store import load_profile
+from pshard.runtime.kernels.gpu.experts.pairs import FEW
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PROFILE = load_profile(ROOT / "registries" / "examples" / "h100-80gb-16-cores-measured.json")
 LAUNCH = 3e-6  # seconds that a kernel takes beside its work, as of a sheet
+KINDS = json.loads((RESULTS / "h100-as-sm86-kernels-1206.json").read_text(encoding="utf-8"))
+WAYS = {"as_card": 86, "native": 90}
+APART = {"latent 16x512+64 q8_0, 1x1 of 32768"}  # docs/cards.md names each with what is known of it
 WITHIN = 0.15
 
 
@@ -61,7 +75,7 @@ def test_the_least_limit_counts() -> None:
         assert 512 * card.processors * card.clock == pytest.approx(card.tensor, rel=0.005)  # by its tensor cores
     assert rate_of(H100, "prompts, heads of 256") == 910 * H100_PROCESSORS * H100_CLOCK < 0.8 * H100.tensor
     with pytest.raises(KeyError):
-        rate_of(H100, "experts of many tokens")
+        rate_of(H100, "sorting")
 
 
 @pytest.mark.parametrize("name,card", [("rtx5080-xeon-w5-3425", RTX_5080), ("rtx4060-ryzen-7700", RTX_4060)])
@@ -72,6 +86,35 @@ def test_the_sheets_of_geforce_cards_are_the_formulas(name: str, card: CardRates
         rate_of(card, "prompts, heads of 128"),
     )
     assert sheet.acc_memory == sheet.acc_unpack == memory_of(card)
+
+
+def test_whichever_of_three_limits_takes_longest_counts() -> None:
+    """Decoding, products that share what is decoded, and bytes; each alone, then together."""
+    kernel, slots = "experts of many tokens", 424 * RTX_5080.processors * RTX_5080.clock
+    half_rate = seconds_of(RTX_5080, kernel, Work(slots, 0.0, each=74.0))
+    assert half_rate == pytest.approx(2.0, rel=1e-4)
+    assert seconds_of(RTX_5080, kernel, Work(slots, 3 * memory_of(RTX_5080), each=74.0)) == pytest.approx(3.0, rel=1e-4)
+    decoding = 6 * RTX_5080.processors * RTX_5080.clock
+    assert seconds_of(RTX_5080, "experts of few tokens", Work(0.0, 0.0, decoding)) == pytest.approx(1.0, rel=1e-4)
+    assert memory_of(RTX_5080, "rows") == 1.22 * RTX_5080.memory
+
+
+def test_a_sheet_of_a_card_has_rows_by_the_formula() -> None:
+    """Experts, delta nets and norms; without a card a sheet counts by its own few rates and has no delta nets."""
+    rates = MACHINES["rtx5080-xeon-w5-3425"]
+    sheet, plain = profile_from_datasheet(rates), profile_from_datasheet(replace(rates, card=None))
+    norms = [
+        e.seconds
+        for p in (sheet, plain)
+        for e in p.elementwise
+        if (e.device, e.what, e.width) == ("acc", "norm", 8192) and e.tokens == 4096
+    ]
+    assert norms[0] == seconds_of(RTX_5080, "norms", Work(0.0, 8 * 4096 * 8192)) < norms[1]
+    assert {e.tokens for e in sheet.experts if e.device == "acc"} > {
+        e.tokens for e in plain.experts if e.device == "acc"
+    }
+    assert [e for e in sheet.experts if e.device == "host"] == [e for e in plain.experts if e.device == "host"]
+    assert sheet.deltas and not plain.deltas
 
 
 def test_products_of_an_h100_are_within_15_percent_of_its_profile() -> None:
@@ -106,3 +149,35 @@ def test_attention_of_an_h100_is_within_15_percent_of_its_profile() -> None:
     for a in decoding:
         nbytes = 4 * a.context * a.n_kv_heads * a.head_dim
         assert nbytes / memory_of(H100) + 2 * LAUNCH == pytest.approx(a.seconds, rel=WITHIN), a
+
+
+@pytest.fixture(scope="module")
+def kinds() -> Iterator[ModuleType]:
+    """benchmarks/as_card_kernels.py, whose result file has what an H100 did."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("as_card_kernels")
+    sys.path.remove(str(ROOT / "benchmarks"))
+    sys.modules.pop("as_card_kernels", None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kernel_is_within_15_percent_of_what_an_h100_measured_in_both_codes(kinds: ModuleType, way: str) -> None:
+    """Those that are not are the named ones, no more and no fewer."""
+    measured = {row["case"]: row[way]["us"] for row in KINDS["rows"]}
+    cases, card = kinds.list_cases(), kinds.card_of(KINDS["gpu"], WAYS[way])
+    assert {case.name for case in cases} == set(measured)
+    off = {case.name: 1e6 * kinds.sheet_seconds(case, card) / measured[case.name] - 1 for case in cases}
+    assert {name for name, ratio in off.items() if abs(ratio) > WITHIN} == APART
+
+
+def test_the_page_of_cards_has_each_kernel_in_both_codes_and_the_exceptions(kinds: ModuleType) -> None:
+    page = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
+    assert kinds.page_table(KINDS) in page
+    assert all(name in page for name in APART)
+
+
+def test_experts_run_by_the_kernel_that_their_numbers_of_tokens_choose() -> None:
+    tokens = [(1, 1.0), (8, 1.3), (9, 1.3), (256, 16.0), (257, 16.1), (4096, 256.0)]
+    kinds = [experts_kernel(*pair).split()[2] for pair in tokens]
+    assert kinds == ["one", "one", "few", "few", "many", "many"]
+    assert experts_kernel(PAIRED, 1.0) != experts_kernel(PAIRED + 1, 1.0) and PAIRED == FEW

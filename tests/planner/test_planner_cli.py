@@ -173,7 +173,8 @@ def test_a_published_strategys_gains_are_its_own(plan):
     after = from_json(Registry, json.loads(out)["registry"]).variants[0].ranks[0].tiers
     seconds = {t.tokens: t.prediction.seconds for t in after}
     assert memory["speedups"] == [[t.tokens, pytest.approx(t.prediction.seconds / seconds[t.tokens])] for t in before]
-    assert all(gain == pytest.approx(1, abs=0.02) for _, gain in link["speedups"])  # it streams nothing
+    # it streams nothing, but hands rows over: of so small a model that is up to 2% of a step
+    assert all(gain == pytest.approx(1, abs=0.03) for _, gain in link["speedups"])
     assert link["of_round"] == pytest.approx(1, abs=0.02)
 
 
