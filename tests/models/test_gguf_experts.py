@@ -61,7 +61,10 @@ def test_a_layer_with_experts_is_attention_router_and_experts(tmp_path: Path, ar
         compare_bytes(model, path)
 
 
-@pytest.mark.parametrize("qtype", QUANT_TYPES)
+READ_BY_GGUF = [qtype for qtype in QUANT_TYPES if qtype in gguf.GGMLQuantizationType.__members__]  # not Q2_0
+
+
+@pytest.mark.parametrize("qtype", READ_BY_GGUF)
 def test_each_experts_bytes_are_a_slab_of_the_stack(tmp_path: Path, qtype: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype=qtype, n_layers=1, d_expert=512, n_experts=3)
     with open_model(path) as model:
