@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from cli_world import World, edit_json, make_world, tokenizer_metadata, world_in
@@ -124,8 +125,12 @@ def test_unsupported_architecture_is_named(world: World, refuse: Refuse) -> None
 
 
 def test_unsupported_quant_type_is_named(world: World, refuse: Refuse) -> None:
-    write_gguf(world.model, qtypes={"ffn_down.weight": "TQ2_0"})
-    refused_by_all(world, refuse, "TQ2_0", "ffn_down.weight", "Q4_K")
+    write_gguf(world.model, qtypes={"ffn_down.weight": "Q8_0"})
+    data, name = bytearray(world.model.read_bytes()), b"blk.0.ffn_down.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions and two sizes
+    data[at : at + 4] = gguf.GGMLQuantizationType.Q8_K.to_bytes(4, "little")
+    world.model.write_bytes(data)
+    refused_by_all(world, refuse, "Q8_K", "ffn_down.weight", "Q4_K")
 
 
 def test_missing_tensor_is_named(world: World, refuse: Refuse) -> None:

@@ -142,14 +142,14 @@ def test_the_plan_from_a_header_is_the_plan_of_the_file(hub, files, capsys) -> N
 
 def test_a_type_that_is_not_supported_is_a_row_that_says_so(hub, files, capsys) -> None:
     data = bytearray(files["small-Q8_0.gguf"])
-    kind = gguf.GGMLQuantizationType.IQ2_XS.to_bytes(4, "little")
+    kind = gguf.GGMLQuantizationType.Q8_K.to_bytes(4, "little")
     for name in (b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"):
         at = data.index(name) + len(name) + 4 + 2 * 8
         data[at : at + 4] = kind
-    hub.repositories[REPO]["small-IQ2_XS.gguf"] = bytes(data)
+    hub.repositories[REPO]["small-Q8_K.gguf"] = bytes(data)
     assert plan(["-m", f"{REPO}:Q4_0", "--vram", "8", "-c", "512"]) == 0
     out = capsys.readouterr().out
-    assert "IQ2_XS does not run here: tensor blk.0.attn_q.weight has type IQ2_XS" in out
+    assert "Q8_K does not run here: tensor blk.0.attn_q.weight has type Q8_K" in out
 
 
 def test_a_folder_of_safetensors_is_planned_from_its_headers(hub, files, capsys, tmp_path) -> None:
