@@ -70,8 +70,8 @@ def test_each_head_is_multiplied_by_its_own_matrix(
     got = out.bfloat16()
     kernels.head_products(x, stack, got[..., :rows])
     PlainKernels().head_products(x.float(), stack, want[..., :rows])
-    error, size = (got[..., :rows].float() - want[..., :rows]).abs(), want[..., :rows]
-    assert (error < 0.05 * size.std() + size.abs() / 256).all()  # weights and results are rounded to bfloat16
+    error = (got[..., :rows].float() - want[..., :rows]).abs().max() / want[..., :rows].std()
+    assert error < 0.06  # of weights and results rounded to bfloat16
     assert got[..., rows:].isnan().all()
 
 

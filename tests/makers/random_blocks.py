@@ -1,5 +1,7 @@
 """Blocks of every quant type as GGUF files have them, with random codes and scales of ordinary size."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pshard.quant import QUANT_TYPES
@@ -23,9 +25,9 @@ def random_encoded(qtype: str, rows: int, cols: int, std: float, rng: np.random.
     if qtype == "NVFP4":  # a half of 2^-6 and more, times 6.4
         blocks[..., :4] = rng.integers(0, 5, (*blocks.shape[:2], 4)) + 8 * round(np.log2(std) + 6)
         return blocks.reshape(rows, -1)
-    put_scales(qtype, blocks, np.ones(blocks.shape[:2], np.float16), rng)
+    put_scales(qtype, blocks, lambda: np.ones(blocks.shape[:2], np.float16), rng)
     spread = dequantise_rows(blocks[:1].reshape(1, -1), qtype, 1, cols).std()
-    put_scales(qtype, blocks, (std / spread * rng.uniform(0.8, 1.2, blocks.shape[:2])).astype(np.float16), rng)
+    put_scales(qtype, blocks, lambda: (std / spread * rng.uniform(0.8, 1.2, blocks.shape[:2])).astype(np.float16), rng)
     return blocks.reshape(rows, -1)
 
 
@@ -41,25 +43,31 @@ def random_rows(qtype: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
         return bits.astype(np.uint16).view(np.uint8)
     q = QUANT_TYPES[qtype]
     blocks = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
-    scale = (rng.standard_normal(blocks.shape[:2]) * 0.01).astype(np.float16)
-    put_scales(qtype, blocks, scale, rng)
+    shape = blocks.shape[:2]
+
+    def draw() -> np.ndarray:
+        """As in files, a later type's scales are of one size, so that no row stands out in a test of few blocks."""
+        size = rng.uniform(0.5, 1.5, shape) if qtype in LATER else rng.standard_normal(shape)
+        return (size * 0.01).astype(np.float16)
+
+    put_scales(qtype, blocks, draw, rng)
     return blocks.reshape(rows, -1)
 
 
-def put_scales(qtype: str, blocks: np.ndarray, scale: np.ndarray, rng: np.random.Generator) -> None:
-    """Give blocks u8 [rows, blocks, bytes] their scales float16 [rows, blocks]."""
+def put_scales(qtype: str, blocks: np.ndarray, draw: Callable[[], np.ndarray], rng: np.random.Generator) -> None:
+    """Give blocks u8 [rows, blocks, bytes] their scales. draw: float16 [rows, blocks], called for each scale."""
     if qtype == "MXFP4":
         blocks[..., 0] = rng.integers(120, 128, blocks.shape[:2])
     elif qtype == "NVFP4":
         blocks[..., :4] = rng.integers(0, 0x30, (*blocks.shape[:2], 4))
     elif qtype == "IQ1_M":  # the scale lies in the top four bits of four words
-        words = np.ascontiguousarray(blocks[..., 48:]).view("<u2")
+        scale, words = draw(), np.ascontiguousarray(blocks[..., 48:]).view("<u2")
         for i in range(4):
             words[..., i] = words[..., i] & 0x0FFF | (scale.view(np.uint16) >> 4 * i & 0xF) << 12
         blocks[..., 48:] = words.view(np.uint8)
     else:
         for at in SCALES_AT.get(qtype, (0,)):
-            blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+            blocks[..., at : at + 2] = draw()[..., None].view(np.uint8)
 
 
 def dequantise_rows(raw: np.ndarray, qtype: str, rows: int, cols: int) -> np.ndarray:

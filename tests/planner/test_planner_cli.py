@@ -163,18 +163,18 @@ def test_every_example_says_where_its_figures_are_from_and_plans_the_bundled_mod
 
 def test_a_published_strategys_gains_are_its_own(plan):
     """More memory and a faster link are worth what they bring to the strategy, not what the planner would do better."""
-    _, out, _, registry = plan("--vram", MIB, "--strategy", "attention-first", "--json", "--explain")
+    measured = PROFILE.with_name("h100-80gb-16-cores-measured.json")  # no sheet, whose formula may change
+    _, out, _, registry = plan("--vram", MIB, "--strategy", "attention-first", "--json", "--explain", profile=measured)
     before = load_registry(registry).variants[0].ranks[0].tiers
     memory, link, *others = json.loads(out)["gains"][0]["what_if"]
     assert [each["change"] for each in others] == [
         "host memory twice as fast", "twice the cores", "twice the host memory",
     ]  # fmt: skip
-    _, out, _, _ = plan("--vram", str(OWN + 4 + 1024), "--strategy", "attention-first", "--json")
+    _, out, _, _ = plan("--vram", str(OWN + 4 + 1024), "--strategy", "attention-first", "--json", profile=measured)
     after = from_json(Registry, json.loads(out)["registry"]).variants[0].ranks[0].tiers
     seconds = {t.tokens: t.prediction.seconds for t in after}
     assert memory["speedups"] == [[t.tokens, pytest.approx(t.prediction.seconds / seconds[t.tokens])] for t in before]
-    # it streams nothing, but hands rows over: of so small a model that is up to 2% of a step
-    assert all(gain == pytest.approx(1, abs=0.03) for _, gain in link["speedups"])
+    assert all(gain == pytest.approx(1, abs=0.02) for _, gain in link["speedups"])  # it streams nothing
     assert link["of_round"] == pytest.approx(1, abs=0.02)
 
 
