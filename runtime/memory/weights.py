@@ -256,7 +256,7 @@ def pack_portion(source: WeightSource, portion: Portion, blob: torch.Tensor, ran
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
             _pack_matrix(raw, tensor, out)
-            put_factor(source, tensor, out)
+            _put_factors(source, tensor, out)
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
 
@@ -292,18 +292,19 @@ def _pack_stack(
         raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
         some = replace(tensor, shape=(count * rows, tensor.cols), parts=0)
         _pack_matrix(raw, some, out[place * size : (place + count) * size])
-        for at in range(place, place + count):
-            put_factor(source, tensor, out[at * size : (at + 1) * size], order[at])
+        _put_factors(source, tensor, out[place * size : (place + count) * size], order[place : place + count])
         place += count
     source.forget_tensor(tensor.name)
 
 
-def put_factor(source: WeightSource, tensor: TensorSpec, out: torch.Tensor, part: int = 0) -> None:
-    """Write what all weights are multiplied by into the packed matrix `out`, where its type has room for it."""
+def _put_factors(source: WeightSource, tensor: TensorSpec, out: torch.Tensor, parts: Sequence[int] = (0,)) -> None:
+    """Write what all weights of a tensor, or of each of these parts, are multiplied by into the packed matrices `out`,
+    where the type has room for it."""
     at = plane_offsets(tensor.qtype, tensor.cols).get("factor")
     if at is not None:
-        plane = out.view(-1, record_nbytes(tensor.qtype, tensor.cols))[:, at[0] : at[0] + at[1]]
-        plane.copy_(torch.full((ROW_BLOCK,), source.factor(tensor.name, part), dtype=torch.float32).view(torch.uint8))
+        factors = torch.tensor([source.factor(tensor.name, part) for part in parts], dtype=torch.float32)
+        planes = out.view(len(parts), -1, record_nbytes(tensor.qtype, tensor.cols))[..., at[0] : at[0] + at[1]]
+        planes.copy_(factors[:, None, None].repeat(1, 1, ROW_BLOCK).view(torch.uint8))
 
 
 def _cut_matrix(raw: np.ndarray, part: TensorSpec, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:
