@@ -32,6 +32,8 @@ from pshard.paths import name_in_hub_cache
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
 
+NAMED_AS = {"hy_v3": "dots1"}  # gguf 0.19 does not know the one, whose tensors are called as the other's
+
 
 class ModelFile:
     """An open model: its spec, its raw weights (not read), its metadata, tokenizer and chat template.
@@ -220,10 +222,8 @@ def _rename(
     """Tensors by GGUF name. Drops what is computed anyway: RoPE buffers, and the head of a tied model."""
     import gguf
 
-    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    known = numbers.get(
-        arch.gguf, gguf.MODEL_ARCH.DOTS1
-    )  # hy_v3, which gguf 0.19 does not know, has the names of dots1
+    called = NAMED_AS.get(arch.gguf, arch.gguf)
+    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == called)
     names = gguf.get_tensor_name_map(known, min(config.n_layers, len(stored)))
     renamed = {}
     for key, tensor in stored.items():
