@@ -98,14 +98,19 @@ struct DecodeQ8_0 : Decoder {
 // doubled E2M1 values plus 12: 0 1 2 3 4 6 8 12 0 -1 -2 -3 -4 -6 -8 -12
 alignas(16) static const uint8_t kFp4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-struct DecodeMXFP4 : NibbleCodes<0> {
+struct Fp4Codes : NibbleCodes<0> {
   using NibbleCodes<0>::NibbleCodes;
-  static constexpr int kType = MXFP4, kHalves = 1, kCodeBits = 5;
+  static constexpr int kCodeBits = 5;
   static constexpr bool kAddend = false;
   inline void codes(int64_t chunk, Bytes out[8]) const {
     split_nibbles(low, chunk, out);
     for (int c = 0; c < 8; ++c) out[c] = lookup(out[c], kFp4);
   }
+};
+
+struct DecodeMXFP4 : Fp4Codes {
+  using Fp4Codes::Fp4Codes;
+  static constexpr int kType = MXFP4, kHalves = 1;
   inline void scales(int64_t chunk, Floats scale[1], Floats*) const {
     scale[0] = load_e8m0_half(scale_plane + chunk * 16);
   }

@@ -128,14 +128,9 @@ struct Book1 : BookCodes<T, 8, Halves> {  // IQ1_S, IQ1_M: eight times a weight,
   }
 };
 
-struct DecodeNVFP4 : NibbleCodes<0> {
-  using NibbleCodes<0>::NibbleCodes;
-  static constexpr int kType = NVFP4, kHalves = 2, kCodeBits = 5;
-  static constexpr bool kAddend = false;
-  inline void codes(int64_t chunk, Bytes out[8]) const {
-    split_nibbles(low, chunk, out);
-    for (int c = 0; c < 8; ++c) out[c] = lookup(out[c], kFp4);
-  }
+struct DecodeNVFP4 : Fp4Codes {
+  using Fp4Codes::Fp4Codes;
+  static constexpr int kType = NVFP4, kHalves = 2;
   // Half of an E4M3 number without sign: a float16 of the same bits is 2^8 times smaller.
   inline void scales(int64_t chunk, Floats scale[2], Floats*) const {
     const Floats factor = mul(load(reinterpret_cast<const float*>(d_plane)), splat(128.0f));
