@@ -297,12 +297,12 @@ def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: 
         return None
     recorded = recall_acceptance(registry_path(path, args.registry), model.fingerprint_inputs(), LOOKUP)
     asked = ask_drafts(args, recorded)
-    if asked and asked.acceptance.source == ASSUMED:
+    if asked.acceptance.source == ASSUMED:
         tell(
             f"note: no acceptance is recorded: {asked.acceptance} is assumed for drafts of {asked.kind}, as in a first "
             "turn of chat; pshard-run --record-acceptance records it, --spec-rates gives it"
         )
-    if asked and asked.acceptance.source == RECORDED:
+    if asked.acceptance.source == RECORDED:
         held = asked.acceptance
         tell(f"note: drafts are accepted with {held} where there are some, in {held.share:.0%} of steps, as recorded")
     return asked

@@ -40,22 +40,30 @@ def add_draft_flags(group: Any) -> None:
 def read_draft_flags(args: argparse.Namespace) -> Acceptance | None:
     """The acceptance that is given, if any. Raises UserError for flags that do not go together, or say nothing."""
     if args.spec == NONE:
-        for flag, given in (("--spec-n", args.spec_n), ("--spec-rates", args.spec_rates)):
-            if given is not None:
-                raise UserError(f"{flag} is about drafts, and none are planned; add --spec {LOOKUP} or {AUTO}")
+        given = {"--spec-n": args.spec_n, "--spec-rates": args.spec_rates}
+        refuse_without_drafts(given, "none are planned", f"add --spec {LOOKUP} or {AUTO}")
         return None
     if args.strategy != "ilp":
         raise UserError("--spec and --strategy exclude each other: published strategies have no drafts; leave one out")
-    if args.spec_n is not None and args.spec_n > MOST_DRAFTS:
-        raise UserError(f"--spec-n {args.spec_n}: a step has up to {MOST_DRAFTS} drafts; give fewer")
+    check_draft_count("--spec-n", args.spec_n)
     return None if args.spec_rates is None else parse_acceptance(args.spec_rates, "--spec-rates")
 
 
-def ask_drafts(args: argparse.Namespace, recorded: Acceptance | None) -> DraftQuestion | None:
-    """What is to be chosen, by the acceptance that is given, else recorded, else assumed; None where no drafts are
-    asked for."""
-    if args.spec == NONE:
-        return None
+def refuse_without_drafts(given: dict[str, object], why: str, advice: str) -> None:
+    """Raise UserError where a flag about drafts has a value (None: not given). why: what lacks."""
+    for flag, value in given.items():
+        if value is not None:
+            raise UserError(f"{flag} is about drafts, and {why}; {advice}")
+
+
+def check_draft_count(flag: str, drafts: int | None) -> None:
+    """Raise UserError for more drafts than a step may have; None: not given."""
+    if drafts is not None and drafts > MOST_DRAFTS:
+        raise UserError(f"{flag} {drafts}: a step has up to {MOST_DRAFTS} drafts; give fewer")
+
+
+def ask_drafts(args: argparse.Namespace, recorded: Acceptance | None) -> DraftQuestion:
+    """What is to be chosen where drafts are asked for, by the acceptance that is given, else recorded, else assumed."""
     given = read_draft_flags(args)
     counts = (args.spec_n,) if args.spec_n else (*([0] if args.spec == AUTO else []), *PLANNED_DRAFTS)
     return DraftQuestion(LOOKUP, given or recorded or ASSUMED_ACCEPTANCE[LOOKUP], counts)

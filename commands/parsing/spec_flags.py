@@ -4,10 +4,10 @@ import argparse
 from typing import Any
 
 from pshard.commands.command_line import parse_count
-from pshard.commands.parsing.draft_flags import AUTO
+from pshard.commands.parsing.draft_flags import AUTO, check_draft_count, refuse_without_drafts
 from pshard.errors import UserError
 from pshard.session.choose_drafts import USUAL_DRAFTS, DraftAsk
-from pshard.speculation import DRAFT, LOOKUP, MOST_DRAFTS, MTP, NONE, parse_acceptance
+from pshard.speculation import DRAFT, LOOKUP, MTP, NONE, parse_acceptance
 
 LLAMA_TYPES = {
     "none": NONE, "ngram-simple": LOOKUP, "draft-mtp": MTP, "draft-simple": DRAFT,
@@ -51,9 +51,7 @@ def read_spec_flags(args: argparse.Namespace) -> DraftAsk:
     if args.spec_synth_rates is not None:
         made_up = parse_acceptance(args.spec_synth_rates, "--spec-synth-rates")
     if kind in (None, NONE):
-        for flag, given in (("--spec-draft-n-max", args.spec_n), ("--spec-synth-rates", made_up)):
-            if given is not None:
-                raise UserError(f"{flag} is about drafts, and there are none; add --spec {LOOKUP}")
-    if args.spec_n is not None and args.spec_n > MOST_DRAFTS:
-        raise UserError(f"--spec-draft-n-max {args.spec_n}: a step has up to {MOST_DRAFTS} drafts; give fewer")
+        given = {"--spec-draft-n-max": args.spec_n, "--spec-synth-rates": made_up}
+        refuse_without_drafts(given, "there are none", f"add --spec {LOOKUP}")
+    check_draft_count("--spec-draft-n-max", args.spec_n)
     return DraftAsk(kind or NONE, args.spec_n, made_up)
