@@ -1,11 +1,14 @@
 """What a plan is predicted to do for its user: time to the first token, tokens per second, seconds of a whole round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.plan import Prediction, Variant
 from pshard.workload import Workload
+
+S = TypeVar("S")  # seconds, maybe of each rank
 
 
 def rank_seconds(variant: Variant) -> dict[int, tuple[float, ...]]:
@@ -28,7 +31,7 @@ def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: i
     mode: how the model is split; seconds: of a micro-batch by tier, on every rank.
     """
     full, tail = divmod(tokens, largest)
-    last = [seconds[min(t for t in seconds if t >= tail)]] if tail else []
+    last = [seconds_covering(seconds, tail)] if tail else []
     return join_seconds(mode, [seconds[largest]] * full + last)
 
 
@@ -51,7 +54,7 @@ def decode_rate(variant: Variant) -> float:
 
 def step_seconds(variant: Variant, rows: int) -> float:
     """Seconds of a step in which every text that is answered has so many rows, in the mean over how many run."""
-    return _mean_step(variant.workload, rank_seconds(variant), rows)
+    return _sum_steps(variant.workload, rank_seconds(variant), _mean_load(variant.workload, rows))
 
 
 def step_bound(variant: Variant, rows: int) -> float:
@@ -60,7 +63,7 @@ def step_bound(variant: Variant, rows: int) -> float:
         tier.tokens: tuple(rank.tiers[i].prediction.bound_seconds for rank in variant.ranks)
         for i, tier in enumerate(variant.ranks[0].tiers)
     }
-    return _mean_step(variant.workload, bounds, rows)
+    return _sum_steps(variant.workload, bounds, _mean_load(variant.workload, rows))
 
 
 def round_seconds(variant: Variant) -> float:
@@ -79,19 +82,24 @@ def sum_first_token(w: Workload, seconds: Mapping[int, Sequence[float]]) -> floa
     return prefill_seconds(w.split_mode, seconds, w.prompt_tokens, max(seconds))
 
 
-def _mean_step(w: Workload, seconds: Mapping[int, Sequence[float]], rows: int) -> float:
-    return sum(
-        share * join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= texts * rows)]])
-        for texts, share in w.running()
-    )
+def seconds_covering(seconds: Mapping[int, S], rows: int) -> S:
+    """What the smallest tier that covers so many rows takes; seconds: by tier. Raises ValueError where none does."""
+    return seconds[min(tier for tier in seconds if tier >= rows)]
+
+
+def _mean_load(w: Workload, rows: int) -> tuple[tuple[int, float], ...]:
+    """Steps in which every text that is answered has so many rows: (rows of all, their share)."""
+    return tuple((texts * rows, share) for texts, share in w.running())
+
+
+def _sum_steps(w: Workload, seconds: Mapping[int, Sequence[float]], load: Iterable[tuple[int, float]]) -> float:
+    """Of so many steps of so many rows: (rows, steps)."""
+    return sum(steps * join_seconds(w.split_mode, [seconds_covering(seconds, rows)]) for rows, steps in load)
 
 
 def _decode(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
     """Of all decode steps of a round."""
-    return sum(
-        steps * join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= rows)]])
-        for rows, steps in w.answer_steps()
-    )
+    return _sum_steps(w, seconds, w.answer_steps())
 
 
 def _answer_seconds(variant: Variant) -> float:

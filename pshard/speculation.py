@@ -5,8 +5,8 @@ Words: a step verifies `drafts` drafts in drafts + 1 rows; it brings the accepte
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from math import prod
+from itertools import accumulate, zip_longest
+from operator import mul
 
 from pshard.errors import UserError
 
@@ -182,14 +182,16 @@ class AcceptanceRecord:
         self.held = tuple(a + b for a, b in zip_longest(self.held, other.held, fillvalue=0))
 
     @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the drafts that were tried, by position, those that held."""
+        return tuple(held / tried for held, tried in zip(self.held, self.tried) if tried)
+
+    @property
     def acceptance(self) -> Acceptance | None:
         """The chances that it shows; None before the first draft. Each draft's chance is of those that were tried, so
         that steps of several lengths go together."""
-        tried = [(held, tried) for held, tried in zip(self.held, self.tried) if tried]
-        if not tried:
-            return None
-        rates = tuple(prod(held / n for held, n in tried[: i + 1]) for i in range(len(tried)))
-        return Acceptance(rates, RECORDED, self.tried[0] / self.steps)
+        shares = self.shares
+        return Acceptance(tuple(accumulate(shares, mul)), RECORDED, self.tried[0] / self.steps) if shares else None
 
 
 @dataclass(frozen=True)

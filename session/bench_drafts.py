@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
-from pshard.predicted_times import tier_seconds
+from pshard.predicted_times import seconds_covering, tier_seconds
 from pshard.session.bench_engine import BenchTest, count_ids, warm_up
 from pshard.speculation import AcceptanceRecord
 from pshard.times.measurement import BenchedDrafts, Measurement, summarise_samples
@@ -44,7 +44,6 @@ def run_drafted(
         link += engine.link_bytes - before
         progress()
     record = counted.record
-    held = tuple(a / b for a, b in zip(record.held, record.tried))
     made_up = settings.made_up.rates if settings.made_up else ()
     base = summarise_samples(tuple(without), test.n_gen)["avg_ts"]
     return replace(
@@ -53,7 +52,7 @@ def run_drafted(
         **summarise_samples(tuple(samples), test.n_gen),
         predicted_ts=_predict(engine, settings),
         link_bytes=link // repetitions,
-        drafts=BenchedDrafts(settings.kind, settings.most, record.steps, held, base, made_up),
+        drafts=BenchedDrafts(settings.kind, settings.most, record.steps, record.shares, base, made_up),
     )
 
 
@@ -85,6 +84,6 @@ def _predict(engine: "Engine", settings: "DraftSettings") -> float | None:
     """Tokens a second by the plan, where the acceptance is known beforehand."""
     if settings.made_up is None:
         return None
-    seconds = sorted(tier_seconds(engine.plan).items())
-    alone, step = (next(s for tier, s in seconds if tier >= rows) for rows in (1, settings.most + 1))
+    seconds = tier_seconds(engine.plan)
+    alone, step = (seconds_covering(seconds, rows) for rows in (1, settings.most + 1))
     return settings.made_up.rate(settings.most, alone, step)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
 from pshard.plan import Variant
-from pshard.predicted_times import tier_seconds
+from pshard.predicted_times import seconds_covering, tier_seconds
 from pshard.speculation import ASSUMED_ACCEPTANCE, LOOKUP, NONE, Acceptance, best_drafts
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def choose_drafts(ask: DraftAsk, variant: Variant) -> "tuple[DraftSettings | Non
 def find_paying(variant: Variant, most: int) -> int:
     """How many drafts of lookup pay by the plan's tiers and what is usually accepted; 0: none."""
     seconds = tier_seconds(variant)
-    times = {k: next(s for tier, s in sorted(seconds.items()) if tier > k) for k in range(most + 1)}
+    times = {k: seconds_covering(seconds, k + 1) for k in range(most + 1)}
     return best_drafts(ASSUMED_ACCEPTANCE[LOOKUP], times)
 
 
@@ -60,7 +60,7 @@ def describe_drafts(settings: "DraftSettings") -> str:
     """What became of the drafts of a run, for its last lines."""
     record = settings.record
     tried, held = sum(record.tried), sum(record.held)
-    shares = " ".join(f"{a / b:.2f}" for a, b in zip(record.held, record.tried))
+    shares = " ".join(f"{share:.2f}" for share in record.shares)
     each = f", by position {shares}" if shares else ""
     made_up = "; made up, the text means nothing" if settings.made_up else ""
     tokens = record.steps + held
