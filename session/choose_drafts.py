@@ -66,5 +66,5 @@ def describe_drafts(settings: "DraftSettings") -> str:
     tokens = record.steps + held
     return (
         f"drafts of {settings.kind}, at most {settings.most} a step: {tokens} tokens in {record.steps} steps; "
-        f"{held} of {tried} held that followed ones which did{each}{made_up}"
+        f"{held} of the {tried} that were compared held{each}{made_up}"
     )
