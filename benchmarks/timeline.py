@@ -89,11 +89,11 @@ def watch(clock: Clock) -> None:
             event.hold(stream)
         return clock.on_stream("link", f"{src.nbytes >> 10} KiB", self._in, partial(copy, self, stream, dst, src, ()))
 
-    def timed_launch(self: Any, step: Any) -> None:
+    def timed_launch(self: Any, stretch: Any) -> None:
         if not clock.on:
-            return launch(self, step)
-        work = partial(launch, self, step)
-        return clock.on_stream("acc", str(step.name), self._device.compute, work)
+            return launch(self, stretch)
+        work = partial(launch, self, stretch)
+        return clock.on_stream("acc", stretch.name, self._device.compute, work)
 
     def timed_run(self: Any, step: Any, *rest: Any) -> None:
         if not clock.on or step.on != "cpu":
@@ -105,7 +105,7 @@ def watch(clock: Clock) -> None:
 
     CudaDevice._copy, walks.Walk._launch = timed_copy, timed_launch  # type: ignore[method-assign]
     UnitRuns.run, walks.Walk._wait_for_rows = timed_run, timed_wait  # type: ignore[method-assign]
-    walks.ACTS[walks.Launch] = timed_launch
+    walks.ACTS[walks.Stretch] = timed_launch
 
 
 def main(argv: list[str]) -> int:

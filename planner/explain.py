@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from pshard.homes import ACC, CPU
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
@@ -12,8 +11,7 @@ from pshard.planner.price_plan import price_plan
 from pshard.planner.remedies.better_machine import double_cores, double_host_memory, double_host_rate, double_link
 from pshard.predicted_times import round_seconds, tier_seconds
 from pshard.routing.followed import under_plan
-from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState
-from pshard.steps.step import AllReduce, Compute, Receive, Send, Step
+from pshard.steps.label import label_step
 from pshard.times.measurement import Timeline, TimelineEvent
 from pshard.workload import Workload
 
@@ -77,31 +75,3 @@ def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Varian
         made = (TimelineEvent(e.lane, e.start, e.end, label_step(e.step)) for e in events)
         timelines.append(Timeline(title, tuple(made)))
     return tuple(timelines)
-
-
-def label_step(step: Step) -> str:
-    """What a step is about, in a word or two."""
-    if isinstance(step, Compute):
-        return f"{step.unit} {step.part}" if step.part else step.unit
-    if isinstance(step, Move):
-        return _label_move(step)
-    if isinstance(step, AllReduce):
-        return "all-reduce"
-    if isinstance(step, Receive):
-        return f"from rank {step.source}"
-    if isinstance(step, Send):
-        return f"to rank {step.target}"
-    return type(step).__name__
-
-
-def _label_move(step: Move) -> str:
-    match step.portion:
-        case Part(unit):
-            return f"join {unit}"
-        case UnitState(unit):
-            return f"KV {unit}" if step.is_to_acc else f"KV {unit} back"
-        case Activations():
-            return f"to {ACC if step.is_to_acc else CPU}"
-        case NewExperts():
-            return "new experts"
-    return step.unit

@@ -8,9 +8,9 @@ from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.planner.explain import label_step
 from pshard.planner.price.simulate import Event, Simulation
 from pshard.planner.price_plan import price_plan
+from pshard.steps.label import label_step
 from pshard.steps.move import Move, Weights
 from pshard.steps.step import Compute, Free, Step, StepList
 

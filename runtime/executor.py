@@ -32,11 +32,10 @@ from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
 from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
-from pshard.runtime.walks.ahead_program import AheadProgram, make_ahead
+from pshard.runtime.walks.beside import bring_weights
+from pshard.runtime.walks.program import Program, compile_ahead, compile_steps
 from pshard.runtime.walks.ready_walk import Foresee, WalkMaker
-from pshard.runtime.walks.walk import PromptGraphs, bring_weights
-from pshard.runtime.walks.walk_ahead import AheadWalk
-from pshard.runtime.walks.walk_program import WalkProgram, make_program
+from pshard.runtime.walks.walk import PromptGraphs, Walk
 from pshard.steps.emit import emit_steps, list_residents
 from pshard.steps.move import Pins
 from pshard.steps.step import Compute, StepShape
@@ -77,7 +76,7 @@ class Executor:
         widths = group.logit_widths(sum(t.rows for t in spec.output.matrices), _has_logits_on_device(spec, plan))
         self._in_force: tuple[TierPlan, TierInForce] | None = None
         self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
-        self._programs: dict[tuple[int, bool], tuple[WalkProgram, AheadProgram | None]] = {}
+        self._programs: dict[tuple[int, bool], tuple[Program, Program | None]] = {}
         self._relay: Relay | None = None
         self._sent: Any = None
         self.switches = self.least = 0
@@ -177,25 +176,25 @@ class Executor:
                     in_force.arriving[step.unit] = arrived
         return in_force
 
-    def _program(self, tier: TierPlan, has_past: bool) -> tuple[WalkProgram, AheadProgram | None]:
-        """The tier's steps, grouped for launching; and for running ahead, where that can be."""
+    def _program(self, tier: TierPlan, has_past: bool) -> tuple[Program, Program | None]:
+        """The tier's steps as they are launched; and for running ahead, where that can be."""
         key = tier.tokens, has_past
         if key not in self._programs:
             steps = emit_steps(self.spec, tier, self._shape(tier, has_past))
-            order = tuple(unit.name for unit in self.spec.units)
-            program = make_program(list_residents(self.spec, self.plan, tier), steps, order)
-            self._programs[key] = program, make_ahead(program.body) if self._relay else None
+            number = {unit.name: i for i, unit in enumerate(self.spec.units)}
+            entering = [*list_residents(self.spec, self.plan, tier), *steps.enter]
+            program = compile_steps(steps.body, tuple(sorted(entering, key=lambda step: number[step.unit])))
+            self._programs[key] = program, compile_ahead(steps.body) if self._relay else None
         return self._programs[key]
 
     def _shape(self, tier: TierPlan, has_past: bool) -> StepShape:
         """The largest micro-batch of a tier: none moves more than its steps say."""
         states, tokens = self.states, tier.tokens
-        sequences = min(tokens, states.sequences)
         return StepShape(
             tokens,
             max(1, states.context - tokens) if has_past else 0,
             most_logit_rows(tokens, states.sequences),
-            sequences,
+            min(tokens, states.sequences),
             states.type_k,
             states.type_v,
             ranks=self.group.size,
@@ -265,7 +264,7 @@ class Executor:
         (chooser.take_best if best_only else chooser.take)(table)
         return table[:0]
 
-    def _walk(self, walk: AheadWalk, program: WalkProgram, ahead: AheadProgram | None) -> list[torch.Tensor]:
+    def _walk(self, walk: Walk, program: Program, ahead: Program | None) -> list[torch.Tensor]:
         """The logits; by the program that runs ahead where that can be."""
         if self._relay and ahead:
             lists = walk.find_lists(ahead)

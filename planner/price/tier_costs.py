@@ -162,7 +162,7 @@ class TierCosts:
 
     @cached_property
     def run_issue(self) -> float:
-        """Host seconds to begin a run of units (see graph_runs.py); what begins one after a hand-off is in that."""
+        """Host seconds to begin a run of units that one graph may hold; what begins one after a hand-off is in that."""
         return 0.0 if self.tables.kind == "cpu" else self.tables.elementwise("acc", "run", 1, 1)
 
     @cached_property

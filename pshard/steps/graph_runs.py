@@ -1,10 +1,8 @@
-"""Which steps one CUDA graph may hold: the rule that the runtime, the profile and the planner share. No torch."""
+"""Which prompts are launched as CUDA graphs: the rule that the runtime, the profile and the planner share. No torch."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from pshard.model_config import ModelConfig
-from pshard.steps.move import Activations, Move, UnitState
-from pshard.steps.step import AllReduce, Compute, Step
 from pshard.units.unit import Unit
 
 # tokens up to which a prompt's kernels may take less time than launching them: those of a unit take a slow host 0.5 ms,
@@ -26,32 +24,3 @@ def _count_used(unit: Unit, config: ModelConfig) -> float:
     """Numbers of a unit's matrices that a token meets: of experts those that it chooses."""
     chosen, of = unit.kind.parts(config) if unit.kind.parts else (1, 1)
     return sum(t.rows * t.cols * (chosen / of if t.parts else 1) for t in unit.matrices)
-
-
-def find_runs(body: Sequence[Step]) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the runs of units on the accelerator, and of their sums, that nothing interrupts.
-
-    A unit that waits for a copy of its weights or keys and values begins a new run, and so may a sum that follows a
-    hand-off to the accelerator.
-    """
-    with_host_kv = {step.unit for step in body if type(step) is Move and step.takes_back(UnitState)}
-    begin = -1
-    for i, step in enumerate(body):
-        if type(step) is Compute and step.on == "acc":
-            if begin >= 0 and (step.slot is not None or step.unit in with_host_kv):
-                yield begin, i
-                begin = i
-        elif not (type(step) is AllReduce and (begin >= 0 or enters(body, i))):
-            if begin >= 0:
-                yield begin, i
-            begin = -1
-            continue
-        begin = begin if begin >= 0 else i
-    if begin >= 0:
-        yield begin, len(body)
-
-
-def enters(body: Sequence[Step], begin: int) -> bool:
-    """Whether activations come from the host right before step `begin`."""
-    before = body[begin - 1] if begin else None
-    return isinstance(before, Move) and before.brings(Activations)

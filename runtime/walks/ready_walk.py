@@ -14,10 +14,9 @@ from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.logits import Logits
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import IndexView, RunContext, TierInForce
-from pshard.runtime.walks.ahead_program import AheadProgram
+from pshard.runtime.walks.program import Program
 from pshard.runtime.walks.step_sizes import fill_rows
-from pshard.runtime.walks.walk import MicroBatch, PromptGraphs
-from pshard.runtime.walks.walk_ahead import AheadWalk
+from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, Walk
 from pshard.units.state import StateShape
 
 LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
@@ -33,7 +32,7 @@ class ReadyWalk:
     tier: TierInForce
     segments: tuple[Segment, ...]
     logit_rows: list[int]
-    walk: AheadWalk
+    walk: Walk
     index: tuple[IndexView, IndexView]  # where it was written, and where it belongs
     spans: tuple[list[int], Any]  # likewise
 
@@ -41,7 +40,7 @@ class ReadyWalk:
         """Whether this is the walk."""
         return self.tier is tier and self.logit_rows == logit_rows and self.segments == segments
 
-    def begin(self, ids: Sequence[int]) -> AheadWalk:
+    def begin(self, ids: Sequence[int]) -> Walk:
         """The walk, for these token ids. The micro-batch before it has been computed."""
         (written, index), (numbers, spans) = self.index, self.spans
         index.numbers[:] = written.numbers
@@ -63,16 +62,14 @@ class WalkMaker:
         self._next: ReadyWalk | None = None
         self.exact = False
 
-    def make(
-        self, tier: TierInForce, ids: Sequence[int], segments: tuple[Segment, ...], logit_rows: list[int]
-    ) -> AheadWalk:
+    def make(self, tier: TierInForce, ids: Sequence[int], segments: tuple[Segment, ...], logit_rows: list[int]) -> Walk:
         """The walk of a micro-batch under a tier."""
         ready, self._next = self._next, None
         if ready is None or not ready.is_for(tier, segments, logit_rows):
             ready = self._prepare(tier, segments, logit_rows)
         return ready.begin(ids)
 
-    def make_next(self, tier: TierInForce, foresee: Foresee, logit_rows: list[int], ahead: AheadProgram | None) -> None:
+    def make_next(self, tier: TierInForce, foresee: Foresee, logit_rows: list[int], ahead: Program | None) -> None:
         """Make what will probably be asked for next, where it is known, while the walk before it is on its way.
         ahead: the program by which it will run, where that is one."""
         segments = foresee()
@@ -106,6 +103,6 @@ class WalkMaker:
             unsent.append((acc_ids, self._ids[: filled[0]]))
         batch = MicroBatch(ids, acc_ids, segments, *rows, tuple(unsent))
         logits = Logits(self._context, tier, (here.wanted, there.wanted), len(logit_rows))
-        walk = AheadWalk(self._context, self._residents, tier, batch, logits, self._graphs)
+        walk = Walk(self._context, self._residents, tier, batch, logits, self._graphs)
         numbers = [number for span in list_spans(segments) for number in span]
         return ReadyWalk(tier, segments, logit_rows, walk, (written, here), (numbers, spans))

@@ -1,8 +1,8 @@
 """One micro-batch on its way through the steps of its tier."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +11,19 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.homes import ACC, CPU
 from pshard.routing.expert_uses import read_nbytes
 from pshard.runtime.blocks.block import Work
+from pshard.runtime.devices.relay import Relay
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.recording import CallList
 from pshard.runtime.logits import Logits
-from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
 from pshard.runtime.residents import Residents, view_rows
 from pshard.runtime.tier_in_force import RunContext, TierInForce
+from pshard.runtime.walks.beside import CopiesBeside
+from pshard.runtime.walks.program import Await, Program, Stretch, Tell, Units
 from pshard.runtime.walks.unit_runs import UnitRuns
-from pshard.runtime.walks.walk_program import HostRun, Launch, WalkProgram
 from pshard.steps.graph_runs import is_launch_bound
-from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, Weights
+from pshard.steps.move import Activations, Move, Part
 from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send
-from pshard.units.divide_unit import divide_unit
 
 
 @dataclass
@@ -61,6 +62,9 @@ class Walk:
         batch, logits: as given. settled: whether the host has waited for all that the compute lane was given.
     """
 
+    _lists: list[CallList] | None = None  # that `find_lists` found, maybe before the walk began
+    _relay: Relay | None = None  # of a walk that runs ahead
+
     def __init__(
         self,
         context: RunContext,
@@ -70,7 +74,7 @@ class Walk:
         logits: Logits,
         graphs: PromptGraphs,
     ) -> None:
-        self._context, self._residents, self._tier, self.batch = context, residents, tier, batch
+        self._context, self._tier, self.batch = context, tier, batch
         self.logits, self._graphs, self._device = logits, graphs, context.device
         self._tokens, self._filled = batch.ids.shape[0], batch.acc_rows.tokens
         self._host_space, self._acc_space = context.host.side.space, tier.side.space
@@ -78,93 +82,130 @@ class Walk:
         acc = Work(tier.side, batch.acc_rows, batch.acc_ids, logits, peers)
         work = {"cpu": Work(context.host.side, batch.host_rows, batch.ids, logits), "acc": acc}
         self._units = UnitRuns(context, residents, tier, work)
+        self._copies = CopiesBeside(context, residents, tier, batch.segments)
         self._side = "cpu"
-        self._freed: Any = None
         self._once = False  # whether nothing of this walk will be done again in the same way
         self._left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
         self.settled = False
 
-    def walk(self, program: WalkProgram) -> list[torch.Tensor]:
+    def walk(self, program: Program) -> list[torch.Tensor]:
         """Issue all steps, in `computing()`; returns the logits, float32 on the host, or the ranks' candidates for the
         best ones."""
-        for step in program.body:
-            ACTS[type(step)](self, step)
+        for item in program.body:
+            ACTS[type(item)](self, item)
         return self.logits.kept
 
-    def _compute(self, step: Compute) -> None:
+    def find_lists(self, program: Program) -> list[CallList] | None:
+        """The calls of the CPU's runs in a program that runs ahead; None where a walk by the other must come first,
+        which writes them down and awaits units that still arrive from another tier, or where launches or calls don't
+        repeat."""
+        if self._lists is None:
+            self._lists = self._look_up(program)
+        return self._lists
+
+    def _look_up(self, program: Program) -> list[CallList] | None:
+        self._once = False
+        if self._tokens > SMALL_BATCH or not self._may_repeat():
+            return None
+        keys = [self._host_key(run) for run in program.runs]
+        on_host = self._tier.on_host
+        lists = [calls for calls in map(on_host.find, keys) if calls is not None]
+        whole = len(lists) == len(keys)
+        # not captured: the next one is
+        self._once = bool(self._tier.arriving) or not (whole or all(map(on_host.knows, keys)))
+        return lists if whole and not self._once else None
+
+    def walk_ahead(self, program: Program, relay: Relay, lists: Sequence[CallList]) -> list[torch.Tensor]:
+        """As `walk`. The CPU's runs are done when it returns."""
+        self._relay = relay
+        try:
+            relay.start(lists)  # an interrupt may come when it has begun
+            kept = self.walk(program)
+            relay.finish()
+        except BaseException:
+            relay.give_up()
+            raise
+        return kept
+
+    # --- units --------------------------------------------------------------------------------------------------
+
+    def _run_on_host(self, units: Units) -> None:
         if self._tier.arriving:
-            self._wait_for_arrival(step)
-        self._side = step.on
-        self._units.run(step)
+            self._await_arrivals(units.steps)
+        self._side = CPU
+        self._run_units(units)
 
-    def _run_on_host(self, run: HostRun) -> None:
-        if self._tier.arriving:
-            for step in run.steps:
-                self._wait_for_arrival(step)
-        self._side = "cpu"
-        self._repeat_on_host(run)
-
-    def _repeat_on_host(self, run: HostRun) -> None:
-        """Its kernels as one native call, in small batches: what differs between these is read from memory."""
-        if self._tokens > SMALL_BATCH or not self._units.can_record(run.steps[0].on):
-            self._units.run_all(run.steps)
+    def _run_units(self, units: Units) -> None:
+        """Their kernels; where the CPU makes them, as one native call in small batches: what differs between these is
+        read from memory."""
+        by_cpu = units.on == CPU or self._device.kind == "cpu"
+        if not by_cpu or self._tokens > SMALL_BATCH or not self._units.can_record(units.on):
+            self._units.run_all(units.steps)
             return
-        self._units.bind_all(run.steps)  # which makes tables, and is no part of what is written down
-        self._tier.on_host.run(self._host_key(run), lambda: self._units.run_all(run.steps))
-
-    def _host_key(self, run: HostRun) -> tuple:
-        return run.name, self._tokens, len(self.batch.segments), self.batch.host_rows.longest
-
-    def _run_units(self, launch: Launch) -> None:
-        if self._device.kind != "cpu" or self._tokens > SMALL_BATCH:
-            self._units.run_all(launch.steps)
-            return
-        for step in launch.on_cpu:
-            if isinstance(step, HostRun):
-                self._repeat_on_host(step)
+        for part in units.calls:
+            run = partial(self._units.run_all, part.steps)
+            if part.is_recorded:
+                self._units.bind_all(part.computes)  # which makes tables, and is no part of what is written down
+                self._tier.on_host.run(self._host_key(part), run)
             else:
-                self._units.run_all((step,))
+                run()
 
-    def _launch(self, launch: Launch) -> None:
-        tier, logits, unsent = self._tier, self.logits, self.batch.unsent
-        if isinstance(first := launch.steps[0], Compute):
-            self._wait_for_inputs(first)
-        if tier.arriving:
-            for step in launch.steps:
-                self._wait_for_arrival(step)
-        self._side = "acc"
-        # a prompt's launches do not depend on the cells
-        cells = self.batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
-        output = launch.gives_logits
-        wanted = logits.made if output or unsent else 0  # the others' work is the same
-        key = (tier.tokens, launch.name, self._filled, wanted, cells, self.batch.acc_rows.longest)
-        repeats = self._repeats(key, launch)
-        leaving = launch.leaves if repeats else ()
+    def _host_key(self, units: Units) -> tuple:
+        return units.name, units.on, self._tokens, len(self.batch.segments), self.batch.host_rows.longest
+
+    def _launch(self, stretch: Stretch) -> None:
+        logits, device = self.logits, self._device
+        if stretch.waits_for is not None:
+            self._copies.await_inputs(stretch.waits_for)
+        if self._tier.arriving:
+            self._await_arrivals(stretch.steps)
+        self._side = ACC
+        key = self._key(stretch)
+        repeats, output = self._repeats(key, stretch), stretch.gives_logits
+        leaving = stretch.leaves if repeats else ()
         written = output and repeats and logits.has_some()  # maybe by a graph, without telling
-
-        def work() -> None:
-            tier.side.kernels.forget()
-            for there, here in unsent:
-                self._device.send(there, here)
-            for name in launch.brought:
-                self._send(name)
-            self._run_units(launch)
-            for name in leaving:
-                self._device.bring(*self._rows(name))
-
-        self._device.repeat(key, repeats, work)
-        if written and logits.is_brought:
+        device.repeat(key, repeats, partial(self._issue, stretch, self.batch.unsent, leaving))
+        if bringing := written and logits.is_brought:
             logits.bring()
         self.batch.unsent = ()
-        self._context.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in launch.brought)
-        self._context.transfers.link_bytes += sum(map(self._count_read, launch.reading))
-        self._left = self._device.mark() if leaving or written else None
+        self._context.transfers.link_bytes += sum(map(self._count_sent, stretch.brings))
+        self._context.transfers.link_bytes += sum(map(self._count_read, stretch.reading))
+        self._left = device.mark() if leaving or bringing else None
         if output:
             if written:
                 logits.expect()
             logits.deliver(self._left)
             self._left, self.settled = None, written
-            self._side = "cpu"  # nobody wants hidden states any more
+            self._side = CPU  # nobody wants hidden states any more
+
+    def _key(self, stretch: Stretch) -> tuple:
+        """Equal for work whose kernels, addresses and launch sizes are."""
+        rows, told = self.batch.acc_rows, stretch.gives_logits or self.batch.unsent
+        cells = rows.cells if self._tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
+        wanted = self.logits.made if told else 0  # the others' work is the same
+        return self._tier.tokens, stretch.name, self._filled, wanted, cells, rows.longest
+
+    def _issue(self, stretch: Stretch, unsent: tuple[tuple[torch.Tensor, torch.Tensor], ...], leaving: tuple) -> None:
+        """Its kernels, and nothing else: a graph may hold them."""
+        self._tier.side.kernels.forget()
+        for there, here in unsent:
+            self._device.send(there, here)
+        for part in stretch.parts:
+            self._issue_part(part)
+        for name in leaving:
+            self._device.bring(*self._rows(name))
+
+    def _issue_part(self, part: Units | Move | Tell | Await) -> None:
+        if isinstance(part, Units):
+            self._run_units(part)
+        elif isinstance(part, Move):
+            if part.is_to_acc:
+                self._send(part)
+            else:
+                for name in part.activations:
+                    self._device.bring(*self._rows(name))
+        elif self._relay is not None:
+            (self._relay.tell if isinstance(part, Tell) else self._relay.wait)(part.run)
 
     def _count_read(self, step: Compute) -> int:
         """Bytes that kernels are expected to read over the link: what is chosen only they know."""
@@ -180,7 +221,7 @@ class Walk:
         locked = self._context.host.is_locked  # a graph cannot take transfers from or to pageable memory
         return not self._once and self._tier.side.kernels.repeatable and self.logits.fits() and locked
 
-    def _repeats(self, key: tuple, launch: Launch) -> bool:
+    def _repeats(self, key: tuple, stretch: Stretch) -> bool:
         """Whether launching costs more than computing, and all that is launched repeats where `key` does."""
         if not self._may_repeat():
             return False
@@ -188,22 +229,14 @@ class Walk:
             return True
         # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
         spec, full = self._context.spec, len(self.batch.segments) == 1 and self._tokens == self._tier.tokens
-        bound = full and is_launch_bound(map(spec.unit, launch.units), spec.config, self._tokens)
-        return bound and self._graphs.may_repeat(key)
+        units = (spec.unit(step.unit) for step in stretch.computes)
+        return full and is_launch_bound(units, spec.config, self._tokens) and self._graphs.may_repeat(key)
 
-    def _wait_for_inputs(self, step: Compute) -> None:
-        tier, device = self._tier, self._device
-        if step.slot is not None:
-            device.wait(tier.arrived[step.slot])
-        if step.state == "host":
-            for event in tier.stage_ready:
-                device.wait(event)
-            tier.stage_ready.clear()
-
-    def _wait_for_arrival(self, step: Compute | AllReduce) -> None:
+    def _await_arrivals(self, steps: Sequence[Compute | AllReduce]) -> None:
         """The first use of what a switch brings waits for it."""
-        if step.unit in self._tier.arriving:
-            self._device.wait(self._tier.arriving.pop(step.unit))
+        for step in steps:
+            if step.unit in self._tier.arriving:
+                self._device.wait(self._tier.arriving.pop(step.unit))
 
     # --- activations --------------------------------------------------------------------------------------------
 
@@ -211,22 +244,31 @@ class Walk:
         """The micro-batch's rows of a port, or of "branch", on the host and on the accelerator."""
         return self._host_space.rows(name, self._filled), self._acc_space.rows(name, self._filled)
 
-    def _send(self, name: str) -> int:
-        """Rows of the host to the accelerator; returns their bytes."""
-        here, there = self._rows(name)
-        self._device.send(there, here)
-        self._tier.side.kernels.forget()
-        return here.nbytes
+    def _sent(self, step: Move) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where what a step brings goes on the accelerator, and where it is on the host."""
+        if width := step.part_width:
+            places = self._tier.carved.row_stage, self._context.host.rows
+            return [(view_rows(places[0], self._filled, width), view_rows(places[1], self._filled, width))]
+        return [self._rows(name)[::-1] for name in step.activations]
 
-    def _hand_over(self, step: Move) -> None:
-        side, names = ACC if step.is_to_acc else CPU, step.activations
-        if self._side == side:
-            return  # the last one: logits were delivered as they were computed
-        if step.is_to_acc:
-            self._context.transfers.link_bytes += sum(self._send(name) for name in names)
-        else:
-            self._wait_for_rows(names)
-        self._side = side
+    def _send(self, step: Move) -> None:
+        for there, here in self._sent(step):
+            self._device.send(there, here)
+        self._tier.side.kernels.forget()
+
+    def _count_sent(self, step: Move) -> int:
+        return sum(here.nbytes for _, here in self._sent(step))
+
+    def _move(self, step: Move) -> None:
+        if not isinstance(step.portion, Activations | Part):
+            self._copies.start(step, self._tokens)
+        elif step.is_to_acc and (step.part_width or self._side == CPU):
+            self._send(step)
+            self._context.transfers.link_bytes += self._count_sent(step)
+            self._side = ACC
+        elif not step.is_to_acc and self._side == ACC:  # else the last one: logits were delivered as they were computed
+            self._wait_for_rows(step.activations)
+            self._side = CPU
 
     def _wait_for_rows(self, names: tuple[str, ...]) -> None:
         """Until the accelerator's rows are on the host, for a unit on the CPU. Its threads wake meanwhile."""
@@ -240,16 +282,11 @@ class Walk:
             self._device.host_wait(self._left)
             self._left = None
 
-    def _join(self, step: Move) -> None:
-        there, here = view_joined(self._context, self._tier, self._filled, step)
-        self._device.send(there, here)
-        self._context.transfers.link_bytes += here.nbytes
-
     def _all_reduce(self, step: AllReduce) -> None:
         self._units.add_sum(self._side, step.unit)
 
     def _receive(self, step: Receive) -> None:
-        self._side = "acc"
+        self._side = ACC
         self._context.group.receive(self._rows("hidden")[1], step.source)
 
     def _hand_on(self, step: Send) -> None:
@@ -258,95 +295,17 @@ class Walk:
     def _gather(self, step: Gather) -> None:
         self.logits.gather()
 
-    def _bring_weights(self, step: Move) -> None:
-        if self._freed is None:  # a copy that had to wait for this micro-batch
-            self._freed = self._device.mark()
-        bring_weights(self._context, self._tier, step, (self._freed,))
-
-    def _bring_experts(self, step: Move) -> None:
-        self._context.slots.begin(self._tier.tokens, self._tokens)
-
     def _free(self, step: Free) -> None:
-        self._freed = self._device.mark()
-
-    @cached_property
-    def _old(self) -> Reach:
-        return reach_old(self.batch.segments, self._context.join_cells)
-
-    @cached_property
-    def _new(self) -> Reach:
-        return reach_new(self.batch.segments, self._context.join_cells)
-
-    def _decide(self, step: Move) -> Copies:
-        """What a step copies whose bytes are decided now."""
-        staged = self._tier.staged.get(step.unit)
-        if staged is None:
-            staged = self._tier.staged[step.unit] = self._residents.stage_state(step.unit, self._tier.carved)
-        if step.is_to_acc:
-            return pair_runs(staged.here, staged.there, self._old.entries(staged.law))
-        return pair_runs(staged.there, staged.here, self._new.entries(staged.law))
-
-    def _fetch_state(self, step: Move) -> None:
-        tier, written = self._tier, self._residents.written
-        after = (*tier.stage_free, written[step.unit]) if step.unit in written else tier.stage_free
-        done = self._context.transfers.bring(self._decide(step), after)
-        if done is not None:
-            tier.stage_ready.append(done)
-
-    def write_state(self, step: Move) -> None:
-        """Start to copy what has changed of a unit's state to where it lives."""
-        tier = self._tier
-        tier.stage_free = [self._device.mark()]  # the unit over it was the last thing given to the compute lane
-        done = self._context.transfers.take_back(self._decide(step), tier.stage_free)
-        if done is None:  # another rank holds all of this unit's state
-            return
-        self._residents.written[step.unit] = done
-        tier.stage_ready.append(done)  # what the next unit changes goes where this is read from
-        tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
-
-
-def move(walk: Walk, step: Move) -> None:
-    """Do a step that copies."""
-    if isinstance(step.portion, UnitState) and not step.is_to_acc:
-        walk.write_state(step)
-    else:
-        BRINGS[type(step.portion)](walk, step)
-
-
-def view_joined(context: RunContext, tier: TierInForce, tokens: int, step: Move) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the CPU's part of a unit goes on the accelerator, and where it is on the host."""
-    there, here, width = tier.carved.row_stage, context.host.rows, step.part_width
-    return view_rows(there, tokens, width), view_rows(here, tokens, width)
-
-
-def bring_weights(context: RunContext, tier: TierInForce, step: Move, after: tuple[Any, ...]) -> None:
-    """Start to copy what is streamed of a unit to its slot."""
-    copies = tier.copies.get(step)
-    assert step.slot is not None
-    if copies is None:
-        unit, slot = context.spec.unit(step.unit), tier.carved.slots[step.slot]
-        copies = tier.copies[step] = context.transfers.cut_portion(
-            slot, divide_unit(unit, step.share).brought, step.origin
-        )
-    tier.arrived[step.slot] = context.transfers.bring_weights(step.unit, copies, after, step.origin)
+        self._copies.free()
 
 
 ACTS: dict[type, Callable[[Walk, Any], None]] = {
-    Launch: Walk._launch,
-    HostRun: Walk._run_on_host,
-    Compute: Walk._compute,
-    Move: move,
+    Stretch: Walk._launch,
+    Units: Walk._run_on_host,
+    Move: Walk._move,
     Free: Walk._free,
     AllReduce: Walk._all_reduce,
     Receive: Walk._receive,
     Send: Walk._hand_on,
     Gather: Walk._gather,
-}
-
-BRINGS: dict[type, Callable[[Walk, Move], None]] = {
-    Weights: Walk._bring_weights,
-    NewExperts: Walk._bring_experts,
-    UnitState: Walk._fetch_state,
-    Activations: Walk._hand_over,
-    Part: Walk._join,
 }

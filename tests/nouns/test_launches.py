@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.meanwhile import Meanwhile
+from pshard.runtime.walks.program import Program, compile_steps
 from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, Walk
-from pshard.runtime.walks.walk_program import Launch, WalkProgram, group_launches
 from pshard.steps.graph_runs import is_launch_bound
-from pshard.steps.move import bring_weights, hand_over, write_state
-from pshard.steps.step import AllReduce, Compute, Free
+from pshard.steps.move import hand_over
+from pshard.steps.step import AllReduce
 from pshard.tensor import TensorSpec
 
 
@@ -94,11 +93,9 @@ def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bo
     for hidden, part in ((1.0, 10.0), (2.0, 20.0), (3.0, 30.0)):
         acc.tensors["hidden"].fill_(hidden)
         walk = make_walk(device, host, acc, **group)
-        walk.walk(WalkProgram((), (hand_over("cpu", 8),)))
+        walk.walk(Program((hand_over("cpu", 8),)))
         host.tensors["branch"].fill_(part)  # a CPU unit computes; the next unit is on the CPU, too
-        walk.walk(
-            WalkProgram((), (Launch((AllReduce("f", 8),), enters=("hidden",), leaves=("hidden",)), hand_over("cpu", 8)))
-        )
+        walk.walk(compile_steps((hand_over("acc", 8), AllReduce("f", 8), hand_over("cpu", 8))))
         assert host.tensors["hidden"][0, 0].item() == hidden + 2 * part
 
 
@@ -112,29 +109,10 @@ def test_the_cpus_threads_wake_while_the_gpu_computes_what_they_wait_for(
     monkeypatch.setattr(device, "host_wait", lambda event: done.append("wait"))
     monkeypatch.setattr(device, "receive", lambda here, there: done.append("wait"))
     walk = make_walk(device, make_space(), make_space())
-    walk.walk(WalkProgram((), (hand_over("cpu", 8),)))  # nothing brought them
+    walk.walk(Program((hand_over("cpu", 8),)))  # nothing brought them
     walk._side, walk._left = "acc", object()  # a graph brings them
-    walk.walk(WalkProgram((), (hand_over("cpu", 8),)))
+    walk.walk(Program((hand_over("cpu", 8),)))
     assert done == before
-
-
-def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators() -> None:
-    a, f = (Compute(name, "acc", "arena") for name in ("attention.0", "ffn.0"))
-    embedding, o = (Compute(name, "acc", "arena", position=at) for name, at in (("e", "first"), ("o", "last")))
-    sum_a, sum_f = AllReduce("attention.0", 8), AllReduce("ffn.0", 8)
-    slot, host = Compute("ffn.0", "acc", "slot", 0), Compute("ffn.0", "cpu", "host")
-    to_acc, to_cpu = hand_over("acc", 8), hand_over("cpu", 8)
-    copy, free, back = bring_weights("ffn.0", 0, 8), Free(0), write_state("attention.0", 8)
-    assert group_launches((embedding, a, sum_a, f, o, to_cpu)) == (Launch((embedding, a, sum_a, f, o)), to_cpu)
-    looked_up, entered = replace(embedding, on="cpu"), Launch((a, sum_a, f, sum_f, o), enters=("hidden",), leaves=())
-    assert group_launches((looked_up, to_acc, a, sum_a, f, sum_f, o, to_cpu)) == (looked_up, entered, to_cpu)
-    got = group_launches((a, slot, free, copy, o))
-    assert got == (Launch((a,)), Launch((slot,)), free, copy, Launch((o,)))
-    assert group_launches((f, a, back, f)) == (Launch((f,)), Launch((a,)), back, Launch((f,)))
-    # a CPU unit's part of a sum goes to the accelerator at the beginning of a run; a hand-off alone stays one
-    got = group_launches((a, sum_a, to_cpu, host, to_acc, sum_f, o, to_acc, host))
-    first, second = Launch((a, sum_a), leaves=("hidden",)), Launch((sum_f, o), enters=("hidden",))
-    assert got == (first, to_cpu, host, second, to_acc, host)
 
 
 def test_what_prompts_launch_again_is_captured_and_leaves_graphs_to_small_batches() -> None:

@@ -21,8 +21,9 @@ from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad, raise_weights, tier_loads
 from pshard.planner.search.candidates import whole_tier
 from pshard.planner.search.round_times import switch_seconds
+from pshard.runtime.walks.program import Stretch, compile_steps
 from pshard.steps.emit import emit_steps
-from pshard.steps.graph_runs import LAUNCH_BOUND, enters, find_runs
+from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.move import Move, Weights
 from pshard.steps.step import StepShape
 from pshard.times.curves import interpolate
@@ -132,7 +133,8 @@ def test_the_host_thread_pays_for_every_run_that_no_hand_off_begins(streamed, kv
         costs = tier_costs(spec, tables, TierLoad(Batch.even(1, 1, 100)), workload)
         seconds.append(simulate_tier(room, tier, costs).seconds)
     body = emit_steps(spec, tier, StepShape(1, 100, 1)).body
-    runs = sum(not enters(body, begin) for begin, _ in find_runs(body))
+    graphs = [item for item in compile_steps(body).body if isinstance(item, Stretch)]
+    runs = sum(not graph.brings for graph in graphs)
     assert seconds[1] - seconds[0] == pytest.approx(each * runs, abs=0.3 * each)
 
 

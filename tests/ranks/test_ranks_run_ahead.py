@@ -24,7 +24,7 @@ from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.texts.text import Piece
-from pshard.runtime.walks.walk_ahead import AheadWalk
+from pshard.runtime.walks.walk import Walk
 from pshard.units.attention import ATTENTION
 from pshard.units.moe.experts import EXPERTS
 
@@ -55,10 +55,10 @@ def place_units(way: tuple, attention: str) -> Callable[[ModelSpec], tuple[TierP
 
 def count_walks_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have sums made where GPUs make theirs and launches repeat; an item for each walk that runs ahead."""
-    real, ahead, walk_ahead = Executor._shape, list[int](), AheadWalk.walk_ahead
+    real, ahead, walk_ahead = Executor._shape, list[int](), Walk.walk_ahead
     monkeypatch.setattr(Executor, "_shape", lambda *given: replace(real(*given), sums_on_host=False))
     monkeypatch.setattr(HostKernels, "repeatable", True)
-    monkeypatch.setattr(AheadWalk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
+    monkeypatch.setattr(Walk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
     return ahead
 
 

@@ -20,9 +20,6 @@ from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import CallList, Recordings, record
-from pshard.runtime.walks.walk_program import HostRun, Launch, group_on_host
-from pshard.steps.move import hand_over
-from pshard.steps.step import AllReduce, Compute
 from pshard.units.moe.experts import EXPERTS
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}")
@@ -140,15 +137,6 @@ def test_products_of_every_size_that_tiers_replay_are_replayed(tokens: int) -> N
     out.fill_(1)
     calls.replay()
     assert not out.any()
-
-
-def test_units_on_the_cpu_that_follow_each_other_are_one_run() -> None:
-    a, f = Compute("a", "cpu", "host"), Compute("f", "cpu", "host")
-    first, last = Compute("e", "cpu", "host", position="first"), Compute("o", "cpu", "host", position="last")
-    launch, to_cpu = Launch((Compute("g", "acc", "arena"),)), hand_over("cpu", 8)
-    assert list(group_on_host((first, a, f, last), "cpu")) == [HostRun((first,)), HostRun((a, f)), last]
-    program = (launch, to_cpu, f, AllReduce("f", 8), a)
-    assert list(group_on_host(program, "cpu")) == [launch, to_cpu, HostRun((f,)), AllReduce("f", 8), HostRun((a,))]
 
 
 def test_what_reading_takes_is_counted_when_it_is_replayed() -> None:

@@ -16,7 +16,8 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.texts.text import Piece
-from pshard.runtime.walks.walk_ahead import AheadWalk
+from pshard.runtime.walks.program import Stretch
+from pshard.runtime.walks.walk import ACTS, Walk
 from pshard.units.moe.experts import EXPERTS
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
@@ -40,10 +41,10 @@ def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Pa
     places |= {u.name: way for u in spec.units if u.kind is EXPERTS}
     tiers = tuple(make_tier(spec, n, places, 2, 128, 1) for n in (4, 40))
     expected, nbytes = talk(path, tiers)
-    ahead, walk_ahead = [], AheadWalk.walk_ahead
+    ahead, walk_ahead = [], Walk.walk_ahead
     monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
     monkeypatch.setattr(HostKernels, "repeatable", True)
-    monkeypatch.setattr(AheadWalk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
+    monkeypatch.setattr(Walk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
     got, moved = talk(path, tiers)
     assert len(ahead) >= 2, "single tokens run ahead from the second on"
     assert torch.equal(got, expected) and moved == nbytes
@@ -67,10 +68,10 @@ def test_rows_are_chosen_where_the_walk_runs_ahead_and_where_launches_repeat(tmp
             return found
 
     expected = choose()
-    ahead, walk_ahead = [], AheadWalk.walk_ahead
+    ahead, walk_ahead = [], Walk.walk_ahead
     monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
     monkeypatch.setattr(HostKernels, "repeatable", True)
-    monkeypatch.setattr(AheadWalk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
+    monkeypatch.setattr(Walk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
     for got, wanted in zip(choose(), expected, strict=True):
         for one, other in zip(got, wanted):
             assert (one is None and other is None) or one.tolist() == other.tolist()
@@ -86,9 +87,7 @@ def test_units_that_are_all_on_the_cpu_wait_for_no_accelerator(tmp_path: Path, m
     expected, _ = talk(path, tiers)
     monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
     monkeypatch.setattr(HostKernels, "repeatable", True)
-    monkeypatch.setattr(
-        AheadWalk, "walk_ahead", lambda *_: pytest.fail("the CPU waits for a question that never comes")
-    )
+    monkeypatch.setattr(Walk, "walk_ahead", lambda *_: pytest.fail("the CPU waits for a question that never comes"))
     assert torch.equal(talk(path, tiers)[0], expected)
 
 
@@ -139,7 +138,7 @@ def test_an_engine_closes_after_an_interrupt_at_any_moment_of_a_turn(tmp_path: P
         if during == "start":
             monkeypatch.setattr(native.Relay, "start", start_and_interrupt)
         else:
-            monkeypatch.setattr(AheadWalk, "_run_stretch", interrupt)
+            monkeypatch.setitem(ACTS, Stretch, interrupt)
             monkeypatch.setattr(native.Relay, "give_up", interrupt_once)
         with pytest.raises(KeyboardInterrupt):
             engine.forward([5])
