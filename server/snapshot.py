@@ -30,6 +30,9 @@ class ServedModel:
     template: str | None
     file: str = ""  # the model file's name, without its folder
     nbytes: int = 0  # of the weights
+    family: str = ""  # the architecture, as the file names it
+    weights: int = 0
+    quant: str = ""  # the type that most weights have
 
 
 @dataclass(frozen=True)

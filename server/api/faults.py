@@ -88,4 +88,6 @@ def show_messages_fault(fault: Fault) -> dict[str, Any]:
 
 def show_fault_at(path: str, fault: Fault) -> dict[str, Any]:
     """The body of an error as clients of that path read it."""
+    if path.startswith("/api/"):  # Ollama's clients read a text
+        return {"error": as_line(fault)}
     return show_messages_fault(fault) if path.startswith("/v1/messages") else show_fault(fault)

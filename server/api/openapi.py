@@ -6,6 +6,7 @@ from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import chat_table
 from pshard.server.api.read_completion import completion_table
 from pshard.server.api.read_message_request import messages_table
+from pshard.server.api.read_ollama import NAMED, ollama_chat_table, ollama_generate_table
 from pshard.server.api.read_responses import responses_table
 from pshard.server.api.tables.fields import Schema, Table, schema_of
 from pshard.server.api.tables.token_fields import budget_table, detokenize_table, tokenize_table
@@ -18,6 +19,9 @@ GETS = {
     "/slots": "Requests that run",
     "/metrics": "Counters for Prometheus",
     "/tokenizer_info": "The tokenizer",
+    "/api/tags": "The model, as Ollama's clients ask",
+    "/api/ps": "The model in memory",
+    "/api/version": "Ollama's version whose interface this is",
     "/openapi.json": "This document",
 }
 ERRORS = {
@@ -41,6 +45,9 @@ def request_tables(limits: Limits, vocab: int) -> dict[str, Table]:
         "/v1/responses": responses_table(limits),
         "/v1/messages": messages_table(limits),
         "/v1/messages/count_tokens": messages_table(limits, True),
+        "/api/chat": ollama_chat_table(limits),
+        "/api/generate": ollama_generate_table(limits),
+        "/api/show": NAMED,
         "/tokenize": tokenize_table(limits),
         "/detokenize": detokenize_table(vocab),
         "/budget": budget_table(),

@@ -165,7 +165,9 @@ def _read_call(item: dict[str, Any]) -> dict[str, Any]:
 def _read_reasoning(item: dict[str, Any]) -> str:
     if thought := unseal(item.get("encrypted_content")):
         return thought
-    parts = [*(item.get("content") or []), *(() if item.get("content") else item.get("summary") or [])]
+    parts = item.get("content") or item.get("summary")
+    if not isinstance(parts, list):  # of which there is nothing to read
+        return ""
     return "\n".join(
         str(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
     )

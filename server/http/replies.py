@@ -1,4 +1,4 @@
-"""What a route gives back, and how it is sent: whole, or as a stream of server-sent events."""
+"""What a route gives back, and how it is sent: whole, or as a stream of server-sent events or lines."""
 
 import asyncio
 import math
@@ -14,11 +14,7 @@ from pshard.server.shapes.write_json import encode_line, write_json
 
 PING = b": still here\n\n"
 LOOKS = 8  # at a client that takes nothing, in the time that it has
-STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-store",
-    "x-accel-buffering": "no",
-}
+EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,12 @@ class Whole:
 
 @dataclass(frozen=True)
 class Stream:
-    """Pieces of server-sent events. They are closed whatever becomes of the connection; `end` ends what makes them,
-    also when none was asked for yet."""
+    """Pieces of server-sent events, or of lines. They are closed whatever becomes of the connection; `end` ends what
+    makes them, also when none was asked for yet."""
 
     pieces: AsyncIterator[bytes]
     end: Callable[[], None]
+    media: str = EVENTS
 
 
 Reply = Whole | Stream
@@ -54,6 +51,11 @@ def reply_json(value: Any, status: int = 200, headers: Mapping[str, str] | None 
 def write_event(value: Any, name: str = "") -> bytes:
     """A server-sent event with a JSON object as its data."""
     return (f"event: {name}\n" if name else "").encode() + b"data: " + write_json(value) + b"\n\n"
+
+
+def write_line(value: Any) -> bytes:
+    """A JSON object as a line of its own."""
+    return write_json(value) + b"\n"
 
 
 def prepare_event(show: Callable[[str], Any]) -> Callable[[str], bytes]:
@@ -109,9 +111,10 @@ async def send_stream(receive: Receive, send: Send, stream: Stream, seconds: flo
     """Send pieces as they come. Raises Gone when the client closes its connection, or takes nothing for so long."""
 
     patience = _Patience(seconds)
+    headers = {"content-type": stream.media, "cache-control": "no-store", "x-accel-buffering": "no"}
 
     async def write() -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _encode(STREAM_HEADERS)})
+        await send({"type": "http.response.start", "status": 200, "headers": _encode(headers)})
         async for piece in stream.pieces:
             await patience.over(send({"type": "http.response.body", "body": piece, "more_body": True}))
         await patience.over(send({"type": "http.response.body", "body": b""}))

@@ -5,8 +5,10 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,6 +153,9 @@ def describe_model(opened: "Opened", path: Path, name: str | None) -> ServedMode
     from pshard.units.kv_cells import longest_sequence
 
     spec = opened.file.spec
+    weights = Counter[str]()
+    for tensor in (tensor for unit in spec.units for tensor in unit.tensors):
+        weights[tensor.qtype] += prod(tensor.shape)
     try:
         tokenizer = opened.file.tokenizer()
     except UserError as error:
@@ -166,6 +171,9 @@ def describe_model(opened: "Opened", path: Path, name: str | None) -> ServedMode
         template=opened.file.chat_template,
         file=path.name,
         nbytes=spec.packed_nbytes,
+        family=str(opened.file.metadata.get("general.architecture") or opened.file.metadata.get("model_type") or ""),
+        weights=sum(weights.values()),
+        quant=max(weights, key=lambda quant: weights[quant]),
     )
 
 

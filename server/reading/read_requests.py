@@ -9,6 +9,7 @@ from pshard.server.api.read_chat import read_chat
 from pshard.server.api.read_completion import read_completion
 from pshard.server.api.read_message_request import read_message_request
 from pshard.server.api.read_messages_list import number_places, read_messages
+from pshard.server.api.read_ollama import OllamaAsk, read_ollama
 from pshard.server.api.read_responses import SEALED, read_responses
 from pshard.server.api.read_tools import read_choice, read_tools
 from pshard.server.api.tables.fields import read_fields
@@ -57,6 +58,44 @@ def count_message_tokens(reader: Reader, body: Body) -> int:
 
 def _read_message_ask(reader: Reader, body: Body, path: str) -> ChatAsk:
     return read_message_request(body, reader.tables[path], reader.usual, reader.limits, reader.model.vocab)
+
+
+def read_ollama_chat(reader: Reader, body: Body) -> tuple[OllamaAsk, Prompt | None]:
+    """Of /api/chat: also its prompt, None where nothing is asked."""
+    return _read_ollama(reader, body, "/api/chat")
+
+
+def read_ollama_prompt(reader: Reader, body: Body) -> tuple[OllamaAsk, Prompt | None]:
+    """The same of /api/generate."""
+    return _read_ollama(reader, body, "/api/generate")
+
+
+def _read_ollama(reader: Reader, body: Body, path: str) -> tuple[OllamaAsk, Prompt | None]:
+    ask = read_ollama(body, reader.tables[path], reader.usual, reader.limits, reader.model.vocab)
+    _check_ollama_name(reader, body.get("model") or "")
+    if ask.context > reader.model.context:
+        raise bad_field(
+            "options.num_ctx", f"is at most {reader.model.context}, as the server was started; raise its -c"
+        )
+    prompts, chat = reader.prompts, ask.chat
+    left = replace(ask, chat=replace(chat, messages=()), text=None, suffix="")
+    if ask.suffix:
+        return left, prompts.of_gap(ask.text or "", ask.suffix, "suffix")
+    if ask.text is not None or (path == "/api/generate" and chat.messages and not reader.model.template):
+        text = ask.text if ask.text is not None else "\n\n".join(m["content"] for m in chat.messages)
+        return left, prompts.of_text(text, "prompt") if text else None
+    return left, prompts.of_chat(chat) if chat.messages else None
+
+
+def read_ollama_name(reader: Reader, body: Body) -> None:
+    """Of /api/show: it names the model."""
+    named = read_fields(body, reader.tables["/api/show"])
+    _check_ollama_name(reader, named["model"] or named["name"])
+
+
+def _check_ollama_name(reader: Reader, name: str) -> None:
+    """Raises Fault 404 for another model. The tag that Ollama's clients add to a name means nothing here."""
+    reader.check_model(name if name in reader.names else name.removesuffix(":latest"))
 
 
 def _make_prompt(reader: Reader, body: Body, ask: ChatAsk) -> ReadChat:

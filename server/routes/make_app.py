@@ -22,6 +22,7 @@ from pshard.server.routes import (
     chat_routes,
     completion_routes,
     message_routes,
+    ollama_routes,
     response_routes,
     state_routes,
     token_routes,
@@ -45,6 +46,13 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses", response_routes.respond),
     ("POST", "/v1/messages", message_routes.send_message),
     ("POST", "/v1/messages/count_tokens", message_routes.count_tokens),
+    ("GET", "/api/tags", ollama_routes.list_tags),
+    ("GET", "/api/ps", ollama_routes.list_loaded),
+    ("GET", "/api/version", ollama_routes.tell_version),
+    ("POST", "/api/show", ollama_routes.show_model),
+    ("POST", "/api/chat", ollama_routes.chat),
+    ("POST", "/api/generate", ollama_routes.generate),
+    *(("DELETE" if "delete" in path else "POST", path, ollama_routes.refuse) for path in ollama_routes.REFUSED),
 )
 
 

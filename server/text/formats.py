@@ -22,6 +22,12 @@ BARE = ("<|python_tag|>", "ipython", "<tool_call>")  # in templates of models th
 ENDS = ("<|call|>", "<|eom_id|>")  # special tokens that end an answer with a call
 
 
+def thinks(template: str | None) -> bool:
+    """Whether a model thinks before it answers, by its template."""
+    words = template or ""
+    return HARMONY in words or any(tag in words for pair in THOUGHTS.items() for tag in pair)
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """How to read an answer of a chat.

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
     from pshard.server.snapshot import ServedModel
 
+GAPS = (  # names of special tokens: before the prefix, before the suffix, before what fills the gap
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"), ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"), ("<PRE>", "<SUF>", "<MID>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)  # fmt: skip
+GAP_ENDS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>", "<file_sep>", "<EOT>", "▁<EOT>")
 LIMIT = "chat template: it "  # begins what a template is told that does too much
 
 
@@ -56,6 +64,30 @@ class Prompts:
         if not ids:
             raise bad_field(where, "has no tokens; give a text")
         return self.of_ids(tuple(ids), where)
+
+    @cached_property
+    def gap_marks(self) -> tuple[int, int, int] | None:
+        """Tokens before a gap's prefix, before its suffix and before what fills it; None for a model that has none."""
+        if self._model.tokenizer is None:
+            return None
+        for names in GAPS:
+            ids = [self._model.tokenizer.encode(name, add_special=False) for name in names]
+            if all(len(found) == 1 for found in ids):
+                return ids[0][0], ids[1][0], ids[2][0]
+        return None
+
+    def of_gap(self, prefix: str, suffix: str, where: str) -> Prompt:
+        """A gap between two texts, to be filled. Raises Fault for a model without marks of gaps, and where it does not
+        fit the context."""
+        tokenizer = self.find_tokenizer(where)
+        if self.gap_marks is None:
+            raise bad_field(where, "is not taken: this model continues text, it has no marks to fill gaps by")
+        self._check_length(len(prefix) + len(suffix), where)
+        before, after, middle = self.gap_marks
+        begin = [token for token in tokenizer.encode("") if token == tokenizer.bos_id]
+        first, second = (tokenizer.encode(text, add_special=False, parse_special=False) for text in (prefix, suffix))
+        made = self.of_ids((*begin, before, *first, after, *second, middle), where)
+        return replace(made, ends=made.ends | {*self.gap_marks} | self._find_ends(tokenizer, GAP_ENDS))
 
     def of_ids(self, ids: tuple[int, ...], where: str) -> Prompt:
         """Tokens to be continued. Raises Fault where they do not fit the context."""
@@ -150,9 +182,9 @@ class Prompts:
     def _too_long(self, where: str, tokens: int, least: bool = False) -> Fault:
         return too_long(where, tokens, self._model.context, self._model.trained, least)
 
-    def _find_ends(self, tokenizer: "Tokenizer") -> frozenset[int]:
-        found = (tokenizer.encode(name, add_special=False) for name in ENDS)
-        return frozenset(ids[0] for ids in found if len(ids) == 1 and tokenizer.special_name(ids[0]) in ENDS)
+    def _find_ends(self, tokenizer: "Tokenizer", names: tuple[str, ...] = ENDS) -> frozenset[int]:
+        found = (tokenizer.encode(name, add_special=False) for name in names)
+        return frozenset(ids[0] for ids in found if len(ids) == 1 and tokenizer.special_name(ids[0]) in names)
 
 
 def count_letters(message: Message) -> int:

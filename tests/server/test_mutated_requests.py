@@ -56,6 +56,13 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "hi", "add_special_tokens": False}),
     ("/tokenize", {"content": "hi", "with_pieces": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
+    ("/api/chat", {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "thinking": "hm",
+                                 "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+                                {"role": "tool", "tool_name": "f", "content": "1"}], "format": SCHEMA,
+                   "tools": [{"type": "function", "function": FUNCTION}], "options": {"num_predict": 5, "top_k": 3}}),
+    ("/api/generate", {"prompt": "hi", "system": "s", "stream": False, "think": False, "keep_alive": 5,
+                       "options": {"num_predict": 4, "stop": ["x"]}, "logprobs": True, "top_logprobs": 1}),
+    ("/api/show", {"model": "demo"}),
 ]  # fmt: skip
 JUNK: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**30, 0.5, 1e308, -0.0, "", "x", "\u0000", "☃" * 50,
@@ -118,8 +125,14 @@ def check_answer(path: str, found: httpx.Response, told: str) -> None:
         events = [json.loads(line[6:]) for line in found.text.splitlines() if line.startswith("data: {")]
         assert events and not any(event.get("error") for event in events), told
         return
+    if found.headers["content-type"] == "application/x-ndjson":
+        lines = [json.loads(line) for line in found.text.splitlines()]
+        assert lines[-1]["done"] and not any(line["done"] for line in lines[:-1]), told
+        return
     body = found.json()
-    if found.status_code != 200:
+    if found.status_code != 200 and path.startswith("/api/"):
+        assert isinstance(body["error"], str) and body["error"], told
+    elif found.status_code != 200:
         assert body["error"]["message"] and body["error"]["type"], told
     elif "choices" in body:
         assert [choice["index"] for choice in body["choices"]] == list(range(len(body["choices"]))), told

@@ -11,6 +11,8 @@ RIGHT = {
     "/v1/chat/completions": {"messages": USER, "max_tokens": 2},
     "/v1/responses": {"input": "ROMEO:", "max_output_tokens": 2},
     "/v1/messages": {"messages": USER, "max_tokens": 2},
+    "/api/chat": {"messages": USER, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "ROMEO:", "options": {"num_predict": 2}},
 }
 ASKS = {"n": 2, "best_of": 2, "tool_choice": "required", "logprobs": True, "stop": ["x"], "stop_sequences": ["x"]}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
@@ -19,7 +21,8 @@ CITY = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required"
 def refusal(app, path: str, **more) -> dict:
     found = ask(app, path, RIGHT[path] | more)
     assert found.status_code == 400, found.text
-    return found.json()["error"]
+    error = found.json()["error"]
+    return error if isinstance(error, dict) else {"message": error}
 
 
 @pytest.mark.parametrize(("path", "name", "why"), [(p, n, w) for p, fields in INSTEAD.items() for n, w in fields])

@@ -5,6 +5,7 @@ from pshard.server.api.tables.fields import NOTHING, Field, Refused, Table
 
 CHATS = "is not read here; /v1/chat/completions takes it"
 LENGTH = "max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"
+OPTIONS = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "num_predict", "num_ctx"
 INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # path -> fields, and why they are refused
     "/v1/completions": (
         *((name, "is max_tokens here") for name in LENGTH[1:]),
@@ -35,6 +36,11 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # path -> fields, and why t
         ("chat_template_kwargs", CHATS), ("logprobs", CHATS), ("top_logprobs", CHATS), ("functions", "is tools here"),
         ("return_token_ids", CHATS),
     ),
+    **dict.fromkeys(("/api/chat", "/api/generate"), (
+        *((name, f"is options.{name} here") for name in OPTIONS),
+        *((name, "is options.num_predict here") for name in LENGTH), ("response_format", "is format here"),
+        ("reasoning_effort", "is think here"), ("tool_choice", CHATS),
+    )),
 }  # fmt: skip
 HARMLESS = {"n": (1,), "best_of": (1,), "tool_choice": ("none", "auto")}  # values beside `NOTHING` that ask for nothing
 

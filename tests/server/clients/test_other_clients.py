@@ -1,4 +1,4 @@
-"""Programs of others against the server, each where it is installed: langchain-openai, litellm, llm,
+"""Programs of others against the server, each where it is installed: langchain-openai, litellm, llm, ollama,
 lm-evaluation-harness."""
 
 import json
@@ -47,6 +47,41 @@ def test_the_llm_command_asks(url, tmp_path: Path) -> None:
     for more in ([], ["--no-stream"]):
         found = subprocess.run([*command, *more], env=place, capture_output=True, text=True, timeout=120)
         assert found.returncode == 0 and found.stdout.strip(), found.stderr
+
+
+def test_ollamas_own_client_lists_chats_streams_and_calls(url) -> None:
+    ollama = pytest.importorskip("ollama", reason="ollama is not installed; scripts/test-clients installs it")
+    client = ollama.Client(host=url, headers={"authorization": "Bearer a-key"})
+    (listed,) = client.list().models
+    (loaded,) = client.ps().models
+    shown = client.show(listed.model)
+    assert listed.model == loaded.model == "demo" and "completion" in shown.capabilities
+    options = {"temperature": 0, "num_predict": 8}
+    whole = client.chat("demo", HI, options=options)
+    parts = list(client.chat("demo", HI, options=options, stream=True))
+    assert whole.message.content == "".join(part.message.content for part in parts) and parts[-1].done_reason
+    told = client.generate("demo:latest", "ROMEO:", options=options, raw=True)
+    assert told.response and told.eval_count == 8
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    made = client.chat("demo", HI, format=schema, options={"num_predict": 40})
+    assert json.loads(made.message.content).keys() == {"ok"}
+
+    def get_time(city: str) -> str:
+        """The time.
+
+        Args:
+            city: where
+        """
+        return city
+
+    assert client.chat("demo", HI, tools=[get_time], options=options).message.role == "assistant"
+    with pytest.raises(ollama.ResponseError) as refused:
+        client.embed("demo", "text")
+    assert "embeddings are not made here" in refused.value.error
+    with pytest.raises(ollama.ResponseError) as refused:
+        client.chat("other", HI)
+    assert refused.value.status_code == 404
+    assert client.generate("demo", "").done_reason == "load"
 
 
 QUESTIONS = [
