@@ -53,7 +53,8 @@ class Architecture:
     give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights
     less 1. `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
     `remote`: its folders need code of their own, so only its GGUF files are read. `unturned_layers`: one with so many
-    has ALiBi, which is not computed, and its files do not say so.
+    has ALiBi, which is not computed, and its files do not say so. `may_lack_windows`: some of its models have none, and
+    then all layers alike. `window_base`: of the angles in layers with windows where files do not say; 0: as in others.
     """
 
     name: str
@@ -87,7 +88,13 @@ class Architecture:
     windows: bool = False
     remote: bool = False
     unturned_layers: int = 0
+    may_lack_windows: bool = False
+    window_base: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def of_windows(self, window: object) -> "Architecture":
+        """The same of a model whose file says so of its window; 0 or None: nothing."""
+        return replace(self, full_every=0, still_every=0) if self.may_lack_windows and not window else self
 
     @property
     def declared(self) -> dict[str, Any]:
@@ -119,6 +126,13 @@ _GEMMA3 = _defaults(  # of google/gemma-3-4b-it: Gemma3TextConfig of transformer
     rope_theta=1e6,
     tie_word_embeddings=True,
 )
+_COHERE = _defaults(logit_scale=0.0625, layer_norm_eps=1e-5, tie_word_embeddings=True)
+_OLMO3 = _defaults(sliding_window=4096, rms_norm_eps=1e-5, rope_theta=5e5)
+_EXAONE4 = _defaults(sliding_window=4096, rms_norm_eps=1e-5)
+_EXAONE_MOE = _defaults(
+    **_EXAONE4, first_k_dense_replace=1, num_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5
+)
+_MINIMAX_M2 = _defaults(rope_theta=5e6)
 _COHERE2 = _defaults(logit_scale=0.0625, sliding_window=4096, layer_norm_eps=1e-5, tie_word_embeddings=True)
 _GEMMA = _defaults(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192, tie_word_embeddings=True)
 _ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
@@ -261,7 +275,64 @@ ARCHITECTURES = (
         multiplied=("logits",),
         defaults=_COHERE2,
     ),
-    Architecture("olmo2", "olmo2", "halves", qk_norm=True, wide_qk_norm=True, norms="after"),
+    *(
+        Architecture(
+            name,
+            "olmo2",
+            "halves",
+            qk_norm=True,
+            wide_qk_norm=True,
+            norms="after",
+            full_every=4,
+            may_lack_windows=True,
+            defaults=defaults,
+        )
+        for name, defaults in (("olmo2", _defaults()), ("olmo3", _OLMO3))
+    ),
+    Architecture(
+        "minimax_m2",
+        "minimax-m2",
+        "halves",
+        qk_norm=True,
+        wide_qk_norm=True,
+        partial=True,
+        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, sizes_as_dense=True),
+        defaults=_MINIMAX_M2,
+    ),
+    Architecture(
+        "cohere",
+        "command-r",
+        "adjacent",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        hf_pairing="adjacent",
+        centred=True,
+        parallel=True,
+        multiplied=("logits",),
+        defaults=_COHERE,
+    ),
+    Architecture(
+        "exaone4",
+        "exaone4",
+        "halves",
+        qk_norm=True,
+        norms="after",
+        full_every=4,
+        still_every=4,
+        may_lack_windows=True,
+        defaults=_EXAONE4,
+    ),
+    Architecture(
+        "exaone_moe",
+        "exaone-moe",
+        "halves",
+        qk_norm=True,
+        full_every=4,
+        still_every=4,
+        may_lack_windows=True,
+        routing=_DEEPSEEK_V3,
+        defaults=_EXAONE_MOE,
+    ),
+    Architecture("plamo", "plamo", "halves", parallel=True, remote=True),
     Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),
     Architecture(
         "gemma3_text",
@@ -269,6 +340,7 @@ ARCHITECTURES = (
         "halves",
         qk_norm=True,
         full_every=6,
+        window_base=10000.0,
         activation="gelu",
         norms="both",
         embedded_by_root=True,

@@ -34,6 +34,7 @@ def gguf_config(
 ) -> ModelConfig:
     """The model's numbers from metadata and the shape of the embedding. Raises UserError that names the key."""
     keys = Keys(metadata, where, f"{arch.gguf}.")
+    arch = arch.of_windows(keys.get("attention.sliding_window"))
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
     for key, harmless in _HARMLESS.items():

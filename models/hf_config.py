@@ -20,11 +20,11 @@ _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu")
 def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelConfig:
     """The model's numbers from config.json. Raises UserError that names the key."""
     config = {**arch.defaults, **config}
-    keys = Keys(config, where)
+    arch, keys = arch.of_windows(config.get("sliding_window")), Keys(config, where)
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
     keys.refuse_unless("swiglu_limit", 7.0)
-    if not arch.optional_qk_norm:
+    if not (arch.optional_qk_norm or arch.qk_norm):
         keys.refuse_unless("use_qk_norm", False)
     if (method := _quant_method(config)) and not (method == "mxfp4" and arch.sinks):
         what = f"quantised safetensors are not supported (quant_method {method!r})"
@@ -37,7 +37,10 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         keys.refuse("head_dim", f"is {head_dim}, where heads have a few hundred dimensions")
     experts = hf_experts(arch.routing, keys) if arch.routing else None
     n_layers = keys.integer("num_hidden_layers")
-    positions = split_positions(config)[0] if arch.full_every else config
+    if arch.partial and config.get("rotary_dim"):
+        config.setdefault("partial_rotary_factor", keys.integer("rotary_dim") / head_dim)
+    own_positions = arch.full_every and not arch.still_every
+    positions = split_positions(config, arch.window_base)[0] if own_positions else config
     made = ModelConfig(
         architecture=arch.name,
         n_layers=n_layers,

@@ -11,8 +11,6 @@ from pshard.models.keys import BASES, FACTORS, Keys
 from pshard.models.rope import llama3_freq_factors, yarn_attention_factor
 from pshard.models.stored import ANOTHER
 
-LOCAL_BASE = 10000.0  # of layers with windows, where a folder does not say: Gemma3TextConfig of transformers
-
 
 def position_keys(config: Mapping[str, Any], where: str) -> Keys:
     """What a folder says of positions. Raises UserError."""
@@ -27,13 +25,16 @@ def position_keys(config: Mapping[str, Any], where: str) -> Keys:
     return Keys({**beside, **given}, f"{where}: {name}")
 
 
-def split_positions(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings for layers with full attention and for those with a window, where these differ in positions."""
-    given = config.get("rope_parameters")
+def split_positions(config: Mapping[str, Any], window_base: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings for layers with full attention and for those with a window, where these differ in positions.
+    window_base: of the latter where a folder does not say; 0: as of the others."""
+    given, base = config.get("rope_parameters"), window_base or config.get("rope_theta")
     if isinstance(given, dict) and "full_attention" in given:
-        local = {"rope_theta": LOCAL_BASE, "rope_parameters": given.get("sliding_attention")}
+        local = {"rope_theta": base, "rope_parameters": given.get("sliding_attention")}
         return {**config, "rope_parameters": given["full_attention"]}, {**config, "rope_scaling": None, **local}
-    base = config.get("rope_local_base_freq") or LOCAL_BASE
+    if not window_base:  # transformers' Olmo3Config goes by rope_theta where it does not say what is of which layers
+        config = {**config, "rope_parameters": None}
+    base = config.get("rope_local_base_freq") or base
     return dict(config), {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": base}
 
 

@@ -41,7 +41,7 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
         if arch.full_every and config.n_layers == _LAYERS_OF_27B:
             config = replace(config, score_scale=(config.d_model / config.n_heads) ** -0.5)
     if arch.full_every and not arch.still_every:
-        base = keys.real("rope.freq_base_swa", 10000.0, BASES)
+        base = keys.real("rope.freq_base_swa", arch.window_base or config.rope.base, BASES)
         return replace(config, window_rope=Rope(config.rope.dims, base, config.rope.pairing))
     if not arch.warmed:
         keys.refuse_unless("attention.temperature_scale", 0.0)
@@ -62,7 +62,9 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
         scale = keys.real("query_pre_attn_scalar", config.head_dim, FACTORS) ** -0.5
         config = replace(config, embedding_scale=math.sqrt(config.d_model), score_scale=scale)
     if arch.full_every and not arch.still_every:
-        local = hf_rope(split_positions(keys.values)[1], arch.rotated, config.head_dim, config.context, keys.where)
+        local = hf_rope(
+            split_positions(keys.values, arch.window_base)[1], arch.rotated, config.head_dim, config.context, keys.where
+        )
         return replace(config, window_rope=replace(local, pairing=config.rope.pairing))
     positions = position_keys(keys.values, keys.where)
     if arch.warmed and positions.get("llama_4_scaling_beta"):
@@ -111,7 +113,7 @@ def _check_hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> Non
     if (arch.full_every or arch.window_every > 1) and isinstance(kinds, list):
         _check_windows(keys, config, "layer_types", [kind == "sliding_attention" for kind in kinds])
     elif arch.full_every and pattern is not None:
-        keys.refuse_unless("sliding_window_pattern", arch.full_every)
+        keys.refuse_unless("sliding_window_pattern", arch.full_every, "L" * (arch.full_every - 1) + "G")
     turned = keys.values.get("no_rope_layers")
     if arch.still_every and isinstance(turned, list):
         if len(turned) != config.n_layers or turned != [int(not config.is_still(i)) for i in range(config.n_layers)]:

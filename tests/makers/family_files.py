@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
+import pytest
 from family_forward import LongRope, Moe, Recipe, Weights, Yarn
 from model_files import _add_metadata, _finish, _permute
 
@@ -17,6 +18,15 @@ _GEMMA = Recipe(
     layers=6, gelu=True, after=True, head_norms=True, thetas=(1e6, 10000.0), slower=8.0, embed=math.sqrt(128),
     windows=(48, 48, 48, 48, 48, 0),
 )  # fmt: skip
+
+
+def _llama3(theta: float, original: int = 64, factor: float = 8.0) -> tuple[float, ...]:
+    """Divisors of a head's 16 frequencies: none of those that turn four times within `original`, all of those that do
+    not once."""
+    turns = (original * theta ** (-i / 16) / (2 * math.pi) for i in range(16))
+    return tuple(1 / (kept + (1 - kept) / factor) for kept in (min(1.0, max(0.0, (n - 1) / 3)) for n in turns))
+
+
 RECIPES = {
     "smollm3": Recipe(layers=4, adjacent=True, still=(False, False, False, True), thetas=(2e6, 2e6)),
     "granite": Recipe(adjacent=True, embed=12.0, residual=0.22, score=0.02, logits=1 / 16),
@@ -39,6 +49,44 @@ RECIPES = {
         tied=True,
     ),
     "olmo2": Recipe(before=False, after=True, wide_norms=True, thetas=(5e5, 5e5)),
+    "olmo3": Recipe(
+        layers=4,
+        before=False,
+        after=True,
+        wide_norms=True,
+        windows=(48, 48, 48, 0),
+        thetas=(5e5, 5e5),
+        yarn=Yarn(4.0, 64, 1 + 0.1 * math.log(4)),
+    ),
+    "minimax-m2": Recipe(
+        wide_norms=True,
+        rotated=16,
+        thetas=(5e6, 5e6),
+        ffn=64,
+        experts=Moe(8, 3, 64, sigmoid=True, bias=True),
+    ),
+    "command-r": Recipe(
+        adjacent=True, kv=4, centred=True, parallel=True, logits=0.25, thetas=(8e6, 8e6), eps=1e-5, tied=True
+    ),
+    "exaone4": Recipe(
+        layers=4,
+        before=False,
+        after=True,
+        head_norms=True,
+        windows=(48, 48, 48, 0),
+        still=(False, False, False, True),
+        thetas=(1e6, 1e6),
+        factors=_llama3(1e6),
+    ),
+    "exaone-moe": Recipe(
+        layers=4,
+        head_norms=True,
+        windows=(48, 48, 48, 0),
+        still=(False, False, False, True),
+        thetas=(1e6, 1e6),
+        experts=Moe(8, 3, 64, sigmoid=True, scale=2.5, bias=True, shared=64, dense=1),
+    ),
+    "plamo": Recipe(parallel=True, kv=1, eps=1e-5),
     "gemma": Recipe(heads=3, kv=1, head=64, rotated=64, score=64**-0.5, gelu=True, embed=math.sqrt(128), tied=True),
     "ernie4_5": Recipe(
         adjacent=True, kv=1, head=48, rotated=48, score=48**-0.5, thetas=(5e5, 5e5), tied=True, eps=1e-4
@@ -109,10 +157,21 @@ REMOTE = (
     "xverse",
     "baichuan",
     "pangu-embedded",
+    "plamo",
 )  # of which transformers has no class
 WIDTH = dict.fromkeys(
-    ("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"), 128**0.5
+    (
+        *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
+        *("minimax-m2", "exaone-moe"),
+    ),
+    128**0.5,
 )  # of embeddings: tokens must differ for routers
+
+
+GGUF_NAMES = {"olmo3": "olmo2"}  # of families that another's files are called as
+COMPOSED = ("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo")  # of what others show each
+FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
+IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]
 
 
 def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
@@ -174,10 +233,11 @@ def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -
     """Write the GGUF file; `metadata`: further keys, without the architecture's prefix and with _ for points."""
     recipe = RECIPES[family]
     weights = make_weights(recipe, WIDTH.get(family, 2.0))
-    writer = gguf.GGUFWriter(str(path), family)
+    arch = GGUF_NAMES.get(family, family)
+    writer = gguf.GGUFWriter(str(path), arch)
     writer.add_name(path.stem)
     own = _common(recipe) | _moe_keys(recipe) | (_OWN_KEYS[family](recipe) if family in _OWN_KEYS else {})
-    keys = {f"{family}.{key}": value for key, value in own.items()}
+    keys = {f"{arch}.{key}": value for key, value in own.items()}
     _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
     for name, values in _as_stored(family, recipe, weights).items():
         array = values.astype(np.float32)
@@ -238,6 +298,15 @@ _OWN_KEYS: dict[str, Any] = {
         "rope.scaling.original_context_length": r.longrope.original, "rope.scaling.attn_factor": r.longrope.grows,
         "attention.sliding_window": max(r.windows, default=r.context),
     },
+    "command-r": lambda r: {"logit_scale": r.logits, "rope.scaling.type": "none"},
+    "olmo3": lambda r: {
+        "attention.sliding_window": max(r.windows), "attention.sliding_window_pattern": [w > 0 for w in r.windows],
+        "rope.scaling.type": "yarn", "rope.scaling.factor": r.yarn.factor,
+        "rope.scaling.original_context_length": r.yarn.original,
+    },
+    **dict.fromkeys(("exaone4", "exaone-moe"), lambda r: {
+        "attention.sliding_window": max(r.windows), "attention.sliding_window_pattern": [w > 0 for w in r.windows],
+    }),
     "cohere2": lambda r: {
         "logit_scale": r.logits, "attention.sliding_window": max(r.windows), "rope.scaling.type": "none",
     },
@@ -281,6 +350,11 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+    "command-r": ("CohereConfig", "CohereForCausalLM"),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
+    "exaone-moe": ("ExaoneMoeConfig", "ExaoneMoeForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
     "dots1": ("Dots1Config", "Dots1ForCausalLM"),
@@ -298,12 +372,16 @@ _HF_NAMES = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.gate.e_score_correction",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
 }  # fmt: skip
+_AFTER_ONLY = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _AFTER_NAMES = {
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router"},
     "hy_v3": {"exp_probs_b": "mlp.e_score_correction"},
     "ernie4_5-moe": {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction"},
     "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
-    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "olmo2": _AFTER_ONLY,
+    "olmo3": _AFTER_ONLY,
+    "exaone4": _AFTER_ONLY,
+    "minimax-m2": {"exp_probs_b": "mlp.e_score_correction"},
     "gemma3": {
         "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -382,13 +460,21 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         settings |= {"embedding_multiplier": r.embed, "residual_multiplier": r.residual,
                      "attention_multiplier": r.score, "logits_scaling": 1 / r.logits}  # fmt: skip
     if r.centred:
-        settings |= {"layer_norm_eps": r.eps, "sliding_window": max(r.windows), "logit_scale": r.logits}
+        settings |= {"layer_norm_eps": r.eps, "logit_scale": r.logits}
+    if family in ("cohere2", "olmo3", "exaone4", "exaone-moe"):
+        settings |= {"sliding_window": max(r.windows)}
     settings["tie_word_embeddings"] = r.tied
     settings |= _hf_moe(family, r.experts)
     if r.yarn:
         rope |= {"rope_type": "yarn", "factor": r.yarn.factor, "mscale": 1.0, "mscale_all_dim": 1.0,
                  "original_max_position_embeddings": r.yarn.original, "beta_fast": 32.0, "beta_slow": 1.0,
                  "llama_4_scaling_beta": r.temperature[0]}  # fmt: skip
+    if family == "olmo3":
+        plain = {"rope_type": "default", "rope_theta": r.thetas[1]}
+        rope = {"full_attention": {k: v for k, v in rope.items() if "scal" not in k}, "sliding_attention": plain}
+    if r.factors:
+        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 64}  # fmt: skip
     if r.rotated < r.head:
         rope["partial_rotary_factor"] = r.rotated / r.head
     if r.longrope:
@@ -441,6 +527,11 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
             "moe_num_experts": moe.count, "moe_k": moe.used, "moe_layer_start_index": moe.dense,
             "moe_layer_interval": moe.every, "moe_num_shared_experts": moe.shared // (moe.rows or 1),
         },
+        "minimax-m2": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
+        "exaone-moe": {
+            "num_experts": moe.count, "num_experts_per_tok": moe.used, "first_k_dense_replace": moe.dense,
+            "routed_scaling_factor": moe.scale, "num_shared_experts": moe.shared // (moe.rows or 1),
+        },
         "granitemoe": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
     }.get(family)  # fmt: skip
     if own is None:
@@ -461,6 +552,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             "cohere2",
             "ernie4_5",
             "ernie4_5-moe",
+            "command-r",
         ):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
                 own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)

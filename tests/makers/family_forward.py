@@ -178,7 +178,7 @@ def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
     dims, local = recipe.rotated, bool(recipe.window(layer))
     theta = recipe.thetas[local]
     plain = theta ** (-np.arange(0, dims, 2) / dims)
-    if recipe.yarn:
+    if recipe.yarn and not local:
         factor, original, grows = recipe.yarn
         first, last = (dims / 2 * np.log(original / (turns * 2 * np.pi)) / np.log(theta) for turns in (32, 1))
         first, last = max(np.floor(first), 0), min(np.ceil(last), dims - 1)

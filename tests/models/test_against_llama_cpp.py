@@ -73,7 +73,10 @@ def write_model(folder: Path, arch: str) -> Path:
         return write_gguf(folder / "m.gguf", OSS, vocab=VOCAB, metadata=OPENED)
     if arch in RECIPES:
         with pytest.MonkeyPatch.context() as patch:
-            # llama.cpp knows Baichuan's 7B by its layers, and wants experts in all of ERNIE's but the first
+            # llama.cpp knows Baichuan's 7B and EXAONE's 32B by their layers, and wants experts in ERNIE's
+            exaone = RECIPES["exaone4"]
+            exaone = replace(exaone, layers=64, windows=16 * exaone.windows, still=16 * exaone.still)
+            patch.setitem(RECIPES, "exaone4", exaone)
             patch.setitem(RECIPES, "baichuan", replace(RECIPES["baichuan"], layers=32))
             ernie = RECIPES["ernie4_5-moe"]
             patch.setitem(RECIPES, "ernie4_5-moe", replace(ernie, experts=ernie.experts._replace(every=1)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engines import open_engine
-from family_files import RECIPES, write_family
+from family_files import FAMILIES, RECIPES, write_family
 from family_forward import family_logits
 from thread_ranks import random_tiers, run_ranks
 
@@ -44,7 +44,7 @@ def test_what_ranks_have_summed_is_normalised_once(
             assert float((found - of_one_rank).abs().max() / of_one_rank.std()) < CLOSE
 
 
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("shares", "mode"), [((1.0, 0.0, 3.0), "tensor"), ((2.0, 1.0), "layer")], ids=str)
 def test_every_family_gives_a_float64_forward_s_logits(
     family: str, shares: tuple[float, ...], mode: str, tmp_path: Path

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engines import open_engine, pinned_everywhere
-from family_files import RECIPES, REMOTE, write_family, write_family_folder
+from family_files import _OWN_KEYS, FAMILIES, IN_FOLDERS, RECIPES, write_family, write_family_folder
 from family_forward import LongRope, Moe, Yarn, family_logits
 from model_files import write_gguf
 from plan_samples import make_tier
@@ -33,7 +33,7 @@ def run(engine: Engine) -> torch.Tensor:
     return torch.cat([engine.forward(part, all_logits=True) for part in parts])
 
 
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_a_float64_forward(family: str, tmp_path: Path) -> None:
     recipe, weights, path = write_family(tmp_path / "m.gguf", family)
     expected = family_logits(recipe, weights, IDS)
@@ -63,6 +63,19 @@ MISTAKES = {
         {"windows": (0, 48, 48, 48)}, {"logits": 1.0}, {"adjacent": False}, {"thetas": (1e4, 1e4)},
     ],
     "olmo2": [{"before": True}, {"after": False}, {"wide_norms": False}, {"thetas": (1e4, 1e4)}],
+    "olmo3": [{"windows": (47, 47, 47, 0)}, {"windows": ()}, {"yarn": None}, {"wide_norms": False}, {"before": True}],
+    "minimax-m2": [
+        {"wide_norms": False}, {"rotated": 32}, {"adjacent": True},
+        *({"experts": RECIPES["minimax-m2"].experts._replace(**wrong)} for wrong in (
+            {"sigmoid": False}, {"normed": False}, {"bias": False})),
+    ],
+    "command-r": [{"centred": False}, {"parallel": False}, {"logits": 1.0}, {"adjacent": False}],
+    "exaone4": [
+        {"still": ()}, {"windows": ()}, {"windows": (49, 49, 49, 0)}, {"factors": ()}, {"head_norms": False},
+        {"after": False},
+    ],
+    "exaone-moe": [{"still": ()}, {"windows": (49, 49, 49, 0)}, {"head_norms": False}, {"adjacent": True}],
+    "plamo": [{"parallel": False}, {"adjacent": True}],
     "gemma3": [
         {"windows": (47,) * 5 + (0,)}, {"windows": (49,) * 5 + (0,)}, {"windows": (0,) + (48,) * 5},
         {"thetas": (1e4, 1e6)}, {"thetas": (1e6, 1e6)}, {"slower": 1.0}, {"embed": 1.0}, {"gelu": False},
@@ -109,7 +122,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_easy_mistake_would_show(family: str, tmp_path: Path) -> None:
     recipe, weights, _ = write_family(tmp_path / "m.gguf", family)
     expected = family_logits(recipe, weights, IDS)
@@ -117,7 +130,7 @@ def test_every_easy_mistake_would_show(family: str, tmp_path: Path) -> None:
         assert difference(family_logits(replace(recipe, **mistake), weights, IDS), expected) > 1e-3, mistake
 
 
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_placement_gives_the_same_logits(family: str, tmp_path: Path) -> None:
     recipe, weights, path = write_family(tmp_path / "m.gguf", family)
     expected = family_logits(recipe, weights, IDS)
@@ -195,6 +208,16 @@ def test_phi3_4k_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch: p
         assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["exaone4", "olmo3"])
+def test_without_a_window_all_layers_are_alike(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = replace(RECIPES[family], windows=(), still=(), yarn=None)
+    monkeypatch.setitem(RECIPES, family, plain)
+    monkeypatch.setitem(_OWN_KEYS, family, lambda _: {})
+    _, weights, path = write_family(tmp_path / "m.gguf", family)
+    with open_engine(path, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), family_logits(plain, weights, IDS)) < 1e-5
+
+
 def test_keys_of_a_short_context_are_not_loaded_into_a_long_one(tmp_path: Path) -> None:
     path = write_family(tmp_path / "m.gguf", "phi3").path
     with open_engine(path, context=128) as engine:
@@ -205,7 +228,7 @@ def test_keys_of_a_short_context_are_not_loaded_into_a_long_one(tmp_path: Path) 
         engine.load(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("family", [name for name in RECIPES if name not in REMOTE])
+@pytest.mark.parametrize("family", IN_FOLDERS)
 def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (recipe, weights, folder), model = write_family_folder(tmp_path / "hf", family)

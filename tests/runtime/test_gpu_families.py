@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import open_engine, pinned_everywhere
-from family_files import RECIPES, write_family
+from family_files import FAMILIES, write_family
 from plan_samples import make_tier
 
 from pshard.models import open_model
@@ -29,7 +29,7 @@ def talk(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weights_at", ["pinned", "streamed", "cpu"])
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_placement_gives_the_reference_logits(family: str, weights_at: str, tmp_path: Path) -> None:
     path = write_family(tmp_path / "m.gguf", family, qtype="Q8_0").path
     with open_model(path) as file:
