@@ -107,7 +107,7 @@ def _stack(name: str, tensors: list[StoredTensor], numbers: set[int], count: int
     for tensor in tensors:
         if (tensor.qtype, tensor.shape) != (first.qtype, first.shape):
             tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, unlike {first.name}")
-    return replace(first, name=name, shape=(count, *first.shape), slabs=tuple(tensors))
+    return StoredTensor(name, first.qtype, (count, *first.shape), first.file, first.offset, slabs=tuple(tensors))
 
 
 def _split_rows(tensor: StoredTensor, shape: tuple[int, int, int]) -> list[StoredTensor]:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
@@ -26,9 +25,6 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     keys.refuse_unless("swiglu_limit", 7.0)
     if not (arch.optional_qk_norm or arch.qk_norm):
         keys.refuse_unless("use_qk_norm", False)
-    if (method := _quant_method(config)) and not (method == "mxfp4" and arch.sinks):
-        what = f"quantised safetensors are not supported (quant_method {method!r})"
-        raise UserError(f"{where}: {what}; use a GGUF file of the model")
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     latent = hf_latent(keys, position_keys(config, where)) if arch.latent else None
     head_dim = latent.cell if latent else keys.integer("head_dim", d_model // n_heads)
@@ -67,14 +63,6 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
 def count_hf_drafters(config: dict[str, Any], where: str) -> int:
     """So many layers follow the model's, which draft further tokens (multi-token prediction); it runs without them."""
     return Keys(config, where).integer("num_nextn_predict_layers", 0, least=0)
-
-
-def _quant_method(config: dict[str, Any]) -> str:
-    """How a folder's weights are quantised; "" when they are not."""
-    given = config.get("quantization_config")
-    if isinstance(given, dict):
-        return str(given.get("quant_method", "unknown"))[:40]
-    return "unknown" if given else ""
 
 
 def _sliding_window(arch: Architecture, config: dict[str, Any], keys: Keys) -> int:

@@ -24,6 +24,8 @@ from pshard.models.hf_config import count_hf_drafters, hf_config
 from pshard.models.hybrid.arrange_delta import name_folder, name_gguf, split_hybrid
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
+from pshard.models.quantised.join_tensors import join_quantised
+from pshard.models.quantised.scheme import read_scheme
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
@@ -175,9 +177,11 @@ def _open_gguf(path: Path) -> ModelFile:
 def _open_folder(folder: Path) -> ModelFile:
     metadata, where = take_text_settings(read_json(folder / "config.json")), str(folder / "config.json")
     arch = find_hf_architecture(metadata.get("model_type"), where)
+    scheme = read_scheme(metadata, arch.sinks, where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
     by_hf_name, unseen = take_text_tensors(by_hf_name)
+    by_hf_name = by_hf_name if arch.sinks else join_quantised(scheme, by_hf_name)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
     by_hf_name, notes = drop_drafters(by_hf_name, "model.layers.", drafters)
     by_hf_name, more = name_folder(arch, by_hf_name)

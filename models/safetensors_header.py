@@ -11,9 +11,9 @@ from typing import Any
 
 from pshard.errors import UserError
 from pshard.jsonio import parse_json
-from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, check_layout
+from pshard.models.stored import FETCH_AGAIN, RAW, MappedFile, StoredTensor, check_layout
 
-_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "U8": "U8"}
+_SIZED = ("F32", "F16", "BF16", *RAW)  # types whose bytes are known
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SINGLE_PART = "model-00001-of-00001.safetensors"  # which some write without an index
 
@@ -79,8 +79,8 @@ def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> t
     """A tensor and how many bytes its offsets leave it."""
     first, last = (index(n) for n in entry["data_offsets"])
     shape = tuple(index(n) for n in entry["shape"])
-    tensor = StoredTensor(name, _DTYPES.get(entry["dtype"], str(entry["dtype"])), shape or (1,), file, start + first)
-    if last < first or (tensor.qtype in _DTYPES and tensor.nbytes != last - first):
-        wanted = f", not the {tensor.nbytes} that its shape needs" if tensor.qtype in _DTYPES else ""
+    tensor = StoredTensor(name, str(entry["dtype"]), shape or (1,), file, start + first)
+    if last < first or (tensor.qtype in _SIZED and tensor.nbytes != last - first):
+        wanted = f", not the {tensor.nbytes} that its shape needs" if tensor.qtype in _SIZED else ""
         tensor.fail(f"has {last - first} bytes{wanted}: the header is damaged", FETCH_AGAIN)
     return tensor, last - first

@@ -22,6 +22,7 @@ try:
 except ImportError:  # where there are no such limits
     resource = None  # type: ignore[assignment]
 
+RAW = {"U8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}  # bytes of types that only their reader understands
 MOST_FILES = 1 << 16  # open at once
 FETCH_AGAIN, ANOTHER = "fetch it again", "take another file or model"  # what whoever has such a file can do
 MISSING = "a GGUF file, a folder, or a model of the Hub as ORG/REPO:QUANT; pshard models lists those that are here"
@@ -175,8 +176,8 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the file. Raises KeyError for an unknown quant type."""
-        if self.qtype == "U8":  # bytes that only their reader understands
-            return prod(self.shape)
+        if self.qtype in RAW:
+            return prod(self.shape) * RAW[self.qtype]
         rows = prod(self.shape[:-1])
         return file_nbytes(self.qtype, rows, self.shape[-1])
 

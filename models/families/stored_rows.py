@@ -2,13 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
-from pshard.models.hybrid.made_tensors import make_numbers
+from pshard.models.hybrid.made_tensors import make_numbers, take_rows
 from pshard.models.stored import StoredTensor
-from pshard.quant import file_nbytes
 
 _FUSED_HEADS = re.compile(r"(blk\.\d+\.)attn_qkv\.(weight|bias)")
 _FUSED_GATE = re.compile(r"(blk\.\d+\.)ffn_up\.weight")
@@ -56,8 +54,7 @@ def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tup
     tensor.check_type()
     if len(tensor.shape) > 1:
         tensor.check_blocks()
-    at = tensor.offset
+    at = 0
     for part, count in zip(names, rows):
-        shape = (count, *tensor.shape[1:])
-        yield part, replace(tensor, shape=shape, offset=at)
-        at += file_nbytes(tensor.qtype, count, tensor.shape[1] if len(shape) > 1 else 1)
+        yield part, take_rows(tensor.name, tensor, [(at, at + count)])
+        at += count

@@ -22,6 +22,9 @@ class PickedRows(StoredTensor):
         rows = self.source.read().reshape(self.source.shape[0], -1)
         return _freeze(np.concatenate([rows[start:stop] for start, stop in self.spans]))
 
+    def factor(self, number: int = 0) -> float:
+        return self.source.factor(number)
+
     def expect(self) -> None:
         self.source.expect()
 
@@ -52,13 +55,13 @@ class MadeNumbers(StoredTensor):
 
 
 def take_rows(name: str, source: StoredTensor, spans: Spans) -> StoredTensor:
-    """Those rows of a matrix under a name of their own; one span stays where it is in the file."""
+    """Those rows of a matrix, or numbers of a vector, under a name of their own; one span stays where it is in the
+    file."""
     shape = sum(stop - start for start, stop in spans), *source.shape[1:]
     if len(spans) == 1 and not source.slabs and type(source) is StoredTensor:
-        before = file_nbytes(source.qtype, spans[0][0], source.shape[1])
+        before = file_nbytes(source.qtype, spans[0][0], source.shape[1] if len(source.shape) > 1 else 1)
         return replace(source, name=name, shape=shape, offset=source.offset + before)
-    return PickedRows(name, source.qtype, shape, source.file, source.offset, factors=source.factors, source=source,
-                      spans=tuple(spans))  # fmt: skip
+    return PickedRows(name, source.qtype, shape, source.file, source.offset, source=source, spans=tuple(spans))
 
 
 def make_numbers(source: StoredTensor, make: Callable[[np.ndarray], np.ndarray]) -> StoredTensor:

@@ -7,13 +7,15 @@ of theirs.
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pshard.model_config import ModelConfig
+from pshard.models.hybrid.made_tensors import take_rows
 from pshard.models.stored import StoredTensor
-from pshard.quant import QUANT_TYPES, file_nbytes
+from pshard.quant import QUANT_TYPES
 
 _BOTH = re.compile(r"(blk\.\d+\.)attn_kv_b\.weight")
 _NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
@@ -34,7 +36,8 @@ class Transposed(StoredTensor):
             import gguf
 
             kind = gguf.GGMLQuantizationType[self.source.qtype]
-            matrix = gguf.quants.dequantize(raw.reshape(rows, -1), kind).astype(np.float16)
+            numbers = gguf.quants.dequantize(raw.reshape(rows, -1), kind) * np.float32(self.source.factor())
+            matrix = numbers.astype(np.float16)
         turned = np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
         turned.flags.writeable = False
         return turned
@@ -63,7 +66,7 @@ def split_keys(config: ModelConfig, stored: dict[str, StoredTensor]) -> tuple[di
             arranged[f"{joint[1]}attn_k_b.weight"], arranged[f"{joint[1]}attn_v_b.weight"] = _split(config, tensor)
     turned = [slab for t in arranged.values() for slab in t.slabs[:1] if isinstance(slab, Transposed)]
     rounded = any(matrix.qtype != matrix.source.qtype for matrix in turned)
-    note = "the file is an old one, whose attn_kv_b is quantised the other way than keys need; their half becomes F16"
+    note = "attn_kv_b is quantised the other way than keys need, as in folders and old files; their half becomes F16"
     return arranged, (note,) if rounded else ()
 
 
@@ -76,10 +79,9 @@ def _split(config: ModelConfig, both: StoredTensor) -> tuple[StoredTensor, Store
     both.check_blocks()
     if both.factors:
         both.fail("has a factor beside it, which keys and values in one matrix cannot have", "convert the model again")
-    row = file_nbytes(both.qtype, 1, latent.rank)
 
     def rows(first: int, count: int) -> StoredTensor:
-        return replace(both, shape=(count, latent.rank), offset=both.offset + first * row)
+        return take_rows(both.name, both, [(first, first + count)])
 
     qtype = both.qtype if QUANT_TYPES[both.qtype].block == 1 else "F16"
     keys, values = [], []
@@ -88,7 +90,9 @@ def _split(config: ModelConfig, both: StoredTensor) -> tuple[StoredTensor, Store
         shape = latent.rank, latent.nope
         keys.append(Transposed(both.name, qtype, shape, both.file, source.offset, source=source))
         values.append(rows(head * each + latent.nope, latent.value))
-    return (
-        replace(rows(0, 0), qtype=qtype, shape=(heads, latent.rank, latent.nope), slabs=tuple(keys)),
-        replace(rows(0, 0), shape=(heads, latent.value, latent.rank), slabs=tuple(values)),
-    )
+
+    def stack(slabs: Sequence[StoredTensor]) -> StoredTensor:
+        one = slabs[0]
+        return StoredTensor(both.name, one.qtype, (heads, *one.shape), both.file, both.offset, slabs=tuple(slabs))
+
+    return stack(keys), stack(values)

@@ -136,7 +136,7 @@ def test_the_multi_token_layer_is_left_out_with_a_note(tmp_path: Path, like: str
 @pytest.mark.parametrize(
     ("like", "changes", "says"),
     [
-        ("v3", {"quantization_config": {"quant_method": "fp8"}}, r"quantised safetensors .*quant_method 'fp8'.*GGUF"),
+        ("v3", {"quantization_config": {"quant_method": "quip"}}, r"quantised safetensors .*quant_method 'quip'.*GGUF"),
         ("lite", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "scored by a softmax"),
         ("v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', which is not supported yet"),
         ("lite", {"moe_layer_freq": 2}, "moe_layer_freq is 2, which is not supported yet"),

@@ -165,7 +165,10 @@ def set_keys(**keys: Any) -> Any:
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),
         (set_keys(hidden_size=...), "hidden_size is missing"),
         (set_keys(hidden_act="gelu"), "hidden_act is 'gelu', which is not supported"),
-        (set_keys(quantization_config={"quant_method": "awq"}), "quantised safetensors are not supported"),
+        (
+            set_keys(quantization_config={"quant_method": "bitsandbytes"}),
+            "quantised safetensors of this method are not supported",
+        ),
         (set_keys(sliding_window=128), "sliding-window attention"),
         (set_keys(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "RoPE scaling 'dynamic' is not supported"),
         (set_keys(rope_parameters={"rope_type": "linear"}), "rope_parameters: factor is missing"),
