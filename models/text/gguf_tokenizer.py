@@ -50,8 +50,12 @@ _QWEN2 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}|" + _MARKS + _TAIL,), nf
 _QWEN35 = (  # marks are of the words that they stand in
     _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL
 )
+_LONE_ENDS = r"|\s*[\r\n]|\s+(?!\S)|\s+"  # a line's end is a piece of its own
+_SPACES = "|".join(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
 _DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _V3_WORDS + _TAIL))
 _SMOLLM = PreTokenizer((r"\p{N}", _GPT2))
+_GPT4O = PreTokenizer((_CASED_CONTRACTED + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,))
+_BAILING = PreTokenizer((r"'(?i:[sdmt]|ll|ve|re)|" + _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LONE_ENDS,))
 # The patterns are those of the models' own tokenizer.json; "default" is what GGUF files mean by it.
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer((_GPT2,)),
@@ -69,7 +73,29 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer((_CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,), whole_words=True, adds_bos=True),
     "glm4": PreTokenizer(_LLAMA3.patterns, whole_words=True),
     "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
-    "gpt-4o": PreTokenizer((_CASED_CONTRACTED + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,)),
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
+    "minimax-m2": _GPT4O,
+    "tiny_aya": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O.patterns)),
+    "lfm2": _LLAMA3,
+    "olmo": PreTokenizer((_GPT2,)),
+    "stablelm2": PreTokenizer(_QWEN2.patterns),
+    "hunyuan": PreTokenizer(_QWEN2.patterns),
+    "hunyuan-dense": _DEEPSEEK_V3,
+    "hy_v4": _DEEPSEEK_V3,
+    "exaone": _SMOLLM,
+    "exaone4": PreTokenizer((_GPT2,)),
+    "exaone-moe": PreTokenizer(
+        (
+            _CONTRACTIONS
+            + r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+            + _LONE_ENDS,
+        )
+    ),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    "jais-2": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}|" + _MARKS + r"\s*[\r\n]+|" + _SPACES + r"|\s{1}",)),
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", *_QWEN2.patterns)),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
     "deepseek-llm": PreTokenizer(
         (
             r"[\r\n]",

@@ -133,6 +133,14 @@ def test_a_harmony_turn_does_not_end_with_a_message_in_it() -> None:
         ("refact", [" a", "1", "2", "!"]),  # granite
         ("dbrx", [" a", "12", "!"]),  # Phi-4
         ("seed-coder", [" a", "1", "2", "!"]),
+        ("bailingmoe", [" a", "1", "2", "!"]),
+        ("exaone", [" a", "1", "2", "!"]),
+        ("exaone-moe", [" a", "1", "2", "!"]),
+        ("deepseek-coder", [" a", "1", "2", "!"]),
+        ("minimax-m2", [" a", "12", "!"]),
+        ("tiny_aya", [" a", "12", "!"]),
+        ("jais-2", [" a", "12", "!"]),
+        ("hunyuan-dense", [" a", "12", "!"]),
         ("default", [" a", "12", "!"]),
     ],
 )
