@@ -4,7 +4,7 @@ The package is an extra, imported when a grammar is given.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from pshard.errors import UserError
 from pshard.runtime.sampling.close_objects import close_objects
+from pshard.runtime.sampling.show_rule import describe_error, describe_regex
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}}
 
@@ -81,18 +82,29 @@ class GrammarWords:
         """The same of a grammar in GBNF or Lark."""
         from llguidance import gbnf_to_lark
 
-        with _name_error(flag):
-            made = self._library.LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(text))
-        return self._compile(made, flag)
+        try:
+            lark = gbnf_to_lark.any_to_lark(text)
+        except Exception as error:
+            raise _refuse(flag, describe_error(error, text, "")) from None
+        made = self._library.LLMatcher.grammar_from_lark(lark)
+        return self._compile(made, flag, lambda error: describe_error(error, text, lark))
 
-    def _compile(self, made: str, flag: str) -> Callable[[], Grammar]:
+    def compile_regex(self, text: str, flag: str) -> Callable[[], Grammar]:
+        """The same of a regular expression that the whole answer matches."""
+        return self._compile(self._library.LLMatcher.grammar_from_regex(text), flag, describe_regex)
+
+    def compile_choice(self, texts: Sequence[str], flag: str) -> Callable[[], Grammar]:
+        """The same of some texts, of which the answer is one."""
+        return self.compile_grammar(f"start: {' | '.join(map(json.dumps, texts))}\n", flag)
+
+    def _compile(self, made: str, flag: str, describe: Callable[[str], str] | None = None) -> Callable[[], Grammar]:
         matcher = self._library.LLMatcher(self._known, made, log_level=0)
         first = matcher.deep_copy()
         if not first.is_error():
             first.compute_bitmask()  # some that are too complex show it with the first token only
         if first.is_error():
-            why = " ".join(first.get_error().partition("<state>")[0].split())
-            raise UserError(f"{flag} cannot be read: {why}; correct it")
+            error = first.get_error()
+            raise _refuse(flag, describe(error) if describe else " ".join(error.partition("<state>")[0].split()))
         return lambda: Grammar(matcher.deep_copy(), self._vocab)
 
 
@@ -133,7 +145,11 @@ def _name_error(flag: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"{flag} cannot be read: {(str(error).splitlines() or [''])[0]}; correct it") from None
+        raise _refuse(flag, (str(error).splitlines() or [""])[0]) from None
+
+
+def _refuse(flag: str, why: str) -> UserError:
+    return UserError(f"{flag} cannot be read: {why}; correct it")
 
 
 class _Words:

@@ -62,11 +62,22 @@ class Tool:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What an answer follows besides JSON schemas. kind: "grammar" (GBNF or Lark), "regex", which all of it matches, or
+    "choice": it is one of several texts. where: the field that has it, for errors."""
+
+    kind: str
+    value: str | tuple[str, ...]
+    where: str
+
+
+@dataclass(frozen=True)
 class ChatAsk:
     """A conversation to be continued.
 
     messages: as chat templates expect them. choice: "none", "auto", "required", or ("name",) of the tool that has to be
-    called. several: an answer may have more than one call. schema: a JSON schema that an answer without calls follows.
+    called. several: an answer may have more than one call. schema: a JSON schema that an answer without calls follows;
+    rule: what else it follows, where there are no tools.
     arguments: of the template. where and format: the fields that have the conversation and the schema, for errors.
     """
 
@@ -77,6 +88,7 @@ class ChatAsk:
     choice: str | tuple[str] = "none"
     several: bool = True
     schema: dict[str, Any] | None = None
+    rule: Rule | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     where: str = "messages"
     format: str = "response_format"
@@ -88,13 +100,32 @@ class ChatAsk:
             return tuple(tool for tool in self.tools if (tool.name,) == self.choice)
         return self.tools if self.choice == "required" else ()
 
+    @property
+    def guided(self) -> bool:
+        """Whether a grammar says what the answer may be, all of it."""
+        return bool(self.forced) or self.schema is not None or self.rule is not None
+
 
 @dataclass(frozen=True)
 class CompletionAsk:
-    """Prompts to be continued: texts or token ids. echo: the prompt is part of the answer."""
+    """Prompts to be continued: texts or token ids. echo: the prompt is part of the answer. suffix: what comes after the
+    gap behind the only prompt."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     generation: Generation
     answering: Answering
     echo: bool = False
     schema: dict[str, Any] | None = None
+    rule: Rule | None = None
+    format: str = "response_format"
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A gap to be filled: what is before it and after it, how its filling begins, and other files by their names."""
+
+    before: str
+    after: str
+    begun: str = ""
+    files: tuple[tuple[str, str], ...] = ()

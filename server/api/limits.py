@@ -8,11 +8,12 @@ class Limits:
     """Bounds that keep one request from hurting others. Lengths of text are bounded by the body and the context.
 
     body: bytes of a request. choices: `n`; prompts: of one to /v1/completions; jobs: choices times prompts. stops:
-    stop strings, each of at most `stop_letters`. top: likeliest tokens beside each. biases: tokens of `logit_bias`.
-    schema_bytes and depth: of a JSON schema, and depth of nesting; compile_seconds: until a grammar must be ready.
-    messages, tools: of a chat; tools_bytes: of its tools together; calls: of tools, where an answer has to be calls.
-    template_steps: loops and calls of a chat template. body_seconds: until a body must be there; write_seconds: without
-    progress before a reader is given up; ping_seconds: between signs of life in a stream.
+    stop strings, each of at most `stop_letters`. named: texts of a choice. top: likeliest tokens beside each.
+    biases: tokens of `logit_bias`. schema_bytes and depth: of a JSON schema, and depth of nesting; compile_seconds:
+    until a grammar must be ready. messages, tools: of a chat; tools_bytes: of its tools together; calls: of tools,
+    where an answer has to be calls. template_steps: loops and calls of a chat template. body_seconds: until a body
+    must be there; write_seconds: without progress before a reader is given up; ping_seconds: between signs of life
+    in a stream.
     """
 
     body: int = 8 << 20
@@ -21,6 +22,7 @@ class Limits:
     jobs: int = 256
     stops: int = 16
     stop_letters: int = 256
+    named: int = 1024
     top: int = 20
     biases: int = 1024
     schema_bytes: int = 64 << 10

@@ -5,6 +5,7 @@ from typing import Any
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import chat_table
 from pshard.server.api.read_completion import completion_table
+from pshard.server.api.read_gap import gap_table
 from pshard.server.api.read_message_request import messages_table
 from pshard.server.api.read_ollama import NAMED, ollama_chat_table, ollama_generate_table
 from pshard.server.api.read_responses import responses_table
@@ -43,11 +44,14 @@ def request_tables(limits: Limits, vocab: int) -> dict[str, Table]:
         "/v1/chat/completions": chat_table(limits),
         "/v1/completions": completion_table(limits, vocab),
         "/v1/responses": responses_table(limits),
+        "/v1/responses/input_tokens": responses_table(limits),
         "/v1/messages": messages_table(limits),
         "/v1/messages/count_tokens": messages_table(limits, True),
         "/api/chat": ollama_chat_table(limits),
         "/api/generate": ollama_generate_table(limits),
         "/api/show": NAMED,
+        "/infill": gap_table(limits),
+        "/apply-template": chat_table(limits),
         "/tokenize": tokenize_table(limits),
         "/detokenize": detokenize_table(vocab),
         "/budget": budget_table(),

@@ -24,7 +24,8 @@ from pshard.server.api.tables.fields import (
     read_fields,
 )
 from pshard.server.api.tables.other_names import refuse_others
-from pshard.server.api.tables.sampling_fields import Most, read_format, read_sampling, read_stops, sampling_table
+from pshard.server.api.tables.rule_fields import read_rules
+from pshard.server.api.tables.sampling_fields import Most, read_sampling, read_stops, sampling_table
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ARGUMENTS = (  # of a template: no others, as a template may do anything with what it is given
@@ -70,7 +71,7 @@ def chat_table(limits: Limits) -> Table:
         Field("modalities", Items(OneOf(("text",)), 1), None),
         Field("audio", Refused("is not taken: this model makes text")),
         Field("web_search_options", Refused("is not taken: this server reaches no network", ())),
-        *sampling_table(limits),
+        *sampling_table(limits, rules=True),
         *refuse_others("/v1/chat/completions"),
     )
 
@@ -90,6 +91,7 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
         v["ignore_eos"],
     )
     tools = read_tools(v["tools"], limits)
+    schema, rule, where = read_rules(v, limits)
     ask = ChatAsk(
         read_messages(number_places(v["messages"], "messages")),
         generation,
@@ -97,8 +99,10 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
         tools,
         read_choice(v["tool_choice"], tools),
         v["parallel_tool_calls"],
-        read_format(v["response_format"], limits),
-        read_arguments(v["chat_template_kwargs"], v["reasoning_effort"] or v["reasoning"].get("effort")),
+        schema,
+        rule=rule,
+        arguments=read_arguments(v["chat_template_kwargs"], v["reasoning_effort"] or v["reasoning"].get("effort")),
+        format=where,
     )
     return check_chat(ask)
 

@@ -8,10 +8,10 @@ from pshard.server.api.faults import Fault, bad_field
 from pshard.server.api.limits import Limits
 from pshard.server.api.tables.fields import ByType, Field, Flag, Items, Table, Text, Whole, read_fields
 from pshard.server.api.tables.other_names import refuse_others
+from pshard.server.api.tables.rule_fields import read_rules
 from pshard.server.api.tables.sampling_fields import (
     MOST_TOKENS,
     Most,
-    read_format,
     read_sampling,
     read_stops,
     sampling_table,
@@ -61,8 +61,9 @@ def completion_table(limits: Limits, vocab: int) -> Table:
         Field("max_tokens", Most(0), USUAL_MOST, "0 with echo: scores the prompt only; -1: fills the context"),
         Field("echo", Flag(), False, "the prompt is part of the answer"),
         Field("logprobs", Whole(0, limits.top), None),
+        Field("suffix", Text(limits.body), "", "what follows the gap behind the prompt, for models with marks of gaps"),
         Field("best_of", refuse_more, None, "only equal to n"),
-        *sampling_table(limits),
+        *(field for field in sampling_table(limits, rules=True) if field.name != "suffix"),
         *refuse_others("/v1/completions"),
     )
 
@@ -74,6 +75,8 @@ def read_completion(body: Any, table: Table, usual: Sampling, limits: Limits, vo
         raise bad_field("best_of", "is not taken unless it equals n: all answers are given, none is chosen")
     if v["max_tokens"] == 0 and not v["echo"]:
         raise bad_field("max_tokens", "is 1 or more; 0 is for echo, which scores the prompt")
+    if v["suffix"] and (v["echo"] or len(v["prompt"]) > 1 or not isinstance(v["prompt"][0], str)):
+        raise bad_field("suffix", "is for one prompt that is text, without echo")
     check_jobs(len(v["prompt"]), v["n"], limits)
     generation = Generation(
         v["max_tokens"],
@@ -83,9 +86,7 @@ def read_completion(body: Any, table: Table, usual: Sampling, limits: Limits, vo
         v["logprobs"],
         v["ignore_eos"],
     )
-    return CompletionAsk(
-        v["prompt"], generation, read_answering(v), v["echo"], read_format(v["response_format"], limits)
-    )
+    return CompletionAsk(v["prompt"], generation, read_answering(v), v["echo"], *read_rules(v, limits), v["suffix"])
 
 
 def read_answering(v: dict[str, Any]) -> Answering:

@@ -25,7 +25,8 @@ from pshard.server.api.tables.fields import (
     read_fields,
 )
 from pshard.server.api.tables.other_names import refuse_others
-from pshard.server.api.tables.sampling_fields import Most, read_format, read_sampling, read_stops, sampling_table
+from pshard.server.api.tables.rule_fields import read_format
+from pshard.server.api.tables.sampling_fields import Most, read_sampling, read_stops, sampling_table
 
 STATELESS = "is not taken: nothing is stored here; send the whole conversation as input"
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -105,7 +106,7 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
         read_choice(v["tool_choice"], tools),
         v["parallel_tool_calls"],
         _read_format((v["text"] or {}).get("format"), limits),
-        read_arguments({}, (v["reasoning"] or {}).get("effort")),
+        arguments=read_arguments({}, (v["reasoning"] or {}).get("effort")),
         where="input",
         format="text.format",
     )

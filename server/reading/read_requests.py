@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from pshard.server.api.asks import Answering, ChatAsk, CompletionAsk, Generation
+from pshard.server.api.asks import Answering, ChatAsk, CompletionAsk, Gap, Generation
 from pshard.server.api.faults import bad_field
 from pshard.server.api.read_chat import read_chat
 from pshard.server.api.read_completion import read_completion
+from pshard.server.api.read_gap import read_gap
 from pshard.server.api.read_message_request import read_message_request
 from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.api.read_ollama import OllamaAsk, read_ollama
@@ -49,6 +50,29 @@ def read_message(reader: Reader, body: Body) -> ReadChat:
     return _make_prompt(reader, body, _read_message_ask(reader, body, "/v1/messages"))
 
 
+def count_response_tokens(reader: Reader, body: Body) -> int:
+    """Of /v1/responses/input_tokens: how many the prompt has, also where it is too long to be answered."""
+    table = reader.tables["/v1/responses/input_tokens"]
+    ask = read_responses(body, table, reader.usual, reader.limits, reader.model.vocab)
+    reader.check_model(body.get("model") or "")
+    return len(reader.prompts.count_chat(ask))
+
+
+def write_template(reader: Reader, body: Body) -> str:
+    """Of /apply-template, whose body is that of a chat: the prompt as text."""
+    ask = read_chat(body, reader.tables["/apply-template"], reader.usual, reader.limits, reader.model.vocab)
+    reader.check_model(body.get("model") or "")
+    return reader.prompts.write_chat(ask)
+
+
+def read_gap_request(reader: Reader, body: Body) -> tuple[Generation, Answering, Prompt]:
+    """Of /infill."""
+    v = read_fields(body, reader.tables["/infill"])
+    reader.check_model(body.get("model") or "")
+    gap, generation = read_gap(v, reader.usual, reader.model.vocab)
+    return generation, Answering(v["stream"]), reader.prompts.of_gap(gap, "input_suffix")
+
+
 def count_message_tokens(reader: Reader, body: Body) -> int:
     """Of /v1/messages/count_tokens: how many the prompt has, also where it is too long to be answered."""
     ask = _read_message_ask(reader, body, "/v1/messages/count_tokens")
@@ -80,7 +104,7 @@ def _read_ollama(reader: Reader, body: Body, path: str) -> tuple[OllamaAsk, Prom
     prompts, chat = reader.prompts, ask.chat
     left = replace(ask, chat=replace(chat, messages=()), text=None, suffix="")
     if ask.suffix:
-        return left, prompts.of_gap(ask.text or "", ask.suffix, "suffix")
+        return left, prompts.of_gap(Gap(ask.text or "", ask.suffix), "suffix")
     if ask.text is not None or (path == "/api/generate" and chat.messages and not reader.model.template):
         text = ask.text if ask.text is not None else "\n\n".join(m["content"] for m in chat.messages)
         return left, prompts.of_text(text, "prompt") if text else None
@@ -109,6 +133,9 @@ def read_completion_request(reader: Reader, body: Body) -> tuple[CompletionAsk, 
     ask = read_completion(body, table, reader.usual, reader.limits, reader.model.vocab)
     reader.check_model(body.get("model") or "")
     prompts = []
+    if ask.suffix:  # of one prompt, which is text
+        gap = Gap(str(ask.prompts[0]), ask.suffix)
+        return replace(ask, prompts=(), suffix=""), [reader.prompts.of_gap(gap, "suffix")], ()
     for i, given in enumerate(ask.prompts):
         where = "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
         made = reader.prompts.of_text(given, where) if isinstance(given, str) else reader.prompts.of_ids(given, where)

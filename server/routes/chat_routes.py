@@ -58,7 +58,7 @@ async def chat(desk: Desk, call: Call) -> Reply:
 async def prepare_chat(desk: Desk, ask: ChatAsk, prompt: Prompt, id: str, key: str) -> Answers:
     """Answers to a conversation that can be started. Raises Fault where it cannot be kept to what was asked."""
     guide: Callable[[], Constraint] | None = None
-    if ask.forced or ask.schema is not None:
+    if ask.guided:
         mark, seconds = prompt.format.mark if prompt.format else "", desk.limits.compile_seconds
         guide = await desk.off_loop(desk.guides.follow_ask, ask, desk.limits.calls, mark, seconds=seconds)
     return Answers(desk, Asked(id, key, [prompt], ask.generation, guide))

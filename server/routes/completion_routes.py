@@ -50,9 +50,11 @@ async def complete(desk: Desk, call: Call) -> Reply:
     """Continue prompts. Raises Fault."""
     ask, prompts, echoes = await desk.read(read_completion_request, call.body)
     guide = None
-    if ask.schema is not None:
-        seconds = desk.limits.compile_seconds
-        guide = await desk.off_loop(desk.guides.follow_schema, ask.schema, "response_format", seconds=seconds)
+    seconds = desk.limits.compile_seconds
+    if ask.rule is not None:
+        guide = await desk.off_loop(desk.guides.follow_rule, ask.rule, seconds=seconds)
+    elif ask.schema is not None:
+        guide = await desk.off_loop(desk.guides.follow_schema, ask.schema, ask.format, seconds=seconds)
     heading = desk.head("cmpl-")
     scored = ask.echo and ask.generation.likely is not None
     answers = Answers(desk, Asked(heading.id, call.key, prompts, ask.generation, guide, scored))

@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""POST /v1/responses and /v1/responses/input_tokens."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from pshard.server.api.faults import Fault, show_fault
 from pshard.server.http.answers import Answers
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
-from pshard.server.reading.read_requests import read_response_request
+from pshard.server.reading.read_requests import count_response_tokens, read_response_request
 from pshard.server.routes.chat_routes import prepare_chat
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.show_responses import Events, OutputItems, show_response
@@ -28,6 +28,12 @@ async def respond(desk: Desk, call: Call) -> Reply:
     items.take(answer.whole)
     items.close(answer.reason == "stop", answer.reader.cut)
     return reply_json(show_response(heading, echo, status_of(answer.reason), items.done, answers.usage()))
+
+
+async def count_tokens(desk: Desk, call: Call) -> Reply:
+    """How many tokens the prompt of a response has. Raises Fault."""
+    count = await desk.read(count_response_tokens, call.body)
+    return reply_json({"object": "response.input_tokens", "input_tokens": count})
 
 
 def status_of(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: in the forms of vLLM and of llama.cpp, both at once."""
+"""POST /tokenize, /detokenize and /apply-template, GET /tokenizer_info: in vLLM's and llama.cpp's forms at once."""
 
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, Whole, reply_json
@@ -13,6 +13,11 @@ async def tokenize(desk: Desk, call: Call) -> Reply:
 async def detokenize(desk: Desk, call: Call) -> Reply:
     """The text of tokens, special ones spelled out."""
     return Whole(await desk.read(read_requests.detokenize, call.body))
+
+
+async def apply_template(desk: Desk, call: Call) -> Reply:
+    """A chat as the template writes it, without an answer. Raises Fault."""
+    return reply_json({"prompt": await desk.read(read_requests.write_template, call.body)})
 
 
 async def tell_tokenizer(desk: Desk, call: Call) -> Reply:

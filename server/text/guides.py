@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.errors import UserError
 from pshard.runtime.sampling.grammar import Grammar, GrammarWords, open_words
-from pshard.server.api.asks import ChatAsk, Tool
+from pshard.server.api.asks import ChatAsk, Rule, Tool
 from pshard.server.api.faults import Fault
 from pshard.server.text.call_schemas import as_object, schema_of_calls, write_either
 
@@ -47,11 +47,25 @@ class Guides:
         except UserError as error:
             raise _refuse(schema, where, error) from None
 
+    def follow_rule(self, rule: Rule) -> Callable[[], Grammar]:
+        """The same of a grammar, an expression or a choice. Raises Fault that shows what cannot be kept to, as it was
+        written."""
+        try:
+            words = self._open_words()
+            if isinstance(rule.value, tuple):
+                return words.compile_choice(rule.value, rule.where)
+            make = words.compile_regex if rule.kind == "regex" else words.compile_grammar
+            return make(rule.value, rule.where)
+        except UserError as error:
+            raise Fault(400, str(error), param=rule.where, code="invalid_grammar") from None
+
     def follow_ask(self, ask: ChatAsk, most: int, mark: str) -> Callable[[], Grammar]:
         """The same for an ask that forces calls, has a schema, or both tools and a schema: then the answer is calls or
         follows the schema. most: calls of an answer; mark: the tag before a call, "" for none. Raises Fault that names
         the tool and the field."""
         several = most if ask.several and not isinstance(ask.choice, tuple) else 1  # a named one is called once
+        if ask.rule is not None:
+            return self.follow_rule(ask.rule)
         if not ask.tools:
             assert ask.schema is not None
             return self.follow_schema(ask.schema, ask.format)

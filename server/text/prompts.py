@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pshard.errors import UserError
 from pshard.models.text.tool_templates import takes_tools
 from pshard.models.text.traced_text import TracedText, join_texts
-from pshard.server.api.asks import ChatAsk, Message, Tool
+from pshard.server.api.asks import ChatAsk, Gap, Message, Tool
 from pshard.server.api.faults import Fault, bad_field, too_long
 from pshard.server.text.formats import ENDS, HARMONY, THOUGHTS, ChatFormat, find_format
 from pshard.server.text.turns import SHORT_IDS, answer_results, give_objects, rewrite_turns, shorten_ids, split_calls
@@ -27,6 +27,7 @@ GAPS = (  # names of special tokens: before the prefix, before the suffix, befor
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )  # fmt: skip
 GAP_ENDS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>", "<file_sep>", "<EOT>", "▁<EOT>")
+FILE = "<|file_sep|>"
 LIMIT = "chat template: it "  # begins what a template is told that does too much
 
 
@@ -76,17 +77,24 @@ class Prompts:
                 return ids[0][0], ids[1][0], ids[2][0]
         return None
 
-    def of_gap(self, prefix: str, suffix: str, where: str) -> Prompt:
+    def of_gap(self, gap: Gap, where: str) -> Prompt:
         """A gap between two texts, to be filled. Raises Fault for a model without marks of gaps, and where it does not
         fit the context."""
         tokenizer = self.find_tokenizer(where)
         if self.gap_marks is None:
             raise bad_field(where, "is not taken: this model continues text, it has no marks to fill gaps by")
-        self._check_length(len(prefix) + len(suffix), where)
-        before, after, middle = self.gap_marks
-        begin = [token for token in tokenizer.encode("") if token == tokenizer.bos_id]
-        first, second = (tokenizer.encode(text, add_special=False, parse_special=False) for text in (prefix, suffix))
-        made = self.of_ids((*begin, before, *first, after, *second, middle), where)
+        self._check_length(sum(map(len, (gap.before, gap.after, gap.begun))), where)
+        mark_before, mark_after, mark_gap = self.gap_marks
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special=False, parse_special=False)
+
+        ids = [token for token in tokenizer.encode("") if token == tokenizer.bos_id]
+        file_mark = tokenizer.encode(FILE, add_special=False)
+        for name, text in gap.files:  # as models read a repository whose last file has the gap
+            ids += [*file_mark, *encode(f"{name}\n{text}\n")] if len(file_mark) == 1 else encode(f"{text}\n")
+        ids += [mark_before, *encode(gap.before), mark_after, *encode(gap.after), mark_gap, *encode(gap.begun)]
+        made = self.of_ids(tuple(ids), where)
         return replace(made, ends=made.ends | {*self.gap_marks} | self._find_ends(tokenizer, GAP_ENDS))
 
     def of_ids(self, ids: tuple[int, ...], where: str) -> Prompt:
@@ -108,7 +116,7 @@ class Prompts:
             raise bad_field(ask.where, "make a prompt without tokens; say something")
         if len(ids) >= self._model.context:
             raise self._too_long(ask.where, len(ids))
-        forced, guided = bool(ask.forced), ask.schema is not None
+        forced, guided = bool(ask.forced), ask.guided and not ask.forced
         format = find_format(self._model.template, text.forget(), ask.tools, forced, not ask.several, guided)
         return Prompt(tuple(ids), format, tokenizer.eos_ids | self._find_ends(tokenizer))
 
@@ -116,6 +124,11 @@ class Prompts:
         """All tokens of a conversation, whatever has room in the context. Raises Fault for one that the template
         refuses."""
         return self.find_tokenizer(ask.where).encode_chat(self._render(ask))
+
+    def write_chat(self, ask: ChatAsk) -> str:
+        """A conversation as the template writes it. Raises Fault for one that the template refuses."""
+        self.find_tokenizer(ask.where)
+        return self._render(ask).forget()
 
     def _render(self, ask: ChatAsk) -> TracedText:
         from pshard.models.text.chat import render_chat
@@ -125,7 +138,7 @@ class Prompts:
         messages, arguments = list(ask.messages), dict(ask.arguments)
         if not takes_tools(template):
             messages = describe_tools(messages, ask.tools)
-        if guided := bool(ask.forced or ask.schema is not None):  # a grammar leaves no room to think
+        if guided := ask.guided:  # a grammar leaves no room to think
             arguments = {"enable_thinking": False} | arguments
         tools = [tool.as_template() for tool in ask.tools] or None
 

@@ -244,9 +244,9 @@ def test_fields_of_other_servers_that_change_answers_are_refused_unless_they_cha
                "stop_token_ids": [], "skip_special_tokens": True, "add_generation_prompt": True, "echo": False,
                "thinking_token_budget": -1, "lora": []}  # fmt: skip
     chat(app, max_completion_tokens=1, **neutral)
-    for name, value in (("typical_p", 0.9), ("dry_multiplier", 0.8), ("guided_regex", "a+"), ("stop_token_ids", [5]),
+    for name, value in (("typical_p", 0.9), ("dry_multiplier", 0.8), ("stop_token_ids", [5]),
                         ("samplers", ["top_k"]), ("min_tokens", True), ("truncate_prompt_tokens", 9),
-                        ("regex", "a+"), ("ebnf", "root ::= x"), ("documents", [{}]), ("cache_salt", "x"),
+                        ("documents", [{}]), ("cache_salt", "x"),
                         ("skip_special_tokens", False), ("add_generation_prompt", False), ("echo", True),
                         ("thinking_token_budget", 100), ("lora", [{"id": 0, "scale": 1}])):  # fmt: skip
         error = ask(app, PATH, HI | {name: value}).json()["error"]

@@ -62,6 +62,9 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
                    "tools": [{"type": "function", "function": FUNCTION}], "options": {"num_predict": 5, "top_k": 3}}),
     ("/api/generate", {"prompt": "hi", "system": "s", "stream": False, "think": False, "keep_alive": 5,
                        "options": {"num_predict": 4, "stop": ["x"]}, "logprobs": True, "top_logprobs": 1}),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 4, "grammar": 'root ::= "a" [b-d]+'}),
+    ("/v1/chat/completions", {"messages": CHAT, "structured_outputs": {"choice": ["yes", "no"]}}),
+    ("/apply-template", {"messages": CHAT}), ("/v1/responses/input_tokens", {"input": "hi", "instructions": "s"}),
     ("/api/show", {"model": "demo"}),
 ]  # fmt: skip
 JUNK: list[Any] = [

@@ -9,7 +9,6 @@ from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.server.api.faults import bad_field
 from pshard.server.api.limits import Limits
-from pshard.server.api.read_tools import check_schema
 from pshard.server.api.tables.fields import (
     NOTHING,
     ByType,
@@ -25,9 +24,10 @@ from pshard.server.api.tables.fields import (
     Text,
     Whole,
 )
+from pshard.server.api.tables.rule_fields import RULES, rule_table
 
 MOST_TOKENS = 1 << 31
-SAMPLER, SCHEMA = "is not one of the samplers here", "is not taken; give response_format with a JSON schema"
+SAMPLER, SCHEMA = "is not one of the samplers here", "is not taken; give a JSON schema"
 KEPT, STOPS = "is not taken: answers are as the model makes them", "is not taken; give stop, which may name tokens"
 ENDS = "is not kept: thinking ends when the model ends it"
 ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's, vLLM's and SGLang's that change
@@ -35,8 +35,6 @@ ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's, vLLM's and 
     ("mirostat", SAMPLER), ("mirostat_mode", SAMPLER), ("typical_p", SAMPLER, 1), ("tfs_z", SAMPLER, 1),
     ("tfs", SAMPLER, 1), ("top_a", SAMPLER), ("top_n_sigma", SAMPLER, -1), ("dynatemp_range", SAMPLER),
     ("dry_multiplier", SAMPLER), ("xtc_probability", SAMPLER), ("smoothing_factor", SAMPLER), ("samplers", SAMPLER),
-    ("grammar", SCHEMA), ("json_schema", SCHEMA), ("guided_json", SCHEMA), ("guided_regex", SCHEMA),
-    ("guided_choice", SCHEMA), ("guided_grammar", SCHEMA), ("structured_outputs", SCHEMA),
     ("stop_token_ids", STOPS), ("include_stop_str_in_output", "is not done: a stop string is no part of an answer"),
     ("min_tokens", "is not taken; ignore_eos goes on past the end"), ("use_beam_search", KEPT), ("bad_words", KEPT),
     ("length_penalty", KEPT, 1), ("allowed_token_ids", "is not taken; give logit_bias"),
@@ -44,7 +42,7 @@ ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's, vLLM's and 
     ("truncate_prompt_tokens", "is not taken: prompts are never cut", -1), ("n_predict", "is max_tokens here", -1),
     ("n_probs", "is logprobs here"), ("chat_template", "is not taken: templates are those of the model"),
     ("continue_final_message", "is not taken: the template ends a message"),
-    ("regex", SCHEMA), ("ebnf", SCHEMA), ("structural_tag", SCHEMA), ("stop_regex", STOPS),
+    ("structural_tag", SCHEMA), ("stop_regex", STOPS),
     ("epsilon_cutoff", SAMPLER), ("eta_cutoff", SAMPLER), ("logits_processors", SAMPLER),
     ("custom_logit_processor", SAMPLER), ("no_stop_trim", "is not done: a stop string is no part of an answer"),
     ("t_max_predict_ms", "is not taken; give max_tokens"), ("documents", "is not taken; write them into a message"),
@@ -68,9 +66,12 @@ class Most:
         return {"anyOf": [self._count.schema(), {"const": -1}]}
 
 
-def sampling_table(limits: Limits) -> Table:
-    """Fields that chat and completions share."""
+def sampling_table(limits: Limits, rules: bool = False) -> Table:
+    """Fields that chat and completions share. rules: with those that say by which rules an answer is made; they are
+    refused elsewhere."""
+    refused = tuple(Field(name, Refused(SCHEMA)) for name in (*RULES, "structured_outputs"))
     return (
+        *(rule_table(limits) if rules else refused),
         Field("temperature", Number(0, 2), about="0: the likeliest token, always"),
         Field("top_p", Number(0, 1)),
         Field("top_k", Whole(-1, MOST_TOKENS), about="0 and -1: off"),
@@ -165,21 +166,6 @@ def seed_choice(sampling: Sampling, choice: int) -> Sampling:
         return sampling
     mixed = sha256(f"{seed}:{choice}".encode()).digest()
     return replace(sampling, seed=int.from_bytes(mixed[:8], "big") >> 1)
-
-
-def read_format(
-    given: Mapping[str, Any] | None, limits: Limits, where: str = "response_format"
-) -> dict[str, Any] | None:
-    """The JSON schema that `response_format` asks for; None: any text. Raises Fault for one beyond the limits."""
-    if given is None or given["type"] == "text":
-        return None
-    if given["type"] == "json_object":
-        return {"type": "object"}
-    if given["json_schema"] is None:
-        raise bad_field(f"{where}.json_schema", "is missing")
-    schema = given["json_schema"]["schema"]
-    check_schema(schema, f"{where}.json_schema.schema", limits)
-    return schema
 
 
 def read_stops(given: str | tuple[str, ...]) -> tuple[str, ...]:
