@@ -82,6 +82,12 @@ class ModelFile:
         """What all weights of a tensor, or of one of its parts, are multiplied by: see `StoredTensor.factor`."""
         return self._tensors[name].factor(part)
 
+    def locate(self, name: str, part: int | None = None) -> tuple[Path, int] | None:
+        """The file that holds a tensor, or one of its parts, and its first byte there; None where it does not lie there
+        in one piece as it is used."""
+        tensor = self._tensors[name] if part is None else self._tensors[name].slab(part)
+        return None if tensor.slabs or type(tensor) is not StoredTensor else (tensor.file.path, tensor.offset)
+
     def expect_tensor(self, name: str) -> None:
         """Have the system read a tensor's bytes from disk while something else is done."""
         self._tensors[name].expect()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.errors import UserError
+from pshard.homes import SITES
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
@@ -84,7 +85,11 @@ def _holds(room: Room, name: str) -> bool:
 
 def _list_places(room: Room, name: str) -> tuple[Place, ...]:
     unit = room.spec.unit(name)
-    whole = tuple((where, state == "vram", WHOLE) for where, state in places_of(unit.kind, room.sums))
+    whole = tuple(
+        (where, state == "vram", WHOLE)
+        for where, state in places_of(unit.kind, room.sums)
+        if room.beyond is not None or not SITES[where].is_beyond_host
+    )
     divided = divided_choices(list_shares(unit, SIXTEENTHS)) if room.ranks == 1 else ()
     return whole + divided
 

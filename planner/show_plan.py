@@ -69,9 +69,10 @@ def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s)"
-    table = new_table(title, ("tokens", *list_sorts(), "KV", "ms", "bound", "tok/s", "binds"))
+    sorts = list_sorts({place.sort for tier in rank.tiers for place in tier.placements})
+    table = new_table(title, ("tokens", *sorts, "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
-        count = {w: sum(p.sort == w for p in tier.placements) for w in list_sorts()}
+        count = {w: sum(p.sort == w for p in tier.placements) for w in sorts}
         layers = sum(p.kv is not None for p in tier.placements)
         in_vram = sum(p.has_state_in_vram for p in tier.placements)
         p = tier.prediction

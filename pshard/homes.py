@@ -4,7 +4,7 @@ computes from it, which is what a plan says of a unit. All that there are of eac
 A home that is added with `declare_home` is planned, simulated, checked and run like these; see docs/architecture.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,17 +93,20 @@ class Site:
 
 LINK = Lane("link", "h2d")
 BACK = Lane("d2h", "d2h")
+READ = Lane("disk", "disk")  # from the model's file to host memory, packed on the way
 COMPUTE = Lane(ACC, "")  # where the accelerator computes: activations pass there, between units; see `Tables.handoff`
 
 VRAM = Home("vram")
 HOST = Home("host", (LINK,), BACK, is_readable=True, in_host_memory=True)
+DISK = Home("disk", (READ, LINK))
 
-PINNED, STREAMED, ON_CPU = "pinned", "streamed", "cpu"  # names of the sites that there always are
+PINNED, STREAMED, ON_CPU, ON_DISK = "pinned", "streamed", "cpu", "disk"  # names of the sites that there always are
 DIVIDED = "divided"  # what is said of a unit that has several
 
-HOMES: dict[str, Home] = {home.name: home for home in (VRAM, HOST)}
+HOMES: dict[str, Home] = {home.name: home for home in (VRAM, HOST, DISK)}
 SITES: dict[str, Site] = {
-    site.name: site for site in (Site(PINNED, VRAM, ACC), Site(STREAMED, HOST, ACC), Site(ON_CPU, HOST, CPU))
+    site.name: site
+    for site in (Site(PINNED, VRAM, ACC), Site(STREAMED, HOST, ACC), Site(ON_CPU, HOST, CPU), Site(ON_DISK, DISK, ACC))
 }
 MOVING = {site.name: site.home for site in SITES.values() if site.moves_each_step}  # homes of sites whose weights move
 
@@ -126,9 +129,10 @@ def _find_site(name: str) -> Site:
     return SITES[name]
 
 
-def list_sorts() -> tuple[str, ...]:
-    """What a unit may be called by where it is, in the order of tables: its site, or DIVIDED."""
-    return (*SITES, DIVIDED)
+def list_sorts(used: Collection[str]) -> tuple[str, ...]:
+    """What a unit may be called by where it is, in the order of tables: its site, or DIVIDED; those beyond host memory
+    only where they are among what is used."""
+    return (*(name for name, site in SITES.items() if name in used or not site.is_beyond_host), DIVIDED)
 
 
 def list_far_homes() -> tuple[Home, ...]:

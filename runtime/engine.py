@@ -37,7 +37,8 @@ from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
 class MemoryReport:
     """Bytes held by an engine, or by one rank of it: `accelerator` is all it took on the device (the driver's figure
     less the context). `page_locked`: whether all host weights are; `host_locked`: bytes of host memory that are, and
-    `staging` those of them through which other weights are copied. `cores`: those that a rank of several keeps to; its
+    `staging` those of them through which other weights are copied, `disk` those through which weights come from disk;
+    `read`: bytes that were read there since the start. `cores`: those that a rank of several keeps to; its
     memory is from their NUMA nodes."""
 
     budget: int
@@ -48,6 +49,8 @@ class MemoryReport:
     cores: tuple[int, ...] = ()
     host_locked: int = 0
     staging: int = 0
+    disk: int = 0
+    read: int = 0
 
 
 class Engine:
@@ -304,7 +307,7 @@ class Engine:
 def _report_memory(e: Executor) -> MemoryReport:
     budget, taken = e.plan.budget_mib << 20, e.device.process_bytes()
     host = e.host_nbytes, e.page_locked, e.group.cores, e.locked_nbytes, e.staging_nbytes
-    return MemoryReport(budget, e.arena_nbytes, taken, *host)
+    return MemoryReport(budget, e.arena_nbytes, taken, *host, e.transfers.beyond_nbytes, e.transfers.read_bytes)
 
 
 def _tell_failure(error: BaseException, device: Device) -> None:

@@ -66,11 +66,9 @@ class Executor:
     ) -> None:
         """records, play: see `HostSide.take_picks`. stores: of homes beyond host memory."""
         self.spec, self.plan, self.device, self.group, self.states = spec, plan, device, group, states
-        self.acc_kernels, host_kernels = kernels
-        self.weights = weights
+        (self.acc_kernels, host_kernels), self.weights = kernels, weights
         self.arena = Arena(arena, spec, plan, states, self.acc_kernels.act_dtype)
-        self.host = HostSide(device)
-        self.transfers = Transfers(device, spec, weights, stores)
+        self.host, self.transfers = HostSide(device), Transfers(device, spec, weights, stores)
         # cells of a layer that the link moves while one more copy is issued
         join_cells = JOIN_BYTES // max(1, cell_nbytes(spec, states))
         widths = group.logit_widths(sum(t.rows for t in spec.output.matrices), _has_logits_on_device(spec, plan))
@@ -255,6 +253,7 @@ class Executor:
             self.host.picks.keep(tokens)
         self._sent = None if walk.settled else self.device.mark()
         self.group.check()
+        self.transfers.check()
         if not logits:
             return torch.empty(0, 2 if best_only else self.spec.config.vocab)
         table = logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -277,6 +276,7 @@ class Executor:
         with contextlib.suppress(RuntimeError):  # whoever used what a failed copy brought has been told
             if self._relay is not None:
                 self._relay.give_up()  # where an interrupt kept a step from it, the GPU would wait for ever
+            self.transfers.cancel()
             self.device.synchronize()
         self.walks.forget()
         self._in_force, self._sent = None, None  # with their events, whose handles the device destroys

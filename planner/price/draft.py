@@ -253,4 +253,4 @@ def _binding(busy: dict[str, float], seconds: float, tier: TierPlan) -> str:
     if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:
         return "vram"
     lanes = (ACC, CPU, *(lane.name for lane in list_lanes() if lane is not BACK))
-    return max(lanes, key=lambda lane: busy[lane])
+    return max(lanes, key=lambda lane: busy.get(lane, 0.0))

@@ -19,7 +19,7 @@ from operator import itemgetter
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.homes import ACC, BACK, CPU, LINK, Lane, list_lanes
+from pshard.homes import ACC, BACK, CPU, LINK, Lane
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.price.unit_costs import DividedCost, UnitCost
 from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, Weights
@@ -508,7 +508,7 @@ def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str,
     rows += [(c[STEP], LINK.name, c[BEGUN], end) for c in machine.link.queue if 0 <= c[BEGUN] < end]
     rows += [row for row in machine.done_beyond if row[3] > origin and row[2] < end]
     rows.sort(key=lambda row: row[2])
-    busy = dict.fromkeys((ACC, CPU, *(lane.name for lane in list_lanes())), 0.0)
+    busy = dict.fromkeys((ACC, CPU, LINK.name, BACK.name), 0.0)
     for _, lane, start, stop in rows:
-        busy[lane] += min(stop, end) - max(start, origin)
+        busy[lane] = busy.get(lane, 0.0) + min(stop, end) - max(start, origin)
     return busy, tuple(rows), origin

@@ -70,7 +70,9 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     figure.suptitle(f"{title}\n{fill(terms, 85)}", fontweight="bold", fontsize=11)
     used = {p.sort for tier in rank.tiers for p in tier.placements}
     handles: list = [
-        Patch(color=colour_of(w), label=MEANINGS.get(w, f"{w}: copied before use")) for w in list_sorts() if w in used
+        Patch(color=colour_of(w), label=MEANINGS.get(w, f"{w}: copied before use"))
+        for w in list_sorts(used)
+        if w in used
     ]
     anywhere = any(p.has_state_in_vram for tier in rank.tiers for p in tier.placements)
     dot = "KV cache in VRAM (else host)" if anywhere else "KV cache in VRAM (no layer's here)"

@@ -76,7 +76,7 @@ def _count(tiers: Sequence[TierPlan]) -> str:
     said = []
     for tier in tiers:
         sorts = [place.sort for place in tier.placements]
-        where = ", ".join(f"{sorts.count(sort)} {name_sort(sort)}" for sort in list_sorts() if sort in sorts)
+        where = ", ".join(f"{sorts.count(sort)} {name_sort(sort)}" for sort in list_sorts(sorts) if sort in sorts)
         said.append(f"{tier.tokens} tokens: {where}.")
     return " ".join(said)
 

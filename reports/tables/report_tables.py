@@ -26,6 +26,7 @@ def tabulate_plan(variant: Variant) -> "DataFrame":
     from pandas import DataFrame
 
     rows = []
+    sorts = list_sorts({place.sort for rank in variant.ranks for tier in rank.tiers for place in tier.placements})
     for rank in variant.ranks:
         for tier in rank.tiers:
             where = [place.sort for place in tier.placements]
@@ -34,7 +35,7 @@ def tabulate_plan(variant: Variant) -> "DataFrame":
                 {
                     "rank": str(rank.rank),
                     "tier (tokens)": str(tier.tokens),
-                    **{name: str(where.count(name)) for name in list_sorts()},
+                    **{name: str(where.count(name)) for name in sorts},
                     "predicted ms": format_number(1e3 * prediction.seconds),
                     "predicted tok/s": format_number(tier.tokens / prediction.seconds),
                     "limit": RESOURCE_NAMES.get(prediction.binds, prediction.binds),

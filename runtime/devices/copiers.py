@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from pshard.runtime.devices.cuda_driver import check, cuda_driver
+from pshard.runtime.devices.cuda_driver import queue_call
 from pshard.runtime.kernels.cpu import native
 
 MOST_THREADS = 8  # one copies some 8 GB/s, and eight half as fast as a link; more would take cores from the kernels
@@ -36,9 +36,7 @@ class Copiers:
         """
         if self._team is None:
             raise RuntimeError("host memory cannot be copied in a stream without the C++ library")
-        job = self._job(to, source)
-        run = ctypes.cast(self._functions["run"], ctypes.c_void_p)
-        check(cuda_driver().cuLaunchHostFunc(stream, run, job), "a copy within host memory")
+        queue_call(self._functions["run"], self._job(to, source), stream)
 
     def _job(self, to: torch.Tensor, source: torch.Tensor) -> int:
         if not (to.is_contiguous() and source.is_contiguous() and to.nbytes == source.nbytes):

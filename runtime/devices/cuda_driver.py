@@ -6,6 +6,7 @@ caches, that takes 88 to 123 us a copy and 38 to 60 a graph, and the host thread
 
 import ctypes
 from functools import cache
+from typing import Any
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -101,6 +102,12 @@ def destroy_events(spare: list[int]) -> None:
 def queue_copy(dst: int, src: int, nbytes: int, stream: int) -> None:
     """Queue a copy between addresses on device and host. Raises RuntimeError when the driver refuses."""
     check(cuda_driver().cuMemcpyAsync(dst, src, nbytes, stream), f"a copy of {nbytes} bytes")
+
+
+def queue_call(function: Any, address: int, stream: int) -> None:
+    """Queue a call of a C function with an address, in a thread of the driver: no Python runs then. Raises RuntimeError
+    when the driver refuses."""
+    check(cuda_driver().cuLaunchHostFunc(stream, ctypes.cast(function, ctypes.c_void_p), address), "a call on the host")
 
 
 def launch_graph(graph: int, stream: int) -> None:

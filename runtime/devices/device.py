@@ -9,6 +9,7 @@ import gc
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from pshard.runtime.devices.cuda_driver import (
     current_context,
     destroy_events,
     launch_graph,
+    queue_call,
     queue_copy,
     record_event,
 )
@@ -55,6 +57,8 @@ class Device(Protocol):
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
     # within host memory, in a lane of its own; contiguous
     def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
+    # a function of the C++ library with an address, in a lane of its own
+    def call(self, function: Any, address: int, after: Iterable[Any] = ()) -> Any: ...
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def bring(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
@@ -106,6 +110,7 @@ class CudaDevice:
         self._in = torch.cuda.Stream(self.torch_device)
         self._out = torch.cuda.Stream(self.torch_device)
         self._fill: tuple[torch.cuda.Stream, Copiers] | None = None  # from its first use on
+        self._calls: torch.cuda.Stream | None = None  # likewise
         self._events: list[int] = []  # handles that no event has
         self._graphs: dict[tuple, tuple[int, torch.cuda.CUDAGraph]] = {}  # to launch, and its owner; last used last
         self._locked: dict[int, int] = {}  # page-locked host memory: first address -> bytes
@@ -162,6 +167,15 @@ class CudaDevice:
         for event in after:
             event.hold(stream)
         copiers.queue(dst, src, stream)
+        return record_event(stream, self._events)
+
+    def call(self, function: Any, address: int, after: Iterable[CudaEvent] = ()) -> CudaEvent:
+        if self._calls is None:
+            self._calls = torch.cuda.Stream(self.torch_device)
+        stream = self._calls.cuda_stream
+        for event in after:
+            event.hold(stream)
+        queue_call(function, address, stream)
         return record_event(stream, self._events)
 
     def _copy(self, stream: int, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CudaEvent]) -> CudaEvent:
@@ -323,22 +337,29 @@ class CopyThread:
 
     def submit(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CpuEvent]) -> CpuEvent:
         check_rows(dst, src)
+        return self.do(partial(self._move_all, dst, src), after)
+
+    def do(self, work: Callable[[], None], after: Iterable[CpuEvent]) -> CpuEvent:
+        """Have anything done in its turn."""
         done = CpuEvent()
-        self._queue.put((dst, src, tuple(after), done))
+        self._queue.put((work, tuple(after), done))
         return done
+
+    def _move_all(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        for to, origin in _contiguous_parts(dst, src):
+            self._move(to, origin)
 
     def _run(self) -> None:
         failed: BaseException | None = None
         while (item := self._queue.get()) is not None:
-            dst, src, after, done = item
+            work, after, done = item
             if failed is not None:
                 done.finish(failed)
                 continue
             try:
                 for event in after:
                     event.wait()
-                for to, origin in _contiguous_parts(dst, src):
-                    self._move(to, origin)
+                work()
                 done.finish()
             except BaseException as error:
                 failed = error
@@ -370,6 +391,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self._in, self._out = CopyThread("copy-in"), CopyThread("copy-out")
         self._fill: tuple[CopyThread, Copiers] | None = None  # from its first use on
+        self._calls: CopyThread | None = None  # likewise
         self._allocated = 0
         self._last: list[CpuEvent] = []
 
@@ -394,6 +416,11 @@ class CpuDevice:
             copiers = Copiers()
             self._fill = CopyThread("copy-fill", copiers.copy), copiers
         return self._track(self._fill[0].submit(dst, src, after))
+
+    def call(self, function: Any, address: int, after: Iterable[Any] = ()) -> CpuEvent:
+        if self._calls is None:
+            self._calls = CopyThread("calls")
+        return self._track(self._calls.do(partial(function, address), after))
 
     def _track(self, event: CpuEvent) -> CpuEvent:
         self._last = [e for e in self._last if not e.succeeded] + [event]
@@ -437,7 +464,7 @@ class CpuDevice:
         return self._allocated
 
     def close(self) -> None:
-        lanes = [self._in, self._out, *([self._fill[0]] if self._fill else ())]
+        lanes = [self._in, self._out, *([self._fill[0]] if self._fill else ()), *([self._calls] if self._calls else ())]
         for lane in lanes:  # all before any is joined: they wait for each other's copies
             lane.end()
         for lane in lanes:

@@ -9,26 +9,50 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
-from pshard.homes import Home
+from pshard.homes import DISK, Home
 from pshard.model import ModelSpec
 from pshard.on_host import list_beyond
 from pshard.plan import RankPlan
 from pshard.runtime.devices.device import Device
+from pshard.runtime.memory.disk.disk_store import DiskStore
 from pshard.runtime.memory.weights import WeightSource
 from pshard.units.divide_unit import Portion
 
 
 class Store(Protocol):
-    """What a home beyond host memory holds. `held`: of each unit, by name; `largest`: bytes of the largest one."""
+    """What a home beyond host memory holds.
+
+    held: of each unit, by name; largest: bytes of the largest one; least: of a buffer that it can fill; notes: a line
+    for every fallback; nbytes: of host memory that it takes; read_bytes: so many were read for `fill` since the start.
+    """
 
     held: Mapping[str, Portion]
     largest: int
+    least: int
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def read_bytes(self) -> int: ...
 
     def load(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
         """Make all of it ready; progress gets the bytes done since last time."""
 
     def blob(self, unit: str) -> torch.Tensor:
         """The bytes of a unit, that `fill` takes ranges of."""
+
+    def split(self, src: torch.Tensor) -> list[int]:
+        """How many bytes of a source each `fill` is to take, in turn."""
+
+    def check(self) -> None:
+        """Raise RuntimeError where something could not be brought: what came since then is not right."""
+
+    def cancel(self) -> None:
+        """Bring nothing more: whoever waits for it goes on, and what comes then is not right."""
 
     def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any:
         """Start to bring bytes to host memory after some events; returns the event of the end, as the device's are.
@@ -39,7 +63,7 @@ class Store(Protocol):
 
 
 Opener = Callable[[Device, tuple[Portion, ...]], Store]
-OPENERS: dict[str, Opener] = {}  # by the name of the home
+OPENERS: dict[str, Opener] = {DISK.name: DiskStore}
 
 
 @contextmanager

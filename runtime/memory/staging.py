@@ -21,12 +21,20 @@ class StagingRing:
     """Buffers that copies take turns with. Raises MemoryError when they cannot be page-locked.
 
     most: bytes of the largest copy; a ring for small ones is smaller. fill: what brings bytes to a buffer; None: the
-    device's threads, from host memory.
+    device's threads, from host memory. split: how many bytes each buffer takes of a source; None: as many as it holds;
+    least: how many it must hold.
     """
 
-    def __init__(self, device: Device, most: int, fill: Callable[..., Any] | None = None) -> None:
-        chunk = align(min(CHUNK, -(-most // BUFFERS)), TENSOR_ALIGN)
-        self._device, self._fill = device, fill
+    def __init__(
+        self,
+        device: Device,
+        most: int,
+        fill: Callable[..., Any] | None = None,
+        split: Callable[[torch.Tensor], list[int]] | None = None,
+        least: int = 0,
+    ) -> None:
+        chunk = align(max(least, min(CHUNK, -(-most // BUFFERS))), TENSOR_ALIGN)
+        self._device, self._fill, self._split = device, fill, split
         self._memory = map_memory(BUFFERS * chunk)
         if not device.page_lock(self._memory):
             raise MemoryError(f"{self.nbytes} bytes of a staging ring cannot be page-locked")
@@ -42,8 +50,8 @@ class StagingRing:
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any:
         """Like `Device.copy_in`, for contiguous bytes."""
         done, fill = None, self._fill or self._device.fill
-        chunk = self._buffers[0].numel()
-        for to, source in zip(dst.split(chunk), src.split(chunk), strict=True):
+        sizes = self._split(src) if self._split else self._buffers[0].numel()
+        for to, source in zip(dst.split(sizes), src.split(sizes), strict=True):
             at, self._next = self._next, (self._next + 1) % BUFFERS
             buffer, emptied = self._buffers[at][: source.numel()], self._emptied[at]
             filled = fill(buffer, source, () if emptied is None else (emptied,))

@@ -51,7 +51,7 @@ class Transfers:
         locks none for that."""
         for home, store in self._beyond.items():
             try:
-                self._rings[home] = StagingRing(self._device, store.largest, store.fill)
+                self._rings[home] = StagingRing(self._device, store.largest, store.fill, store.split, store.least)
             except MemoryError as error:
                 raise UserError(f"{error}, for weights in {home.name!r}; raise the limit of locked memory") from None
         if may_lock and not self._weights.page_locked and self._device.fills:
@@ -59,6 +59,16 @@ class Transfers:
                 self._ring = StagingRing(self._device, self._weights.largest)
             except MemoryError:
                 self._refused = True
+
+    @property
+    def beyond_nbytes(self) -> int:
+        """Bytes of host memory for what lives beyond it: rings, and what the stores have."""
+        return sum(r.nbytes for r in self._rings.values()) + sum(s.nbytes for s in self._beyond.values())
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were brought from beyond host memory since the start."""
+        return sum(store.read_bytes for store in self._beyond.values())
 
     @property
     def may_lock(self) -> bool:
@@ -111,6 +121,16 @@ class Transfers:
         for to, origin in copies:
             done = self._device.copy_out(to, origin, after if done is None else ())
         return done
+
+    def check(self) -> None:
+        """Raise RuntimeError where something could not be brought from beyond host memory."""
+        for store in self._beyond.values():
+            store.check()
+
+    def cancel(self) -> None:
+        """Bring nothing more from beyond host memory."""
+        for store in self._beyond.values():
+            store.cancel()
 
     def close(self) -> None:
         """Give the rings back, and close the stores; no copy may be under way."""

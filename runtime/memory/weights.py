@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,8 @@ class WeightSource(Protocol):
     def run_bytes(self, name: str, first: int, end: int) -> np.ndarray: ...
 
     def factor(self, name: str, part: int = 0) -> float: ...
+
+    def locate(self, name: str, part: int | None = None) -> tuple[Path, int] | None: ...
 
     def expect_tensor(self, name: str) -> None: ...
 
@@ -336,6 +339,11 @@ def _cut_vector(raw: np.ndarray, whole: TensorSpec, wanted: int, span: tuple[int
     parts = wanted // (stop - start)
     grid = raw.reshape(parts, whole.cols // parts, -1)
     return np.ascontiguousarray(grid[:, start:stop])
+
+
+def read_vector(source: WeightSource, tensor: TensorSpec) -> torch.Tensor:
+    """A vector of the model file, float32."""
+    return _vector(source.tensor_bytes(tensor.name), tensor.qtype)
 
 
 def _vector(raw: np.ndarray, qtype: str) -> torch.Tensor:

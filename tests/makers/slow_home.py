@@ -30,7 +30,8 @@ class SlowMemory:
         self.largest = max(portion.nbytes for portion in portions)
         self._blobs = {name: torch.empty(p.nbytes, dtype=torch.uint8) for name, p in self.held.items()}
         self._lane = CopyThread("slow", self._move)
-        self.read_bytes = 0
+        self.read_bytes = self.nbytes = 0
+        self.least, self.notes = self.largest, tuple[str, ...]()
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         time.sleep(LATENCY + src.nbytes / RATE)
@@ -47,6 +48,14 @@ class SlowMemory:
 
     def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any:
         return self._lane.submit(dst, src, after)
+
+    def split(self, src: torch.Tensor) -> list[int]:
+        return [src.numel()]
+
+    def check(self) -> None:
+        pass
+
+    cancel = check
 
     def close(self) -> None:
         self._lane.end()

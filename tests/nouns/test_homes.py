@@ -7,12 +7,14 @@ import pytest
 from pshard.homes import (
     BACK,
     COMPUTE,
+    DISK,
     HOMES,
     HOST,
     LINK,
     MOVING,
     ON_CPU,
     PINNED,
+    READ,
     SITES,
     STREAMED,
     VRAM,
@@ -49,8 +51,8 @@ def test_a_home_is_there_while_it_is_declared_and_leaves_no_trace() -> None:
     before = dict(HOMES), dict(SITES), dict(MOVING), list_lanes(), places_of(FFN, False)
     far = Home("far", (Lane("slow", "slow"), LINK))
     with declare_home(far) as site:
-        assert site.moves_each_step and site.is_beyond_host and list_far_homes() == (far,)
-        assert list_lanes() == (LINK, BACK, far.way_in[0])
+        assert site.moves_each_step and site.is_beyond_host and list_far_homes() == (DISK, far)
+        assert list_lanes() == (LINK, BACK, READ, far.way_in[0])
         assert places_of(FFN, False) == (*before[4], ("far", None)) and ("far", None) in places_of(OUTPUT, False)
         with pytest.raises(ValueError, match="called 'far' already"), declare_home(far):
             pass
@@ -64,5 +66,5 @@ def test_homes_and_lanes_stay_themselves_in_another_process() -> None:
     place = Placement("a", STREAMED)
     assert place.site is SITES[STREAMED]
     assert pickle.loads(pickle.dumps(place)).site is SITES[STREAMED]
-    for thing in (VRAM, HOST, LINK, BACK, COMPUTE):
+    for thing in (VRAM, HOST, DISK, LINK, BACK, READ, COMPUTE):
         assert pickle.loads(pickle.dumps(thing)) is thing

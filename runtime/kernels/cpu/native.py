@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 21  # as csrc/api.cpp has it
+ABI = 22  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -95,6 +95,14 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "copiers_close": ("v", "p"),
     "copiers_job": ("p", "pppz"),
     "copiers_run": ("v", "p"),
+    "reader_open": ("p", "iildddild"),
+    "reader_file": ("i", "piils"),
+    "reader_submit": ("p", "pplp"),
+    "reader_run": ("v", "p"),
+    "reader_cancel": ("v", "p"),
+    "reader_bytes": ("l", "p"),
+    "reader_failure": ("i", "ppl"),
+    "reader_close": ("v", "pd"),
     "relay_open": ("p", ""),
     "relay_close": ("v", "p"),
     "relay_start": ("v", "ppl"),
@@ -178,6 +186,16 @@ def exchange_functions() -> dict[str, Any]:
 def copier_functions() -> dict[str, Any]:
     """The C functions of csrc/threads/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
     return {name.removeprefix("copiers_"): _C[name] for name in _SIGNATURES if name.startswith("copiers_")}
+
+
+def reader_functions() -> dict[str, Any]:
+    """The C functions of csrc/threads/reader.cpp by the name after `reader_`; disk/reader.py says what they do."""
+    return {name.removeprefix("reader_"): _C[name] for name in _SIGNATURES if name.startswith("reader_")}
+
+
+def type_number(qtype: str) -> int:
+    """How the library calls a quant type."""
+    return _TYPE_NUMBERS[qtype]
 
 
 def guard_map(address: int, nbytes: int) -> None:

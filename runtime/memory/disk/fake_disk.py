@@ -1,0 +1,57 @@
+"""PSHARD_DISK: a disk that is made up, for profiles and runs alike. Reads come from the page cache and take as long as
+the disk would."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from pshard.errors import UserError
+
+VARIABLE = "PSHARD_DISK"
+FAULTS = ("", "eio", "dead", "short", "hang")  # as csrc/threads/reader.cpp numbers them
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True)
+class FakeDisk:
+    """Bytes a second of all reads, seconds that each takes at least, and up to so many more at random.
+
+    fault: what happens to read number `fault_at` (from 1): "eio" (once), "dead" (from then on), "short", "hang".
+    """
+
+    rate: float
+    latency: float = 0.0
+    jitter: float = 0.0
+    fault: str = ""
+    fault_at: int = 0
+
+    @property
+    def name(self) -> str:
+        """As profiles call it."""
+        return f"fake disk of {self.rate / 1e6:g} MB/s"
+
+
+def read_fake_disk() -> FakeDisk | None:
+    """The disk that the environment makes up; None where it does not. Raises UserError for what is no disk."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        kind, _, rest = text.partition(":")
+        given = dict(part.split("=", 1) for part in rest.split(",") if part)
+        fault, _, at = given.pop("fault", "").partition("@")
+        numbers = {name: _number(value) for name, value in given.items()}
+        fake = FakeDisk(**numbers, fault=fault, fault_at=int(at or bool(fault)))  # type: ignore[arg-type]
+        if kind != "fake" or fault not in FAULTS or not fake.rate > 0 or min(fake.latency, fake.jitter) < 0:
+            raise ValueError
+    except (ValueError, TypeError):
+        example = "fake:rate=200M,latency=1ms,fault=eio@3"
+        raise UserError(f"environment variable {VARIABLE}: {text!r} is no disk; give one such as {example}") from None
+    return fake
+
+
+def _number(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", text)
+    if not match or match[2] not in _UNITS:
+        raise ValueError(text)
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,119 @@
+"""Weights that live on disk: read from the model's file for every micro-batch, with the logits of VRAM."""
+
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from engines import converse, open_engine, pinned_everywhere
+from model_files import write_gguf
+from plan_samples import make_tier
+
+from pshard.errors import StepFailed, UserError
+from pshard.model import ModelSpec
+from pshard.models import open_model
+from pshard.plan import TierPlan
+from pshard.runtime.memory.disk.reader import DiskReader, Piece, PieceList
+from pshard.units.unit import places_of
+
+FAST = "fake:rate=20G,jitter=1ms"  # pieces arrive in random order
+
+
+def on_disk(spec: ModelSpec, tokens=(1, 64), context: int = 256) -> tuple[TierPlan, ...]:
+    """Tiers with all that may live on disk there, and two slots."""
+    places = {}
+    for unit in spec.units:
+        far = [place for place in places_of(unit.kind, False) if place[0] == "disk"]
+        places[unit.name] = far[-1] if far else ("pinned", "vram" if unit.kind.state else None)
+    return tuple(make_tier(spec, n, places, 2, context, 1, batch=tokens[-1]) for n in tokens)
+
+
+def count_read(spec: ModelSpec, tier: TierPlan) -> int:
+    """Bytes of the file that a micro-batch of a tier reads."""
+    units = [spec.unit(p.unit) for p in tier.placements if p.site.is_beyond_host]
+    return sum(t.file_nbytes for u in units for t in u.tensors if len(t.shape) == 2)
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape"),
+    [
+        ("llama", {"qtype": "Q4_0", "qtypes": {"ffn_down.weight": "Q6_K", "attn_k.weight": "BF16"}}),
+        ("qwen3moe", {"qtype": "Q8_0"}),
+        ("gpt-oss", {"qtype": "F32", "qtypes": {"ffn_up_exps.weight": "MXFP4"}}),
+    ],
+)
+def test_logits_are_those_of_vram_whatever_order_pieces_arrive_in(
+    arch: str, shape: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    path = write_gguf(tmp_path / "m.gguf", arch, **shape)
+    spec = open_model(path).spec
+    tiers = on_disk(spec)
+    with open_engine(path, tiers, context=256) as engine:
+        assert engine.rank_plan.beyond_host
+        found = converse(engine)
+        assert engine.memory().read >= 8 * count_read(spec, tiers[0]) > 0
+    with open_engine(path, pinned_everywhere(spec, context=256), context=256) as engine:
+        assert torch.equal(found, converse(engine))
+
+
+def speak_from(path: Path, tokens: int = 3) -> torch.Tensor:
+    """Logits of a model on disk: of a prompt and of tokens one by one."""
+    with open_engine(path, on_disk(open_model(path).spec), context=256) as engine:
+        rows = [engine.forward(list(range(70)))]
+        return torch.stack(rows + [engine.forward([n]) for n in range(tokens)])
+
+
+def test_a_read_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    right = speak_from(path)
+    monkeypatch.setenv("PSHARD_DISK", FAST + ",fault=eio@5")
+    assert torch.equal(speak_from(path), right)
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("dead@40", "Input/output error"), ("short@40", "was cut while in use"), ("hang@40", "does not answer")],
+)
+def test_a_disk_that_fails_ends_the_step_and_names_file_and_place(
+    fault: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", f"{FAST},fault={fault}")
+    monkeypatch.setattr("pshard.runtime.memory.disk.disk_store.DiskReader", lambda n: DiskReader(n, patience=0.5))
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    with pytest.raises(StepFailed, match=rf"m\.gguf at byte \d+.*{why}|{why}.*m\.gguf at byte \d+"):
+        speak_from(path, 30)
+
+
+def test_a_file_that_is_cut_while_in_use_is_named_and_no_signal_ends_the_process(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    with open_engine(path, on_disk(open_model(path).spec), context=256) as engine:
+        engine.forward([1, 2, 3])
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(StepFailed, match=r"m\.gguf at byte \d+: was cut while in use"):
+            for n in range(5):
+                engine.forward([n])
+
+
+@pytest.mark.parametrize(
+    "text", ["fake", "nvme:rate=1G", "fake:rate=fast", "fake:rate=1G,fault=flood", "fake:speed=1G"]
+)
+def test_a_made_up_disk_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSHARD_DISK", text)
+    with pytest.raises(UserError, match="is no disk; give one such as"):
+        DiskReader()
+
+
+def test_a_made_up_disk_takes_as_long_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MiB at 20 MB/s; pieces wait for each other, their latencies do not add up."""
+    monkeypatch.setenv("PSHARD_DISK", "fake:rate=20M,latency=2ms")
+    path = tmp_path / "f"
+    path.write_bytes(bytes(1 << 20))
+    with closing(DiskReader()) as reader:
+        number, begun = reader.add_file(path), time.perf_counter()
+        reader.read([PieceList([Piece(number, at, 1 << 16) for at in range(0, 1 << 20, 1 << 16)])])
+        assert 0.05 < time.perf_counter() - begun < 0.5
+        assert reader.read_bytes == 1 << 20
