@@ -18,7 +18,7 @@ from pshard.errors import UserError
 from pshard.speculation import NONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from pshard.models import ModelFile
     from pshard.routing.follow_use import RankHits
@@ -58,6 +58,9 @@ def make_parser() -> ArgumentParser:
         "--deterministic", action="store_true",
         help="experts in VRAM stay those that the plan begins with: earlier text moves no bit of what follows",
     )  # fmt: skip
+    out = parser.add_argument_group("what is printed")
+    out.add_argument("--json", action="store_true", help="print one JSON object: text, tokens, times, the plan")
+    out.add_argument("--stream", action="store_true", help="with --json: an object for each token before it")
     add_sampling_flags(parser)
     add_spec_flags(parser)
     return parser
@@ -121,6 +124,8 @@ def _parse_flags(argv: list[str]) -> Namespace:
     """The flags of pshard run. Raises UserError for those that do not go together."""
     args = make_parser().parse_args(argv)
     check_text_flags(args)
+    if args.stream and not args.json:
+        raise UserError("--stream is for --json, as text comes as it is made; add --json, or leave it out")
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
     if args.record_acceptance and (args.spec_synth_rates or read_spec_flags(args).kind == NONE):
@@ -200,34 +205,67 @@ def _end_line(tokens: "Iterator[int]") -> "Iterator[int]":
 def _generate(
     engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, drafts: "DraftSettings | None"
 ) -> None:
-    from pshard.session.generate_text import fix_seed, generate_text, save_prompt
+    from contextlib import closing
+
+    from pshard.commands.show_answer import Ran, ShownAnswer
+    from pshard.session.generate_text import save_prompt
     from pshard.session.lead_ranks import lead
 
     if engine.tokenizer is None and not args.tokens:
         raise UserError("the model file has no tokenizer, which its prompt was read with: start again")
     start = time.perf_counter()
-    first, n = start, 0
+    first, asked = start, len(prompt)
     prompt, cache = _take_cached(engine, prompt, args), None if args.prompt_cache_ro else args.prompt_cache
-    text, saved = None if args.tokens else engine.tokenizer.stream(), None if args.prompt_cache_all else cache
     most = most_tokens(args.predict)
-    made = lead(engine, generate_text, prompt, most, fix_seed(sampling), grammar, drafts, saved)
-    for token in _end_line(made):
-        first = first if n else time.perf_counter()
-        n += 1
-        print(text.push(token) if text else f"{token} ", end="", flush=True)
-    end = time.perf_counter()
+    shown = ShownAnswer(args, most, engine.tokenizer, lambda text: print(text, end="", flush=True))
+    with closing(_draw(engine, prompt, most, args, sampling, grammar, drafts)) as made:
+        for token in made if args.json else _end_line(made):
+            first = first if shown.ids else time.perf_counter()
+            shown.push(token)
+            if shown.stopped:
+                break
+    end, n = time.perf_counter(), len(shown.ids)
     if cache and (args.prompt_cache_all or n == 0):
         lead(engine, save_prompt, cache)
     ranks, hits = lead(engine, "memory_by_rank"), lead(engine, "hits_by_rank")
-    print(text.finish() if text else "", flush=True)  # before what stderr says, where both go to one place
-    rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
+    shown.finish()  # before what stderr says, where both go to one place
+    full = engine.lengths[0] + 1 > engine.longest
+    ran = Ran(asked, asked - len(prompt), first - start, end - first, full)
+    shown.show_end(ran, engine.plan, ranks)
+    if grammar and (cut := shown.describe_cut(ran, grammar[0])):
+        print(cut, file=sys.stderr)
+    rate = f", then {ran.rate(n):.1f} tok/s" if n > 1 else ""
     place = "on the accelerator" if engine.device.kind == "cuda" else "of the budget"
     used, budget = (nbytes / (1 << 20) for nbytes in (ranks[0].accelerator, ranks[0].budget))
     print(
-        f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget:.0f} MiB {place}, "
+        f"{n} tokens; first after {ran.first:.3f} s{rate}; {used:.0f} of {budget:.0f} MiB {place}, "
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )
+    _tell_more(ranks, hits, drafts)
+
+
+def _draw(
+    engine: "Engine",
+    prompt: Any,
+    most: int,
+    args: Any,
+    sampling: Any,
+    grammar: Any,
+    drafts: "DraftSettings | None",
+) -> "Generator[int]":
+    """The tokens of the answer. Where a text may end it rank 0 draws alone, step by step: the others read no text."""
+    from pshard.session.generate_text import fix_seed, generate_text
+    from pshard.session.lead_ranks import LedEngine, lead
+
+    saved = None if args.prompt_cache_all or args.prompt_cache_ro else args.prompt_cache
+    if not args.reverse_prompt:
+        return lead(engine, generate_text, prompt, most, fix_seed(sampling), grammar, drafts, saved)
+    return generate_text(LedEngine(engine), prompt, most, sampling, grammar, drafts, saved)
+
+
+def _tell_more(ranks: Any, hits: Any, drafts: "DraftSettings | None") -> None:
+    """What drafts, slots and ranks did, on stderr."""
     if drafts:
         from pshard.session.choose_drafts import describe_drafts
 

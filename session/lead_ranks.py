@@ -134,6 +134,10 @@ class LedEngine:
         """As the engine's."""
         return lead(self._engine, "reset", *words)
 
+    def save(self, *words: Any) -> None:
+        """As the engine's."""
+        lead(self._engine, "save", *words)
+
     def generate(self, *words: Any, **named: Any) -> Iterator[Any]:
         """As the engine's, over these steps."""
         from pshard.runtime.engine import Engine

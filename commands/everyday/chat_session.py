@@ -16,6 +16,7 @@ from pshard.commands.parsing.spec_flags import read_spec_flags
 from pshard.commands.parsing.text_flags import ANSWER
 from pshard.commands.run_flags import planned_flags
 from pshard.errors import UserError
+from pshard.server.text.stop_finder import StopFinder
 
 if TYPE_CHECKING:
     from pshard.runtime.engine import Engine
@@ -70,7 +71,7 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None,
 
 def _refuse_for_one_prompt(args: argparse.Namespace) -> None:
     """Raise UserError for flags of pshard run that a chat would ignore."""
-    for name in ("prompt_cache", "record_routing", "record_acceptance", "deterministic"):
+    for name in ("prompt_cache", "record_routing", "record_acceptance", "deterministic", "json"):
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} is for one prompt, and this is a chat; leave it out, or give -p without -cnv")
@@ -99,7 +100,7 @@ def _hold(
     constrain = partial(make_constraint, engine, grammar)
     constrain()  # a grammar that cannot be read is told before the first message
     chat = Conversation(LedEngine(engine), template, sampling, args.system, most, constrain, drafts)
-    _talk(chat, Terminal(opened.file.spec.name), first, args.single_turn)
+    _talk(chat, Terminal(opened.file.spec.name), first, args)
 
 
 class _Interrupt:
@@ -119,7 +120,7 @@ class _Interrupt:
         self.pressed = True
 
 
-def _talk(chat: "Conversation", terminal: Terminal, first: str | None, once: bool) -> None:
+def _talk(chat: "Conversation", terminal: Terminal, first: str | None, args: argparse.Namespace) -> None:
     said, interrupt = first, _Interrupt()
     with interrupt if terminal.typed else nullcontext():  # who types means the answer, also between two lines
         while True:
@@ -132,17 +133,21 @@ def _talk(chat: "Conversation", terminal: Terminal, first: str | None, once: boo
             elif line.strip():
                 interrupt.pressed = False
                 with nullcontext() if terminal.typed else interrupt:
-                    _answer(chat, line, terminal, lambda: interrupt.pressed)
-                if once:
+                    _answer(chat, line, terminal, lambda: interrupt.pressed, tuple(args.reverse_prompt))
+                if args.single_turn:
                     return
             said = None
 
 
-def _answer(chat: "Conversation", line: str, terminal: Terminal, stopped: Callable[[], bool]) -> None:
-    """Show the answer as it comes, and what is to be said of it."""
+def _answer(
+    chat: "Conversation", line: str, terminal: Terminal, stopped: Callable[[], bool], ends: tuple[str, ...]
+) -> None:
+    """Show the answer as it comes, and what is to be said of it. ends: texts that end it, and are its last words."""
+    said = StopFinder(ends)
     try:
-        for piece in chat.answer(line, stopped):
+        for piece in chat.answer(line, lambda: bool(said.found) or stopped()):
             terminal.show(piece)
+            said.push("" if piece.aside else piece.text)
     except UserError as error:
         terminal.end_answer()
         terminal.tell(f"error: {error}")

@@ -80,6 +80,9 @@ def read_grammar(args: argparse.Namespace) -> tuple[str, str] | None:
         raise UserError(f"{flags} exclude each other; give one")
     if not given:
         return None
+    from pshard.runtime.sampling.grammar import check_installed
+
+    check_installed()
     if args.json_schema is not None:
         return "schema", args.json_schema
     if args.grammar is not None:

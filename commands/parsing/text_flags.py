@@ -32,6 +32,10 @@ def add_text_flags(parser: argparse.ArgumentParser, chats: bool = False) -> None
         help="chat, which this command does anyway" if chats else "chat; -p is then the first message",
     )  # fmt: skip
     text.add_argument("-st", "--single-turn", action="store_true", help="end the chat after one answer")
+    text.add_argument(
+        "-r", "--reverse-prompt", action="append", default=[], metavar="TEXT",
+        help="a text that ends an answer; may be given again",
+    )  # fmt: skip
     text.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a chat begins with")
     if chats:
         parser.set_defaults(chat=False, tokens=False, no_parse_special=False, no_conversation=False)
@@ -57,6 +61,10 @@ def check_text_flags(args: argparse.Namespace) -> None:
         raise UserError(f"-cnv and {'--tokens' if args.tokens else '-no-cnv'} exclude each other; give one")
     if args.prompt is not None and args.file is not None:
         raise UserError("-p and -f exclude each other; give one prompt")
+    if "" in args.reverse_prompt:
+        raise UserError("-r is empty; give the text that ends an answer")
+    if args.reverse_prompt and args.tokens:
+        raise UserError("-r is a text, and --tokens reads none; leave one of them out")
     if args.single_turn and not args.no_conversation and not args.tokens:
         args.conversation = True
     if args.system and (args.tokens or (args.no_conversation and not args.chat)):

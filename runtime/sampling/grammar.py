@@ -6,6 +6,7 @@ The package is an extra, imported when a grammar is given.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,18 +64,14 @@ class GrammarWords:
         words = library.TokenizerWrapper(_Words(tokenizer, vocab))
         self._known = library.LLTokenizer(words, n_vocab=vocab, eos_token=sorted(tokenizer.eos_ids))
 
-    def compile_schema(self, text: str, spaces: str, flag: str = "schema") -> Callable[[], Grammar]:
-        """What makes a grammar for one answer after another, of a JSON schema as text, whose objects take other keys
-        than they name only where it says so. spaces: a regular expression of what may stand between JSON's words, ""
-        for nothing. Raises UserError, which begins with `flag`."""
+    def compile_schema(self, text: str, flag: str = "schema") -> Callable[[], Grammar]:
+        """What makes a grammar for one answer after another, of a JSON schema as text: compact JSON, as whitespace lets
+        a small model go on for ever. Objects take other keys than they name only where the schema says so. Raises
+        UserError, which begins with `flag`."""
         with _name_error(flag):
             schema = json.loads(text)
             if isinstance(schema, dict):
-                schema = close_objects(schema)
-                if spaces:
-                    schema.setdefault("x-guidance", {"whitespace_pattern": spaces})
-                else:
-                    schema |= COMPACT
+                schema = close_objects(schema) | COMPACT
             made = self._library.LLMatcher.grammar_from_json_schema(schema)
         return self._compile(made, flag)
 
@@ -114,15 +111,18 @@ def spell_schema(schema: dict[str, Any]) -> str:
         return f"%json {json.dumps(close_objects(schema) | COMPACT)}"
 
 
+def check_installed() -> None:
+    """Raise UserError where llguidance is not installed: before anything is loaded that it is to guide."""
+    if find_spec("llguidance") is None:
+        raise UserError("grammars and schemas need llguidance, which is not installed; run: pip install llguidance")
+
+
 def open_words(tokenizer: Tokenizer | None, vocab: int) -> GrammarWords:
     """A tokenizer's words for grammars; vocab: of the logits. Raises UserError: llguidance is not installed, or a model
     that cannot say when it ends."""
-    try:
-        import llguidance
-    except ImportError:
-        raise UserError(
-            "grammars and schemas need llguidance, which is not installed; run: pip install llguidance"
-        ) from None
+    check_installed()
+    import llguidance
+
     if tokenizer is None or not tokenizer.eos_ids:
         raise UserError("grammars and schemas need a model file with a tokenizer and an end token; leave them out")
     return GrammarWords(llguidance, tokenizer, vocab)
@@ -134,8 +134,8 @@ def follow_grammar(kind: str, text: str, tokenizer: Tokenizer | None, vocab: int
     Raises UserError: llguidance is not installed, a text that is neither, a model that cannot say when it ends.
     """
     words = open_words(tokenizer, vocab)
-    if kind == "schema":  # with some whitespace, else a model may go on with empty lines for ever
-        return words.compile_schema(text, r"[ \n]{0,4}", "--json-schema")()
+    if kind == "schema":
+        return words.compile_schema(text, "--json-schema")()
     return words.compile_grammar(text, "--grammar")()
 
 

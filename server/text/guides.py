@@ -43,7 +43,7 @@ class Guides:
         """What makes a grammar for each answer: compact JSON of that schema, as whitespace lets a small model go on for
         ever. Raises Fault for a schema that cannot be kept to."""
         try:
-            return self._open_words().compile_schema(json.dumps(schema), spaces="")
+            return self._open_words().compile_schema(json.dumps(schema))
         except UserError as error:
             raise _refuse(schema, where, error) from None
 
@@ -72,7 +72,7 @@ class Guides:
         try:
             words = self._open_words()
             if ask.forced:
-                return words.compile_schema(json.dumps(schema_of_calls(ask.forced, several)), spaces="")
+                return words.compile_schema(json.dumps(schema_of_calls(ask.forced, several)))
             either = write_either(ask.schema or {}, ask.tools, several, mark)
             return words.compile_grammar(either, "the grammar of calls and answers")
         except UserError as error:
@@ -85,7 +85,7 @@ class Guides:
     def _check_tool(self, tool: Tool) -> None:
         """Raises Fault for a tool whose schema cannot be kept to."""
         try:
-            self._open_words().compile_schema(json.dumps(as_object(tool.parameters)), spaces="")
+            self._open_words().compile_schema(json.dumps(as_object(tool.parameters)))
         except UserError as error:
             raise _refuse(tool.parameters, tool.where or "tools", error, tool.name) from None
 

@@ -29,7 +29,7 @@ def words() -> tuple[GrammarWords, Tokenizer]:
 def allows(words: tuple[GrammarWords, Tokenizer], schema: dict, value: object) -> bool:
     """Whether the schema's grammar lets that value come, and end."""
     grammars, tokenizer = words
-    guide = grammars.compile_schema(json.dumps(schema), "")()
+    guide = grammars.compile_schema(json.dumps(schema))()
     text = json.dumps(value, separators=(",", ":"))
     for token in [*tokenizer.encode(text, add_special=False), min(tokenizer.eos_ids)]:
         if not np.isfinite(guide.mask(np.zeros(VOCAB, np.float32))[token]):

@@ -105,6 +105,57 @@ def test_a_grammar_is_followed(world: World, capsys: pytest.CaptureFixture) -> N
         assert told in capsys.readouterr().err
 
 
+def test_a_schema_gives_compact_json_and_what_is_cut_is_said(world: World, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("llguidance", reason="follows grammars")
+    schema = '{"type": "object", "properties": {"a": {"const": 1}, "b": {"const": [1, 2]}}, "required": ["a", "b"]}'
+    assert run(world, "-p", "a", "-n", 40, "-j", schema) == 0
+    said = capsys.readouterr()
+    assert said.out == '{"a":1,"b":[1,2]}\n' and "was cut" not in said.err
+    assert run(world, "-p", "a", "-n", 4, "-j", schema) == 0
+    said = capsys.readouterr()
+    assert said.out == '{"a"\n' and "was cut after 4 tokens" in said.err and "give a larger -n" in said.err
+    assert run(world, "-p", "a", "-n", 17, "-j", schema) == 0 and "cut" not in capsys.readouterr().err  # just enough
+
+
+def test_a_missing_llguidance_is_told_before_anything_is_loaded(world: World, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    world.model.write_bytes(b"no model, which a run would tell when it opens it")
+    for command in ("run", "chat"):
+        assert one_program.main([command, str(world.model), "-p", "a", "-j", "{}"]) == 2
+        assert "pip install llguidance" in capsys.readouterr().err
+
+
+def test_a_run_as_json_tells_all_of_it(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert run(world, "-p", "To be") == 0
+    text = capsys.readouterr().out.removesuffix("\n")
+    assert run(world, "-p", "To be", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["text"] == text and told["reason"] == "length" and len(told["ids"]) == 3
+    assert told["tokens"] == {"prompt": 5, "cached": 0, "made": 3}
+    assert told["seconds"]["first"] > 0 and told["rates"]["answer"] > 0 and told["plan"]["predicted"]["answer"] > 0
+    assert told["plan"]["vram_mib"] and told["memory"][0]["accelerator"] > 0
+    assert run(world, "-p", "To be", "--json", "--stream") == 0
+    *tokens, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [each["token"] for each in tokens if each["token"] is not None] == told["ids"] == last["ids"]
+    assert "".join(each["text"] for each in tokens) == text
+    assert run(world, "-p", "1,2", "--tokens", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["text"] is None
+    assert run(world, "-p", "a", "--stream") == 2 and "--json" in capsys.readouterr().err
+    assert run(world, "-p", "a", "-cnv", "--json") == 2 and "--json is for one prompt" in capsys.readouterr().err
+
+
+def test_a_text_of_r_ends_an_answer_and_is_no_part_of_it(world: World, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("llguidance", reason="makes the model say what is known")
+    flags = ["-p", "a", "-n", 30, "--grammar", 'root ::= "one STOP two"']
+    assert run(world, *flags, "-r", "nothing", "-r", " STOP", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["text"], told["reason"], told["stop"]) == ("one", "stop", " STOP")
+    assert run(world, *flags, "-r", "STOP") == 0
+    said = capsys.readouterr()
+    assert said.out == "one \n" and "was cut" not in said.err
+    assert run(world, "-p", "a", "-r", "") == 2 and run(world, "-p", "1", "--tokens", "-r", "a") == 2
+
+
 @pytest.mark.slow
 def test_a_machine_without_a_profile_is_measured_briefly(world: World, capsys: pytest.CaptureFixture) -> None:
     world.profile.unlink()
