@@ -22,7 +22,7 @@ class Plane:
 class QuantType:
     """A weight encoding: a GGUF block holds `block` weights of one row in `nbytes` bytes.
 
-    `planes` describe the packed layout; none means plain rows as in the file.
+    `planes` describe the packed layout; none means plain rows.
     """
 
     name: str
@@ -77,6 +77,8 @@ QUANT_TYPES: dict[str, QuantType] = {
         QuantType("Q2_0", 64, 18, (_CODES2, Plane("d", 64, 32))),
         QuantType("TQ1_0", 256, 54, (Plane("trits", 256, 832), _D256)),
         QuantType("TQ2_0", 256, 66, (_CODES2, _D256)),
+        # of folders: plain rows of E4M3 codes, each followed by the row's float32 scales for every 128 of them
+        QuantType("FP8", 128, 132),
     )
 }
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from pshard.model_config import ModelConfig
 from pshard.models.hybrid.made_tensors import take_rows
+from pshard.models.quantised.fp8 import decode_fp8
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES
 
@@ -32,6 +33,8 @@ class Transposed(StoredTensor):
         raw = self.source.read()
         if self.source.qtype in _NUMBERS:
             matrix = raw.view(_NUMBERS[self.source.qtype]).reshape(rows, cols)
+        elif self.source.qtype == "FP8":
+            matrix = decode_fp8(raw, rows).astype(np.float16)
         else:
             import gguf
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from pshard.models.quantised.fp8 import join_fp8
 from pshard.models.quantised.int_codes import Module, join_awq, join_gptq, join_packed
 from pshard.models.quantised.nvfp4 import join_nvfp4
 from pshard.models.quantised.scheme import Scheme
@@ -10,8 +11,9 @@ from pshard.models.stored import StoredTensor
 _WHOLE = ("qweight", "weight_packed", "weight")  # what holds the codes
 _BESIDE = (
     *("scales", "qzeros", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("weight_scale_2", "weight_global_scale"),
+    *("weight_scale_2", "weight_global_scale", "weight_scale_inv"),
 )
+_SCALES = {"weight_scale", "weight_scale_inv"}
 _UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")  # of activations and KV cells
 _UNBIASED = ("o_proj", "gate_proj", "up_proj", "down_proj")  # to which AutoGPTQ adds biases of zeros
 
@@ -38,7 +40,7 @@ def join_quantised(scheme: Scheme, stored: dict[str, StoredTensor]) -> dict[str,
 
 
 def _is_quantised(module: Module) -> bool:
-    return "qweight" in module or "weight_packed" in module or ("weight" in module and "weight_scale" in module)
+    return "qweight" in module or "weight_packed" in module or ("weight" in module and not _SCALES.isdisjoint(module))
 
 
 def _is_void(scheme: Scheme, place: str, bias: StoredTensor) -> bool:
@@ -54,4 +56,6 @@ def _join(scheme: Scheme, name: str, module: Module, codes: StoredTensor) -> Sto
         return join_nvfp4(name, module)
     if "weight_packed" in module:
         return join_packed(name, module)
+    if codes.qtype == "F8_E4M3":
+        return join_fp8(name, module)
     codes.fail(f"has type {codes.qtype} and scales beside it, which is not supported")

@@ -5,7 +5,7 @@ from typing import Any
 
 from pshard.errors import UserError
 
-READ = ("gptq", "awq", "compressed-tensors", "modelopt", "modelopt_fp4")
+READ = ("gptq", "awq", "compressed-tensors", "modelopt", "modelopt_fp4", "fp8", "fbgemm_fp8")
 
 
 @dataclass(frozen=True)

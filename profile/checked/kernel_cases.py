@@ -42,7 +42,7 @@ class KernelCase:
 
 def list_cases() -> Iterator[KernelCase]:
     """Every kernel with the types, head sizes and batches that it is written for: the commonest first."""
-    for qtype in (*PLANED, "F32", "F16", "BF16"):
+    for qtype in (*PLANED, "F32", "F16", "BF16", "FP8"):
         for tokens in (1, 16, SMALL_BATCH, MANY):
             yield KernelCase("product", f"{qtype}, {_say(tokens)}", partial(_multiply, qtype, tokens))
     for heads in HEADS:

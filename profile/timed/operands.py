@@ -154,6 +154,10 @@ def fill_ordinary(memory: torch.Tensor) -> torch.Tensor:
 def random_record(qtype: str, cols: int, seed: int = 0) -> np.ndarray:
     """16 rows of a random packed matrix, u8: random codes with ordinary scales (no NaN, infinity or denormal)."""
     rng = np.random.default_rng(cols + seed)
+    if qtype == "FP8":
+        codes = rng.integers(0, 0x7F, (ROW_BLOCK, cols), np.uint8)
+        scales = rng.uniform(0.0001, 0.001, (ROW_BLOCK, cols // 128)).astype(np.float32).view(np.uint8)
+        return np.concatenate((codes, scales), 1).reshape(-1)
     if not QUANT_TYPES[qtype].planes:
         values = torch.from_numpy(rng.normal(0, 0.02, (ROW_BLOCK, cols)).astype(np.float32))
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[qtype]

@@ -56,6 +56,9 @@ def pack_reference(raw: np.ndarray, qtype: str, rows: int, cols: int) -> np.ndar
     """Pack GGUF rows: u8 array of file_nbytes(qtype, rows, cols) -> u8 array of packed_nbytes(qtype, rows, cols)."""
     q = QUANT_TYPES[qtype]
     raw = np.ascontiguousarray(raw).view(np.uint8).reshape(rows, cols // q.block * q.nbytes)
+    if qtype == "FP8":  # codes of a row, then its scales
+        whole = raw.reshape(rows, -1, q.nbytes)
+        return np.concatenate([whole[..., 4:].reshape(rows, -1), whole[..., :4].reshape(rows, -1)], 1).reshape(-1)
     if not q.planes:
         return raw.reshape(-1).copy()
     groups = -(-rows // ROW_BLOCK)
@@ -83,6 +86,10 @@ def unpack_reference(packed: np.ndarray, qtype: str, rows: int, cols: int) -> np
     packed = np.ascontiguousarray(packed).view(np.uint8).reshape(-1)
     if qtype == "BF16":
         return (packed.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(rows, cols)
+    if qtype == "FP8":
+        row = packed.reshape(rows, -1)
+        scales = np.ascontiguousarray(row[:, cols:]).view(np.float32)
+        return e4m3_values()[row[:, :cols]] * np.repeat(scales, q.block, axis=1)
     if not q.planes:
         return packed.view(np.float32 if qtype == "F32" else np.float16).astype(np.float32).reshape(rows, cols)
     groups = -(-rows // ROW_BLOCK)
@@ -273,6 +280,15 @@ def _side_planes(qtype: str, f: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if qtype == "NVFP4":  # each row is multiplied by what the file may have beside the tensor
         planes["factor"] = np.ones((len(f["scales"]), 16), np.float32)
     return {name: np.ascontiguousarray(plane) for name, plane in planes.items()}
+
+
+@lru_cache
+def e4m3_values() -> np.ndarray:
+    """float32 [256]: what each byte stands for as a weight of FP8, E4M3 with a sign and without infinities or NaN."""
+    byte = np.arange(256)
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    value = np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7))
+    return np.where(byte < 128, value, -value).astype(np.float32)
 
 
 @lru_cache

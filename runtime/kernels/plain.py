@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pshard.model_config import Experts
-from pshard.quant import ROW_BLOCK, record_nbytes
+from pshard.quant import ROW_BLOCK, packed_nbytes
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
 from pshard.runtime.kernels.plain_delta import PlainDelta
@@ -16,7 +16,7 @@ from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
 from pshard.runtime.kernels.plain_rows import head_norm, product, rotate
 from pshard.runtime.kernels.plain_windows import attend_seen
-from pshard.runtime.kernels.unpack import plain_rows, unpack
+from pshard.runtime.kernels.unpack import BY_ROWS, plain_rows, unpack
 from pshard.units.kv_cells import window_start
 
 LOOKUP_IDS = 64  # looked up at once, as whole records are unpacked: bounds the temporaries
@@ -40,13 +40,14 @@ class PlainKernels(PlainLatent, PlainDelta):
         if (rows := plain_rows(table)) is not None:
             out.copy_(rows[ids])
             return
-        stride = record_nbytes(table.qtype, table.cols)
-        whole = table.data[: -(-table.rows // ROW_BLOCK) * stride].view(-1, stride)
+        together = 1 if table.qtype in BY_ROWS else ROW_BLOCK
+        stride = packed_nbytes(table.qtype, together, table.cols)
+        whole = table.data[: -(-table.rows // together) * stride].view(-1, stride)
         for part, rows_out in zip(ids.split(LOOKUP_IDS), out.split(LOOKUP_IDS)):
-            records = whole[part // ROW_BLOCK].reshape(-1)
-            values = unpack(Packed(records, table.qtype, ROW_BLOCK * part.numel(), table.cols))
+            records = whole[part // together].reshape(-1)
+            values = unpack(Packed(records, table.qtype, together * part.numel(), table.cols))
             each = torch.arange(part.numel(), device=part.device)
-            rows_out.copy_(values.view(part.numel(), ROW_BLOCK, -1)[each, part % ROW_BLOCK])
+            rows_out.copy_(values.view(part.numel(), together, -1)[each, part % together])
 
     def rms_norm(
         self,

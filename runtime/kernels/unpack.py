@@ -5,13 +5,14 @@ from functools import partial
 
 import torch
 
-from pshard.quant import QUANT_TYPES, ROW_BLOCK, plane_offsets, record_nbytes
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.codebooks import BOOK_TYPES
-from pshard.runtime.kernels.layout import e4m3_halves
+from pshard.runtime.kernels.layout import e4m3_halves, e4m3_values
 from pshard.runtime.kernels.unpack_books import unpack_book
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BY_ROWS = (*PLAIN, "FP8")  # types whose rows lie one by one, and meet float activations
 # value x 2 of each 4-bit code (OCP MX specification: E2M1), doubled so that all are whole numbers
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's kvalues_iq4nl
@@ -31,6 +32,10 @@ def unpack(weight: Packed) -> torch.Tensor:
     rows = plain_rows(weight)
     if rows is not None:
         return rows.float()
+    if weight.qtype == "FP8":
+        lines = weight.data[: packed_nbytes("FP8", weight.rows, weight.cols)].view(weight.rows, -1)
+        values = torch.from_numpy(e4m3_values()).to(lines.device)[lines[:, : weight.cols].long()]
+        return values * lines[:, weight.cols :].contiguous().view(torch.float32).repeat_interleave(128, 1)
     stride = record_nbytes(weight.qtype, weight.cols)
     records = -(-weight.rows // ROW_BLOCK)
     raw = weight.data[: records * stride].view(records, stride)
@@ -191,4 +196,4 @@ _DECODE: dict[str, Callable[[dict, int], torch.Tensor]] = {
     "TQ2_0": lambda p, n: (_bits(p, "codes2", n, 2) - 1).float() * _spread(_half(p, "d", n, 256), n),
     **{qtype: partial(unpack_book, qtype) for qtype in BOOK_TYPES},
 }
-assert set(_DECODE) | set(PLAIN) == set(QUANT_TYPES)
+assert set(_DECODE) | set(BY_ROWS) == set(QUANT_TYPES)

@@ -39,7 +39,7 @@ from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.operations import Attend, AttendLatent
 
 PACKED = tuple(name for name, q in QUANT_TYPES.items() if q.planes)
-PLAIN = ("F32", "F16", "BF16")
+PLAIN = ("F32", "F16", "BF16", "FP8")
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CELLS = ("bf16", "f16", "q8_0", "f32")
 BRIEF_CELLS, BRIEF_TYPES = ("bf16", "q8_0", "f32"), ("Q4_0", "Q6_K", "MXFP4", "IQ2_XS", "NVFP4")
@@ -146,7 +146,7 @@ def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], 
                 yield f"latent {latent.heads} {kind}, {tokens} tokens", run, True
     for kind in CELLS:
         yield f"latent store {kind}", partial(_store_latent, bench, kind), False
-    for qtype in (*types, "BF16"):
+    for qtype in (*types, "BF16", "FP8"):
         for tokens in (1, 128):
             yield f"head products {qtype}, {tokens} tokens", partial(_multiply_heads, bench, qtype, tokens), False
     yield from _expert_calls(bench, types)
@@ -159,7 +159,7 @@ def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], 
 
 
 def _expert_calls(bench: KernelBench, types: Sequence[str]) -> Iterator[tuple[str, Callable[[], object], bool]]:
-    for qtype in (*types, "BF16", "F16"):
+    for qtype in (*types, "BF16", "F16", "FP8"):
         for rule, width in ((MANY_SMALL, 2048), (FEW_LARGE, 2880)):
             if width % QUANT_TYPES[qtype].block == 0:
                 run = partial(time_experts, bench, (qtype, qtype), width, rule, [1, 8, 16, 64, 128, 1024, 4096])

@@ -188,6 +188,7 @@ CASES = [
     (("MXFP4", "MXFP4", "MXFP4"), 32, 32, 2), (("Q4_0", "Q5_0", "MXFP4"), 64, 96, 3),
     (("BF16", "BF16", "BF16"), 96, 48, 3), (("F32", "F16", "BF16"), 40, 24, 12), (("Q4_0", "Q4_0", "BF16"), 64, 48, 9),
     (("Q8_0", "Q8_0", "Q8_0"), 96, 32, 70), (("IQ2_XS", "IQ2_XS", "IQ3_S"), 256, 256, 1),
+    (("FP8", "FP8", "FP8"), 128, 128, 3),
     (("NVFP4", "NVFP4", "NVFP4"), 64, 64, 2), (("IQ1_M", "IQ1_M", "IQ3_XXS"), 256, 256, 1),
 ]  # fmt: skip
 
@@ -271,7 +272,7 @@ def test_experts_leave_what_was_handed_over(kernels: cuda.CudaKernels) -> None:
 GPU_CASES = [
     *(((q, q, q), 512, 256, tokens) for q in PACKED for tokens in (1, 3, 8, 20)),
     *(((q, q, q), 512, 256, tokens) for q in ("Q4_0", "Q6_K", "MXFP4") for tokens in (70, 150, 300)),
-    *((("BF16", "BF16", "BF16"), 512, 256, tokens) for tokens in (1, 8, 20, 300)),
+    *(((q, q, q), 512, 256, tokens) for q in ("BF16", "FP8") for tokens in (1, 8, 20, 300)),
     *((("Q4_K", "Q4_K", "Q6_K"), 2048, 768, tokens) for tokens in (1, 16, 512, 1500)),
     *((("MXFP4", "MXFP4", "MXFP4"), 2880, 2880, tokens) for tokens in (1, 16, 512)),
 ]

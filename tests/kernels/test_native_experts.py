@@ -139,7 +139,14 @@ def test_experts_are_those_of_plain_torch(qtype: str, tokens: int, tiles: str) -
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     "qtypes",
-    [("Q4_0", "Q4_0", "Q6_K"), ("Q4_K", "Q6_K", "Q8_0"), ("BF16", "Q4_1", "BF16"), ("MXFP4",) * 3, ("F32",) * 3],
+    [
+        ("Q4_0", "Q4_0", "Q6_K"),
+        ("Q4_K", "Q6_K", "Q8_0"),
+        ("BF16", "Q4_1", "BF16"),
+        ("MXFP4",) * 3,
+        ("F32",) * 3,
+        ("FP8",) * 3,
+    ],
 )
 @pytest.mark.parametrize("tokens", [1, slow(3), 300])
 def test_biases_activations_and_sums_are_those_of_plain_torch(

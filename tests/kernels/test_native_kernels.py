@@ -48,7 +48,7 @@ def matrix(qtype: str, rows: int, cols: int, seed: int = 0) -> tuple[Packed, np.
 
 
 def least_cols(qtype: str) -> int:
-    return QUANT_TYPES[qtype].block if QUANT_TYPES[qtype].planes else 7
+    return max(QUANT_TYPES[qtype].block, 1 if QUANT_TYPES[qtype].planes else 7)
 
 
 def rounded_activations(x: np.ndarray) -> np.ndarray:

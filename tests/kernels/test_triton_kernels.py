@@ -85,7 +85,8 @@ def test_small_batches_multiply_packed_weights(kernels: cuda.CudaKernels, qtype:
 
 @needs_kernels
 @pytest.mark.parametrize(("qtype", "tokens", "cols"), [("Q4_0", 1, 2048), ("Q6_K", 2, 2048), ("Q4_K", 33, 512),
-                                                       ("Q4_0", 40, 1024), ("BF16", 5, 2048)])  # fmt: skip
+                                                       ("Q4_0", 40, 1024), ("BF16", 5, 2048),
+                                                       ("FP8", 5, 2048)])  # fmt: skip
 def test_cut_columns_add_up_and_accumulate(
     kernels: cuda.CudaKernels, qtype: str, tokens: int, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

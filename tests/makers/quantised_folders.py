@@ -22,6 +22,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "w4a16": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "w4a16 asymmetric": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "w8a16": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "fp8 rows": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "fp8 tensor": {"quant_method": "modelopt", "quant_algo": "FP8"},
     "nvfp4 modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "nvfp4 ct": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
 }
@@ -80,6 +83,8 @@ def quantise(kind: str, rows: int, cols: int, rng: np.random.Generator) -> tuple
     """(tensors by what their names end with, the weights): a deviation near 1/sqrt(cols)."""
     if kind.startswith("nvfp4"):
         return _nvfp4(kind, rows, cols, rng)
+    if kind.startswith("fp8"):
+        return _fp8(kind, rows, cols, rng)
     bits, group = (8 if "8" in kind else 4), GROUPS.get(kind, 128)
     codes = rng.integers(0, 1 << bits, (rows, cols))
     symmetric = kind in ("gptq", "gptq 8", "w4a16", "w8a16")
@@ -117,6 +122,19 @@ def _nvfp4(kind: str, rows: int, cols: int, rng: np.random.Generator) -> tuple[d
         return made | {"weight_scale": _as_e4m3(scales)}, values / factor
     made = {"weight": packed, "weight_scale_2": np.array(factor), "input_scale": np.array(factor)}
     return made | {"weight_scale": _as_e4m3(scales)}, values * factor
+
+
+def _fp8(kind: str, rows: int, cols: int, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+    codes = rng.integers(0, 127, (rows, cols), dtype=np.uint8) | rng.choice(np.uint8([0, 128]), (rows, cols))
+    shape = {"fp8 blocks": (-(-rows // 128), -(-cols // 128)), "fp8 rows": (rows, 1), "fp8 tensor": (1, 1)}[kind]
+    scales = (cols**-0.5 / 120 * rng.uniform(0.5, 1.5, shape)).astype(np.float32)
+    each = 128 if kind == "fp8 blocks" else 1
+    spread = np.repeat(np.repeat(scales, each, 0), 128, 1) if kind == "fp8 blocks" else scales
+    values = e4m3(codes) * np.broadcast_to(spread[:rows], (rows, cols)).astype(np.float64)
+    if kind == "fp8 blocks":
+        return {"weight": _as_e4m3(codes), "weight_scale_inv": scales}, values
+    stored = scales if kind == "fp8 rows" else scales.reshape(())
+    return {"weight": _as_e4m3(codes), "weight_scale": stored, "input_scale": np.ones(1, np.float32)}, values
 
 
 def e4m3(byte: np.ndarray) -> np.ndarray:

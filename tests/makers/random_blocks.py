@@ -44,6 +44,10 @@ def random_rows(qtype: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
     q = QUANT_TYPES[qtype]
     blocks = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
     shape = blocks.shape[:2]
+    if qtype == "FP8":
+        blocks[..., 4:] ^= np.where(blocks[..., 4:] & 127 == 127, 1, 0).astype(np.uint8)  # no NaN
+        blocks[..., :4] = (1e-3 * rng.uniform(0.5, 1.5, (*shape, 1))).astype(np.float32).view(np.uint8)
+        return blocks.reshape(rows, -1)
 
     def draw() -> np.ndarray:
         """As in files, a later type's scales are of one size, so that no row stands out in a test of few blocks."""
@@ -73,7 +77,12 @@ def put_scales(qtype: str, blocks: np.ndarray, draw: Callable[[], np.ndarray], r
 def dequantise_rows(raw: np.ndarray, qtype: str, rows: int, cols: int) -> np.ndarray:
     """float32 [rows, cols] by gguf's decoders, or written out for types that its version has none of."""
     import gguf
+    import torch
 
+    if qtype == "FP8":
+        blocks = raw.reshape(-1, 132)
+        codes = torch.from_numpy(blocks[:, 4:].copy()).view(torch.float8_e4m3fn).float().numpy()
+        return (codes * np.ascontiguousarray(blocks[:, :4]).view(np.float32)).reshape(rows, cols)
     if qtype not in ("Q1_0", "Q2_0"):
         return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[qtype]).reshape(rows, cols)
     block, bits = QUANT_TYPES[qtype].block, int(qtype[1])

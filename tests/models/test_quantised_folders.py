@@ -16,6 +16,7 @@ from pshard.models import open_model
 TYPES = {
     "gptq": "Q4_0", "gptq asymmetric": "Q5_0", "gptq v2": "Q5_0", "gptq 8": "Q8_0", "awq": "Q5_0", "w4a16": "Q4_0",
     "w4a16 asymmetric": "Q5_0", "w8a16": "Q8_0", "nvfp4 modelopt": "NVFP4", "nvfp4 ct": "NVFP4",
+    "fp8 blocks": "FP8", "fp8 rows": "FP8", "fp8 tensor": "FP8",
 }  # fmt: skip
 ROLES = {"q_proj": "attn_q", "o_proj": "attn_output", "gate_proj": "ffn_gate", "down_proj": "ffn_down"}
 IDS = [int(i) for i in np.random.default_rng(0).integers(0, 320, 24)]
@@ -42,7 +43,7 @@ def test_matrices_have_the_values_that_their_codes_stand_for(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ["awq", "nvfp4 ct"])
+@pytest.mark.parametrize("kind", ["awq", "nvfp4 ct", "fp8 blocks"])
 def test_a_folder_gives_the_logits_of_the_same_model_in_float32(kind: str, arch: str, tmp_path: Path) -> None:
     decoded = write_quantised(tmp_path / "q", kind, arch, n_layers=1, n_experts=4)
     write_decoded(tmp_path / "f", tmp_path / "q", decoded)
@@ -73,6 +74,8 @@ Q = "model.layers.0.self_attn.q_proj."
         ("w4a16", "weight_g_idx", np.zeros(256, np.int32), "weight_g_idx gives columns an order of their own"),
         ("nvfp4 ct", "weight_scale", np.zeros((256, 16), np.uint8), "weight_scale has type U8, not F8_E4M3"),
         ("nvfp4 ct", "weight_global_scale", np.ones(2, np.float32), r"has shape \[2\], not the \[1\]"),
+        ("fp8 blocks", "weight_scale_inv", np.ones((2, 1), np.float32), r"are one number, \[256, 1\] or \[2, 2\]"),
+        ("fp8 rows", "weight_scale", np.ones((256, 1), np.float64), "weight_scale has type F64, not one of F32"),
         ("nvfp4 ct", "weight_global_scale", None, "has no scales and factor of NVFP4 beside it"),
     ],
 )
@@ -93,6 +96,7 @@ def test_tensors_that_do_not_fit_each_other_are_named(
         ("gptq", "g_idx", np.arange(256, dtype=np.int32) % 2, r"columns an order of their own \(desc_act\)"),
         ("gptq", "qzeros", np.zeros((2, 32), np.int32), "zero points other than 8, where the configuration says"),
         ("awq", "scales", np.full((2, 256), np.inf, np.float16), "has scales that are no numbers"),
+        ("fp8 tensor", "weight_scale", np.full(1, np.nan, np.float32), "has codes or scales that are no numbers"),
         ("nvfp4 ct", "weight_global_scale", np.zeros(1, np.float32), "is 0.0, by which no weights are multiplied"),
     ],
 )

@@ -24,7 +24,7 @@ from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
-from pshard.runtime.kernels.unpack import PLAIN
+from pshard.runtime.kernels.unpack import BY_ROWS
 from pshard.times.gpu_tiles import Tile, TileChoice
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         bias: torch.Tensor | None = None,
     ) -> None:
         """See `SumKernels.linear_part`."""
-        if x.shape[0] > SMALL_BATCH or weight.qtype in PLAIN:
+        if x.shape[0] > SMALL_BATCH or weight.qtype in BY_ROWS:
             self.linear(x, weight, part, tile, bias)
         else:
             quantised, push = self._activations.quantise(x), exchange.push(part, wire)
@@ -145,7 +145,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         if tokens > SMALL_BATCH:
             self._activations.ready = None
             many_rows.multiply(x, weight, out, tile, bias, accumulate)
-        elif weight.qtype in PLAIN:
+        elif weight.qtype in BY_ROWS:
             self._activations.ready = None
             self._few_rows.multiply_plain(x, weight, out, bias, accumulate)
         else:
@@ -183,7 +183,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         activation: str = "silu",
     ) -> None:
         """See `Kernels.gate_up`."""
-        if x.shape[0] <= SMALL_BATCH and gate.qtype == up.qtype and gate.qtype not in PLAIN:
+        if x.shape[0] <= SMALL_BATCH and gate.qtype == up.qtype and gate.qtype not in BY_ROWS:
             quantised = self._activations.quantise(x)
             self._few_rows.gate_up(quantised, gate, up, out, self._activations.hand_over(out), activation)
             return

@@ -91,7 +91,10 @@ PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int
       for (int i = 0; i < m.rows_of(r); ++i) sources[i] = from + (r * 16 + i) * row_bytes;
       uint8_t* record = out + r * m.record;
       if (!is_plain(type)) return pack_record(type, sources, cols, record);
-      for (int i = 0; i < m.rows_of(r); ++i) std::memcpy(record + i * cols * f.nbytes, sources[i], cols * f.nbytes);
+      const size_t row = row_nbytes(type, cols);
+      for (int i = 0; i < m.rows_of(r); ++i)
+        if (type == FP8) pack_fp8_row(sources[i], cols, record + i * row);
+        else std::memcpy(record + i * row, sources[i], row);
     });
   });
 }

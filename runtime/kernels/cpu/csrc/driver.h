@@ -34,7 +34,7 @@ struct Matrix {
         rows(rows),
         cols(cols),
         planes(planes_of(type, cols)),
-        record(is_plain(type) ? 16 * cols * kFormats[type].nbytes : planes.record) {}
+        record(is_plain(type) ? 16 * row_nbytes(type, cols) : planes.record) {}
   int64_t nbytes() const { return records() * static_cast<int64_t>(record); }
   int64_t records() const { return (rows + 15) / 16; }
   int rows_of(int64_t r) const { return static_cast<int>(std::min<int64_t>(16, rows - r * 16)); }

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from pshard.runtime.kernels.gpu.products.triton_books import load_later_scales
 from pshard.runtime.kernels.gpu.products.triton_decode import load_codes
+from pshard.runtime.kernels.gpu.products.triton_float import e4m3_values, fp8_row, fp8_scale
 
 if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
 
@@ -110,6 +111,11 @@ def load_tile(
         mask = (row < rows)[:, None]
         if MASKED:
             mask &= (k < cols)[None, :]
+        if QTYPE == "FP8":
+            lines = address.to(tl.pointer_type(tl.uint8)) + row.to(tl.int64)[:, None] * fp8_row(cols)
+            codes = tl.load(lines + k[None, :], mask=mask, other=0)
+            scale = tl.load(fp8_scale(lines, k[None, :], cols), mask=mask, other=0.0)
+            return (e4m3_values(codes) * scale).to(tl.bfloat16)
         if QTYPE == "F32":
             source = address.to(tl.pointer_type(tl.float32))
         elif QTYPE == "F16":

@@ -15,7 +15,7 @@ from pshard.runtime.kernels.gpu.products.places import places
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
-from pshard.runtime.kernels.unpack import PLAIN
+from pshard.runtime.kernels.unpack import BY_ROWS, PLAIN
 from pshard.times.gpu_tiles import Tile
 
 PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
@@ -94,7 +94,7 @@ class FewRows:
     def multiply_plain(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
     ) -> None:
-        """out[M, rows] (+)= x @ W.T + bias of F32, F16 or BF16 weights."""
+        """out[M, rows] (+)= x @ W.T + bias of weights that lie row by row."""
         tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
         tile = self.picker.fixed("rows", weight.qtype, bucket)
         pieces, each = cut_columns(tile, weight.rows, weight.cols, tokens)
@@ -102,9 +102,9 @@ class FewRows:
         target, stride = (out, out.stride(0)) if direct else (self._partial, weight.rows)
         sizes = (tokens, weight.rows, weight.cols)
         triton_float.rows_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
-            weight.data.view(PLAIN[weight.qtype]), x, x.stride(0), target, bias, *sizes, stride, each,
+            weight.data.view(PLAIN.get(weight.qtype, torch.uint8)), x, x.stride(0), target, bias, *sizes, stride, each,
             TOKENS=bucket, BN=tile.rows, BK=tile.depth, STAGES=tile.stages, BIAS=direct and bias is not None,
-            ACCUMULATE=direct and accumulate, num_warps=tile.warps, num_stages=tile.stages,
+            ACCUMULATE=direct and accumulate, FP8=weight.qtype == "FP8", num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if not direct:
             triton_float.combine_kernel[(triton.cdiv(weight.rows, 256), tokens)](
@@ -157,7 +157,7 @@ def find_runs(weights: tuple[Packed, ...], biases: tuple[torch.Tensor | None, ..
     runs: list[list[int]] = []
     last = None
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        alone = weight.qtype in PLAIN or weight.rows % ROW_BLOCK
+        alone = weight.qtype in BY_ROWS or weight.rows % ROW_BLOCK
         like = None if alone else (weight.qtype, bias is None)
         if like is not None and like == last and len(runs[-1]) < 3:
             runs[-1].append(i)

@@ -45,6 +45,10 @@ def multiply(
 def dequantise(weight: Packed, first_row: int, out: torch.Tensor) -> None:
     """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""
     n, cols = out.shape
+    if weight.qtype == "FP8":
+        grid = triton.cdiv(cols, 1024), n
+        triton_dequant.convert_fp8_kernel[grid](weight.data, out, first_row, cols, BLOCK=1024)
+        return
     if weight.qtype in PLAIN:
         source = weight.data.view(PLAIN[weight.qtype])[first_row * cols :]
         triton_dequant.convert_kernel[(triton.cdiv(n * cols, 2048),)](source, out, n * cols, BLOCK=2048)
@@ -60,6 +64,10 @@ def dequantise(weight: Packed, first_row: int, out: torch.Tensor) -> None:
 def look_up(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
     """See `Kernels.look_up`."""
     tokens, cols = out.shape
+    if table.qtype == "FP8":
+        grid = triton.cdiv(cols, 1024), tokens
+        triton_dequant.look_up_fp8_kernel[grid](table.data, ids, out, out.stride(0), cols, BLOCK=1024, num_warps=4)
+        return
     if table.qtype in PLAIN:
         triton_dequant.look_up_plain_kernel[(triton.cdiv(cols, 1024), tokens)](
             table.data.view(PLAIN[table.qtype]), ids, out, out.stride(0), cols, BLOCK=1024, num_warps=4

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.gpu.products.triton_decode import load_codes, load_scales
+from pshard.runtime.kernels.gpu.products.triton_float import e4m3_values, fp8_row, fp8_scale
 
 
 @triton.jit
@@ -83,6 +84,32 @@ def look_up_plain_kernel(table, ids, out, out_stride, cols, BLOCK: tl.constexpr)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(table + tl.load(ids + m) * cols + column, mask=column < cols, other=0.0)
     tl.store(out + m.to(tl.int64) * out_stride + column, value.to(tl.float32), mask=column < cols)
+
+
+@triton.jit
+def _fp8_numbers(line, column, cols):
+    """float32: columns of the row of FP8 at `line`; zeros beyond its end."""
+    mask = column < cols
+    code = tl.load(line + column, mask=mask, other=0)
+    return e4m3_values(code) * tl.load(fp8_scale(line, column, cols), mask=mask, other=0.0)
+
+
+@triton.jit
+def convert_fp8_kernel(weight, out, first_row, cols, BLOCK: tl.constexpr):
+    """Program (piece of the columns, m): out[m] = row first_row + m of FP8, in out's type."""
+    m = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = _fp8_numbers(weight + (first_row + m) * fp8_row(cols), column, cols)
+    tl.store(out + m * cols + column, value.to(out.dtype.element_ty), mask=column < cols)
+
+
+@triton.jit
+def look_up_fp8_kernel(table, ids, out, out_stride, cols, BLOCK: tl.constexpr):
+    """Program (piece of the columns, m): out[m] = row ids[m] of a table of FP8, float32. ids int64."""
+    m = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = _fp8_numbers(table + tl.load(ids + m) * fp8_row(cols), column, cols)
+    tl.store(out + m.to(tl.int64) * out_stride + column, value, mask=column < cols)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ Kernels make_kernels(const char* isa) {
   k.delta_read = delta_read, k.delta_write = delta_write, k.delta_multiply = delta_multiply;
   k.sum = sum_bytes;
   k.stream = stream;
-  set_plain<F32>(k), set_plain<F16>(k), set_plain<BF16>(k);
+  set_plain<F32>(k), set_plain<F16>(k), set_plain<BF16>(k), set_plain<FP8>(k);
   set_quant<Legacy<Q4_0, 0, false>>(k), set_quant<Legacy<Q4_1, 0, true>>(k);
   set_quant<Legacy<Q5_0, 1, false>>(k), set_quant<Legacy<Q5_1, 1, true>>(k);
   set_quant<DecodeQ8_0>(k), set_quant<DecodeMXFP4>(k);

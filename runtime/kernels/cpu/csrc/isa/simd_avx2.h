@@ -175,6 +175,11 @@ inline Ints and_int(Ints v, int mask) {
 }
 
 inline Floats load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
+inline Floats load_e4m3_256th(const uint8_t* p) {  // what a float16 of the same bits is
+  const __m256i v = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load128(p)), 7);
+  const __m256i bits = _mm256_and_si256(v, _mm256_set1_epi16(~0x4000));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+}
 inline __m256 bf16_half(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
 }

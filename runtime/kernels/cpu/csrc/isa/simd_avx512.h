@@ -117,6 +117,10 @@ inline Floats load_bf16(const uint16_t* p) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
+inline Floats load_e4m3_256th(const uint8_t* p) {  // what a float16 of the same bits is
+  const __m256i v = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(v, 7), _mm256_set1_epi16(~0x4000)));
+}
 inline Floats load_e8m0_half(const uint8_t* p) {  // 2^(e - 127) / 2, exact also where the result is denormal
   const Ints e = widen_u8(p);
   const Ints normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);

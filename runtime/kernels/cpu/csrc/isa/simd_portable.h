@@ -145,6 +145,11 @@ inline Floats load_f16(const uint16_t* p) {
   const Floats v = select((h & 0x7c00) == 0x7c00, special, finite);
   return reinterpret_cast<Floats>(reinterpret_cast<Ints>(v) | ((h & 0x8000) << 16));
 }
+inline Floats load_e4m3_256th(const uint8_t* p) {  // what a float16 of the same bits is
+  uint16_t bits[16];
+  for (int i = 0; i < 16; ++i) bits[i] = static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
+  return load_f16(bits);
+}
 inline Floats load_bf16(const uint16_t* p) { return reinterpret_cast<Floats>(widen_u16(p) << 16); }
 inline Floats load_e8m0_half(const uint8_t* p) {
   return reinterpret_cast<Floats>(each<Ints>([&](int i) { return p[i] < 2 ? 0x00200000 << p[i] : (p[i] - 1) << 23; }));

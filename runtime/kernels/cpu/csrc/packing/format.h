@@ -8,7 +8,7 @@ namespace pshard {
 
 enum Type : int {
   F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
-  IQ3_S, IQ3_XXS, IQ2_S, IQ2_XS, IQ2_XXS, IQ1_S, IQ1_M, NVFP4, Q1_0, Q2_0, TQ1_0, TQ2_0, kTypes
+  IQ3_S, IQ3_XXS, IQ2_S, IQ2_XS, IQ2_XXS, IQ1_S, IQ1_M, NVFP4, Q1_0, Q2_0, TQ1_0, TQ2_0, FP8, kTypes
 };
 
 struct Format {
@@ -36,6 +36,7 @@ inline constexpr Format kFormats[kTypes] = {
     {"IQ1_M", 256, 56, 1, 0, 6, 16, 1, 64},   {"NVFP4", 64, 36, 4, 0, 4, 0, 0, 12},
     {"Q1_0", 128, 18, 1, 0, 0, 0, 1, 1},      {"Q2_0", 64, 18, 2, 0, 0, 0, 1, 1},
     {"TQ1_0", 256, 54, 1, 0, 0, 0, 1, 1},     {"TQ2_0", 256, 66, 2, 0, 0, 0, 1, 1},
+    {"FP8", 128, 132, 0, 0, 0, 0, 0, 0},  // plain rows of codes, each followed by its scales
 };
 
 inline constexpr int kTritBlock = 13 * 64;  // bytes of 256 columns in TQ1_0's code plane, of five digits each

@@ -102,7 +102,7 @@ void run_linear(const float* x, int64_t x_stride, const std::vector<Matrix>& mat
 void run_heads(const float* x, int64_t x_stride, int64_t x_head, const Matrix& first_matrix, int64_t heads, float* out,
                int64_t out_stride, int64_t out_head, int64_t tokens) {
   const Matrix& m = first_matrix;
-  const int64_t each = is_plain(m.type) ? m.rows * m.cols * kFormats[m.type].nbytes : m.nbytes();
+  const int64_t each = is_plain(m.type) ? m.rows * row_nbytes(m.type, m.cols) : m.nbytes();
   const size_t need = act_bytes(static_cast<int>(std::min<int64_t>(tokens, kSlice)), m.cols);
   Pool::instance().with_scratch(need * heads, [&](uint8_t* scratch) {
     Pool::instance().run([&](Team& team) {

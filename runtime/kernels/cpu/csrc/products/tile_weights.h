@@ -68,8 +68,9 @@ template <int T>
 inline Ints words_of(const typename Plain<T>::Word* row, int64_t k, int64_t cols) {
   if (k + 32 <= cols) {
     if constexpr (T == BF16) return _mm512_loadu_si512(row + k);
-    else return (__m512i)_mm512_cvtne2ps_pbh(Plain<T>::load16(row + k + 16), Plain<T>::load16(row + k));
+    else return (__m512i)_mm512_cvtne2ps_pbh(Plain<T>::at(row, k + 16, cols), Plain<T>::at(row, k, cols));
   }
+  if constexpr (T == FP8) return zero_ints();  // its rows are whole blocks
   typename Plain<T>::Word words[32] = {};
   if (k < cols) std::memcpy(words, row + k, (cols - k) * sizeof(*row));
   return words_of<T>(words, 0, 32);
@@ -80,7 +81,7 @@ void tile_plain(const uint8_t* record, const Planes&, int64_t cols, int n, int64
   const auto* w = reinterpret_cast<const typename Plain<T>::Word*>(record);
   for (int64_t chunk = first; chunk < last; ++chunk, out += kTileWords) {
     Ints rows[16];
-    for (int r = 0; r < 16; ++r) rows[r] = r < n ? words_of<T>(w + r * cols, chunk * 32, cols) : zero_ints();
+    for (int r = 0; r < 16; ++r) rows[r] = r < n ? words_of<T>(w + r * Plain<T>::stride(cols), chunk * 32, cols) : zero_ints();
     transpose(rows, out);
   }
 }
@@ -98,7 +99,7 @@ void tile_weights(const TileRecord& r, int64_t cols, int64_t first, int64_t last
       tile_quant<Book8<IQ2_S, 2>>, tile_quant<Book8<IQ2_XS, 2>>, tile_quant<Book8<IQ2_XXS, 1>>,
       tile_quant<Book1<IQ1_S, 1>>, tile_quant<Book1<IQ1_M, 2>>,
       tile_quant<DecodeNVFP4>, tile_quant<FewBits<Q1_0>>, tile_quant<FewBits<Q2_0>>,
-      tile_quant<DecodeTQ1_0>, tile_quant<FewBits<TQ2_0>>,
+      tile_quant<DecodeTQ1_0>, tile_quant<FewBits<TQ2_0>>, tile_plain<FP8>,
   };
   kDecode[r.type](r.data, *r.planes, cols, r.rows, first, last, out);
 }
