@@ -15,10 +15,10 @@ _HF_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9]\d{0,5})\.(\w+\.weight)")
 _LONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 
 
-def drop_drafters(
+def part_drafters(
     stored: dict[str, StoredTensor], prefix: str, layers: range
-) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors without those of layers that draft further tokens, and a note when there were some.
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """The tensors without those of layers that draft further tokens, and these.
 
     Such a layer has an `eh_proj`: without one it is not left out, whatever the configuration counts. ERNIE's folders
     have theirs beside the layers.
@@ -32,7 +32,7 @@ def drop_drafters(
         drafts = any(name.endswith(".eh_proj.weight") for name in names)
         if drafts and layer.isdecimal() and len(layer) < 10 and int(layer) in layers:
             left_out.update(names)
-    return {n: t for n, t in stored.items() if n not in left_out}, (DRAFTS_LEFT_OUT,) if left_out else ()
+    return {n: t for n, t in stored.items() if n not in left_out}, {n: stored[n] for n in left_out}
 
 
 def arrange_gguf(arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

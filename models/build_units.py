@@ -1,6 +1,6 @@
 """Turns stored tensors into the units of a ModelSpec, in execution order, and checks every shape and type."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pshard.errors import UserError
@@ -41,40 +41,58 @@ def build_units(
     Raises UserError for a tensor that is missing, misshapen, of a type that cannot be used, or has no place in the
     architecture (computing without it would be silently wrong).
     """
-    roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
-    biases = set(arch.biases) | (set(arch.optional_biases) & roles)
-
-    def unit(name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected], ports: Ports | None = None) -> Unit:
-        specs = [_tensor_spec(stored, tensor, where) for tensor in tensors]
-        specs.sort(key=lambda t: -len(t.shape))  # matrices, then vectors (the sort is stable)
-        return Unit(name, kind, layer, tuple(specs), own_ports=ports)
-
-    units = [unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
+    make = UnitMaker(arch, config, stored, where)
+    units = [make.unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
-        block = f"blk.{i}."
-        if config.latent:
-            units.append(unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block)))
-        elif config.delta and i not in config.delta.full:
-            units.append(unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block)))
-        else:
-            tensors, ports = _attention(arch, config, block, biases), ENTERS if config.parallel else None
-            units.append(unit(block + "attention", _kind(config, i), i, tensors, ports))
-        if config.experts is None or not config.experts.are_in(i):
-            ports = FOLLOWS if config.parallel else None
-            units.append(unit(block + "ffn", FFN, i, _ffn(config, block), ports))
-            continue
-        units.append(unit(block + "router", ROUTER, i, _router(config.experts, config.d_model, block)))
-        if config.experts.d_shared:
-            units.append(unit(block + "shared", SHARED_EXPERTS, i, _shared(config.experts, config.d_model, block)))
-        units.append(unit(block + "experts", EXPERTS, i, _experts(config.experts, config.d_model, block)))
+        units += make.layer(i)
     head = HEAD if HEAD in stored else TABLE
     output = [Expected("output_norm.weight", (config.d_model,)), Expected(head, (config.vocab, config.d_model))]
-    units.append(unit("output", OUTPUT, -1, iter(output)))
+    units.append(make.unit("output", OUTPUT, -1, iter(output)))
+    refuse_others(arch, units, stored)
+    return tuple(units)
+
+
+def refuse_others(arch: Architecture, units: Sequence[Unit], stored: dict[str, StoredTensor]) -> None:
+    """Raise UserError for a tensor that none of the units has."""
     used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
     for name, tensor in stored.items():
         if name not in used:
             tensor.fail(f"has no place in architecture {arch.name}, and leaving it out would give wrong results")
-    return tuple(units)
+
+
+class UnitMaker:
+    """Makes the units of a model, or of the head that drafts for it, from its tensors by GGUF name."""
+
+    def __init__(self, arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], where: str) -> None:
+        roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
+        self._arch, self._config, self._stored, self._where = arch, config, stored, where
+        self._biases = set(arch.biases) | (set(arch.optional_biases) & roles)
+
+    def unit(
+        self, name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected], ports: Ports | None = None
+    ) -> Unit:
+        """A unit of these tensors. Raises UserError for one that is missing, misshapen or of a type that is unknown."""
+        specs = [_tensor_spec(self._stored, tensor, self._where) for tensor in tensors]
+        specs.sort(key=lambda t: -len(t.shape))  # matrices, then vectors (the sort is stable)
+        return Unit(name, kind, layer, tuple(specs), own_ports=ports)
+
+    def layer(self, i: int) -> Iterator[Unit]:
+        """Those of a layer. Raises as `unit`."""
+        config, unit, block = self._config, self.unit, f"blk.{i}."
+        if config.latent:
+            yield unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block))
+        elif config.delta and i not in config.delta.full:
+            yield unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block))
+        else:
+            tensors = _attention(self._arch, config, block, self._biases)
+            yield unit(block + "attention", _kind(config, i), i, tensors, ENTERS if config.parallel else None)
+        if config.experts is None or not config.experts.are_in(i):
+            yield unit(block + "ffn", FFN, i, _ffn(config, block), FOLLOWS if config.parallel else None)
+            return
+        yield unit(block + "router", ROUTER, i, _router(config.experts, config.d_model, block))
+        if config.experts.d_shared:
+            yield unit(block + "shared", SHARED_EXPERTS, i, _shared(config.experts, config.d_model, block))
+        yield unit(block + "experts", EXPERTS, i, _experts(config.experts, config.d_model, block))
 
 
 def _kind(config: ModelConfig, layer: int) -> UnitKind:

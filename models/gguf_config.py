@@ -7,7 +7,7 @@ from typing import Any
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
-from pshard.models.arrange_tensors import drop_drafters
+from pshard.models.arrange_tensors import part_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
 from pshard.models.families.read_numbers import gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
@@ -99,21 +99,21 @@ def count_drafters(arch: Architecture, metadata: dict[str, Any], where: str) -> 
     return count
 
 
-def drop_gguf_drafters(
+def part_gguf_drafters(
     arch: Architecture, n_layers: int, metadata: dict[str, Any], stored: dict[str, StoredTensor], where: str
-) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors without those of layers that draft, and a note when there were some. Raises UserError that names the
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """The tensors without those of layers that draft, and these. Raises UserError that names the
     key where layers that it counts do not draft, or follow all that `block_count` has."""
     count = count_drafters(arch, metadata, where)
     layers = range(n_layers, n_layers + count)
-    left, notes = drop_drafters(stored, "blk.", layers)
+    left, drafting = part_drafters(stored, "blk.", layers)
     beyond = {int(found[1]) for name in left if (found := _LAYER.match(name))}
     if count and any(layer >= n_layers for layer in beyond):
         keys, key = Keys(metadata, where, f"{arch.gguf}."), "nextn_predict_layers"
         blocks = f"{keys.prefix}block_count of {keys.get('block_count')}"
         what = f"is {count}, but layer {min(n for n in beyond if n >= n_layers)} is none of those that draft"
         keys.refuse(key, f"{what} within a {blocks}: one of the two is wrong")
-    return left, notes
+    return left, drafting
 
 
 def _check_vocabulary(keys: Keys, metadata: dict[str, Any], table: StoredTensor) -> None:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +15,19 @@ from pshard.jsonio import to_json
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
-from pshard.models.arrange_tensors import arrange_gguf, drop_drafters, flatten_row, rename_role, stack_experts
+from pshard.models.arrange_tensors import (
+    DRAFTS_LEFT_OUT,
+    arrange_gguf,
+    flatten_row,
+    part_drafters,
+    rename_role,
+    stack_experts,
+)
 from pshard.models.build_units import HEAD, build_units
 from pshard.models.families.stored_rows import add_one_to_norms, split_fused
 from pshard.models.families.text_part import take_gguf_text, take_text_settings, take_text_tensors
 from pshard.models.families.turned_experts import arrange_turned
-from pshard.models.gguf_config import drop_gguf_drafters, gguf_config
+from pshard.models.gguf_config import gguf_config, part_gguf_drafters
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import count_hf_drafters, hf_config
 from pshard.models.hybrid.arrange_delta import name_folder, name_gguf, split_hybrid
@@ -26,6 +35,7 @@ from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
 from pshard.models.quantised.scheme import read_scheme
+from pshard.models.read_head import read_head
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
@@ -55,8 +65,18 @@ class ModelFile:
     ) -> None:
         self.spec, self.metadata, self.notes = spec, metadata, notes
         self._files, self._tensors = files, tensors
-        self._shapes = {t.name: t.shape for u in spec.units for t in u.tensors}
+        units = (*spec.units, *(spec.head.units if spec.head else ()))
+        self._shapes = {t.name: t.shape for u in units for t in u.tensors}
         self._load_tokenizer, self._load_chat_template = load_tokenizer, load_chat_template
+
+    def of_head(self) -> "ModelFile":
+        """The same file as that of its head, the program that drafts. Raises UserError where it has none."""
+        if self.spec.head is None:
+            why = next((note for note in self.notes if "multi-token head" in note), "the file has none")
+            raise UserError(f"{self.spec.path}: there is no multi-token head to draft with: {why}; give --spec lookup")
+        view = copy(self)
+        view.spec = self.spec.head
+        return view
 
     def tensor_bytes(self, name: str) -> np.ndarray:
         """Raw bytes of a tensor by GGUF name: read-only u8 [rows, bytes of a row] ([bytes] for a vector).
@@ -160,11 +180,12 @@ def _open_gguf(path: Path) -> ModelFile:
     stored, unseen = take_gguf_text(attach_factors(header.tensors))
     stored, undrafted = name_gguf(arch, stored)
     config = gguf_config(arch, metadata, stored, where)
-    tensors, notes = drop_gguf_drafters(arch, config.n_layers, metadata, stored, where)
+    tensors, drafting = part_gguf_drafters(arch, config.n_layers, metadata, stored, where)
     arranged = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
     tensors, more = split_keys(config, arranged)
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
+    head, of_head, notes = read_head(arch, spec, drafting, where)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.gguf_tokenizer import gguf_tokenizer
@@ -176,8 +197,9 @@ def _open_gguf(path: Path) -> ModelFile:
         return template if isinstance(template, str) else None
 
     return ModelFile(
-        spec, metadata, header.files, tensors, load_tokenizer, load_chat_template, notes + more + undrafted + unseen
-    )
+        replace(spec, head=head), metadata, header.files, tensors | of_head, load_tokenizer, load_chat_template,
+        notes + more + undrafted + unseen,
+    )  # fmt: skip
 
 
 def _open_folder(folder: Path) -> ModelFile:
@@ -189,7 +211,8 @@ def _open_folder(folder: Path) -> ModelFile:
     by_hf_name, unseen = take_text_tensors(by_hf_name)
     by_hf_name = by_hf_name if arch.sinks else join_quantised(scheme, by_hf_name)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
-    by_hf_name, notes = drop_drafters(by_hf_name, "model.layers.", drafters)
+    by_hf_name, drafting = part_drafters(by_hf_name, "model.layers.", drafters)
+    notes = (DRAFTS_LEFT_OUT,) if drafting else ()
     by_hf_name, more = name_folder(arch, by_hf_name)
     by_hf_name = arrange_mxfp4(config, by_hf_name) if arch.sinks else stack_experts(config, by_hf_name)
     by_hf_name = by_hf_name if arch.sinks else arrange_turned(config, by_hf_name)

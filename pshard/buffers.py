@@ -13,6 +13,7 @@ from pshard.units.state import StateShape
 
 MOST_TABLE = 1 << 16  # blocks in the index of a micro-batch whose sequences share many: it is sent with each
 DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
+STATES = "states"  # scratch: the residual stream of every token, as the output normalises it
 SUM_NORMS = "sum_norms"  # scratch: weights that normalise sums over ranks, one row for each of `ModelSpec.sum_norms`
 
 
@@ -27,6 +28,8 @@ def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Bu
         Buffer("logits", (logit_rows(tokens, shape.sequences), config.vocab), "f32"),
         Buffer("index", (index_words(spec, tokens, shape),), "f32"),
     ]
+    if spec.keeps_states:
+        buffers.append(Buffer(STATES, (tokens, config.d_model), "f32"))
     if spec.sum_norms:
         buffers.append(Buffer(SUM_NORMS, (len(spec.sum_norms), config.d_model), "f32"))
     for kind in dict.fromkeys(unit.kind for unit in spec.units):

@@ -36,7 +36,9 @@ class ModelSpec:
     alike. caches: slots for experts that follow use, by which they are priced too. rank_caches: of a whole model that
     several ranks will hold, each one's own, which become the `caches` of what it holds (cuts/rank_parts.py). sum_norms:
     units of a rank's slice whose sum over the ranks is normalised before it is added to the residual stream, each with
-    the name of the tensor that does so.
+    the name of the tensor that does so. head: a program that drafts further tokens (multi-token prediction); what its
+    units lend of others are tensors of this one. keeps_states: the output leaves the state of every token, as
+    normalised, for a program that drafts.
     """
 
     name: str
@@ -48,6 +50,8 @@ class ModelSpec:
     caches: tuple[ExpertCache, ...] = ()
     sum_norms: tuple[tuple[str, str], ...] = ()
     rank_caches: tuple[tuple[ExpertCache, ...], ...] = ()
+    head: "ModelSpec | None" = None
+    keeps_states: bool = False
 
     @property
     def uses(self) -> tuple[float, ...]:

@@ -301,6 +301,7 @@ class Variant:
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
     popularity: Popularity | None = None  # of experts: the first of a layer are the first of its order; None: no record
     speculation: Speculation | None = None  # what drafts were planned for; None: none were asked for
+    drafter: RankPlan | None = None  # of a second program, which drafts, in a part of the budget that the model lacks
 
     @property
     def terms(self) -> str:

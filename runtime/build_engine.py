@@ -15,7 +15,10 @@ from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_executor import build_executor, choose_kernels
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.lend_weights import lend_weights
 from pshard.runtime.memory.host.fresh_memory import FilledMemory
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
@@ -29,6 +32,8 @@ class _File(WeightSource, Protocol):
     spec: ModelSpec
 
     def tokenizer(self) -> object: ...
+
+    def of_head(self) -> "_File": ...
 
     def map_files(self, guard: Callable[[int, int], None], unguard: Callable[[int], None]) -> None: ...
 
@@ -74,7 +79,8 @@ def build_engine(
         raise UserError(f"the plan is for {wanted} ranks, but {group.size} are running; start {wanted}")
     plan = variant.ranks[group.rank]
     ordered = order_experts(file.spec, variant.popularity)
-    spec = replace(split_model(ordered, variant.split, group.rank), caches=plan.caches)
+    part = split_model(ordered, variant.split, group.rank)
+    spec = replace(part, caches=plan.caches, keeps_states=variant.drafter is not None)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
     weights, own = lender, None
@@ -90,19 +96,50 @@ def build_engine(
             ranges=ranges[group.rank], group=group, progress=progress, records=records,
             play=RoutingPlay(plays, states.sequences) if plays else None,
         )  # fmt: skip
+        head = _build_head(file, variant, device, pair[:2], executor, progress)
     except BaseException:
         if own is not None:
             own.close()
         device.close()
         raise
     executor.walks.exact = exact
-    notes = pair[2]
-    if not executor.page_locked:
-        pageable, of = executor.weights.pageable >> 20, executor.host_nbytes >> 20
-        how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
-        notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
+    notes = (*pair[2], *_note_pageable(executor))
     store = KVStore(file, ranges, states, executor, group)
-    return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes)
+    return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes, head)
+
+
+def _note_pageable(executor: Executor) -> tuple[str, ...]:
+    if executor.page_locked:
+        return ()
+    pageable, of = executor.weights.pageable >> 20, executor.host_nbytes >> 20
+    how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
+    return (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
+
+
+def _build_head(
+    file: _File,
+    variant: Variant,
+    device: Device,
+    kernels: tuple[Kernels, Kernels],
+    model: Executor,
+    progress: Callable[[int], None],
+) -> Executor | None:
+    """The head that drafts, as a program of its own on the same device; None where the plan has none. Raises UserError
+    where the file has none."""
+    if (plan := variant.drafter) is None:
+        return None
+    states = variant.workload.state_shape
+    try:
+        source = file.of_head()
+        weights = HostWeights(list_on_host(source.spec, plan), device)
+        weights.begin(source, None, progress)
+        return build_executor(
+            source, source.spec, plan, device, states, kernels, weights=weights, ranges=None, group=Group(),
+            progress=progress, lent_weights=lend_weights(model, source.spec),
+        )  # fmt: skip
+    except BaseException:
+        model.close()
+        raise
 
 
 def _map_files(file: _File) -> None:

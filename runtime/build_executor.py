@@ -1,6 +1,6 @@
 """From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -27,6 +27,7 @@ from pshard.runtime.memory.host.host_memory import keep_freed_memory
 from pshard.runtime.memory.weights import (
     HostWeights,
     LentWeights,
+    UnitWeights,
     WeightSource,
     expect_unit,
     fill_sum_norms,
@@ -87,6 +88,7 @@ def build_executor(
     lent: bool = False,
     records: bool = False,
     play: RoutingPlay | None = None,
+    lent_weights: Mapping[str, UnitWeights] | None = None,
 ) -> Executor:
     """Take the arena, wait for the weights and bring in the pins of every tier.
 
@@ -95,7 +97,8 @@ def build_executor(
         weights: what the plan keeps in host memory, which is being packed; with `lent` every unit, already packed, and
             somebody else's.
         progress: called with the number of packed bytes done since its last call.
-        records: the executor keeps which experts routers choose. play: what they are made to choose.
+        records: the executor keeps which experts routers choose. play: what they are made to choose. lent_weights: see
+            Residents.
     """
     needed = align(max(tier.buffers.total + _index_nbytes(spec, tier, states) for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind, plan.reserve_mib)))
@@ -104,8 +107,9 @@ def build_executor(
     own = LentWeights(weights) if lent else weights
     stores = open_stores(spec, plan, device)
     executor = Executor(
-        spec, plan, device, arena, own, states, kernels, group, records=records, play=play, stores=stores
-    )
+        spec, plan, device, arena, own, states, kernels, group, records=records, play=play, stores=stores,
+        lent=lent_weights,
+    )  # fmt: skip
     try:
         for store in stores.values():
             store.load(source, ranges, progress)

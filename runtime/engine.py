@@ -25,7 +25,9 @@ from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.speculation.draft_length import StepSeconds
+from pshard.runtime.speculation.head_program import HeadProgram
 from pshard.runtime.speculation.speculator import DraftSettings, Speculator
+from pshard.runtime.texts.follower import NoFollower
 from pshard.runtime.texts.numbered_texts import NumberedTexts
 from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.runtime.texts.text_pool import TextPool
@@ -71,15 +73,16 @@ class Engine:
         on_close: Callable[[], None],
         store: KVStore,
         checkpoint_bytes: int = 0,
+        head: Executor | None = None,  # drafts beside the model
     ) -> None:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
-        self._on_close = on_close
-        self._checkpoints = Checkpoints(executor, checkpoint_bytes)
+        self._on_close, self._checkpoints = on_close, Checkpoints(executor, checkpoint_bytes)
         self.notes += self._checkpoints.in_words
         context, sequences = variant.workload.context, variant.workload.sequences
         self.longest = longest_sequence(executor.spec.config, context)
         blocks = TextBlocks(sequences, self.longest, kv_blocks(context, sequences), _recent_blocks(executor))
-        self.texts = TextPool(executor, blocks, self._checkpoints, store, self._guard)
+        self.drafter = HeadProgram(head, executor, blocks) if head else NoFollower()
+        self.texts = TextPool(executor, blocks, self._checkpoints, store, self._guard, self.drafter)
         self._sequences, self._seconds = NumberedTexts(self.texts), StepSeconds(tier_seconds(variant))
         self._broken: BaseException | None = None
         self._closed, self._told = False, 0  # told: tiles that were passed over and stand in the notes
@@ -282,7 +285,7 @@ class Engine:
                 "them; leave out --spec"
             )
         with self._sequences.use([0]) as (text,):
-            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops)
+            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.drafter)
             yield from speculator.go_on(before, first, most)
 
     def close(self) -> None:
@@ -290,7 +293,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             try:
-                with closing(self._executor):
+                with closing(self._executor), closing(self.drafter):
                     if self._broken is None:
                         self.texts.finish_files()
             finally:

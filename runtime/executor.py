@@ -27,7 +27,7 @@ from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.kv_cache import JOIN_BYTES, cell_nbytes
 from pshard.runtime.memory.states import reach_old
 from pshard.runtime.memory.transfers import Transfers
-from pshard.runtime.memory.weights import HostWeights, LentWeights
+from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights
 from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
 from pshard.runtime.texts.choose_rows import RowChooser
@@ -47,7 +47,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are; walks: makes walks.
-        switches: how often tiers gave way to others; least: tokens of the smallest in use; meanwhile: see its class.
+        in_force: the tier. switches: how often tiers changed; least: tokens of the smallest in use; meanwhile: a class.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Executor:
         records: bool = False,
         play: RoutingPlay | None = None,
         stores: Mapping[Home, Store] | None = None,
+        lent: Mapping[str, UnitWeights] | None = None,  # see Residents
     ) -> None:
         """records, play: see `HostSide.take_picks`. stores: of homes beyond host memory."""
         self.spec, self.plan, self.device, self.group, self.states = spec, plan, device, group, states
@@ -72,7 +73,7 @@ class Executor:
         # cells of a layer that the link moves while one more copy is issued
         join_cells = JOIN_BYTES // max(1, cell_nbytes(spec, states))
         widths = group.logit_widths(sum(t.rows for t in spec.output.matrices), _has_logits_on_device(spec, plan))
-        self._in_force: tuple[TierPlan, TierInForce] | None = None
+        self.in_force: tuple[TierPlan, TierInForce] | None = None
         self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
         self._programs: dict[tuple[int, bool], tuple[Program, Program | None]] = {}
         self._relay: Relay | None = None
@@ -89,9 +90,8 @@ class Executor:
             self.transfers.make_rings(self.host.is_locked)
             if self.host.is_locked:
                 self._relay = open_relay(device, len(spec.units))
-            self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
-            graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
-            self.walks = WalkMaker(context, self.residents, states, graphs)
+            self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers, lent or {})
+            self.walks = WalkMaker(context, self.residents, states, PromptGraphs(MOST_PROMPT_GRAPHS))
         except BaseException:
             self._unlock_host_memory()
             raise
@@ -146,10 +146,10 @@ class Executor:
 
         What arrives does so under the first units of the micro-batch that follows: each waits for its own.
         """
-        if self._in_force is not None and self._in_force[0] is tier:
-            return self._in_force[1]
+        if self.in_force is not None and self.in_force[0] is tier:
+            return self.in_force[1]
         self.device.synchronize()
-        self.switches += self._in_force is not None
+        self.switches += self.in_force is not None
         reach = reach_old(used(), self._context.join_cells)
         self.residents.leave(tier, reach)
         self.device.synchronize()  # what arrives, and scratch, may lie where states were
@@ -161,9 +161,9 @@ class Executor:
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
         sequences = self.states.sequences if self.spec.config.delta else 0
         first = self.spec.embedding
-        looks_up = bool(first.tensors) and tier.placement(first.name).is_on_acc
+        looks_up = first.is_here and tier.placement(first.name).is_on_acc
         in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)
-        self._in_force = tier, in_force
+        self.in_force = tier, in_force
         pins, states = self.residents.settle(tier)
         for step in self._program(tier, False)[0].entering:
             if step.slot is not None:
@@ -279,7 +279,7 @@ class Executor:
             self.transfers.cancel()
             self.device.synchronize()
         self.walks.forget()
-        self._in_force, self._sent = None, None  # with their events, whose handles the device destroys
+        self.in_force, self._sent = None, None  # with their events, whose handles the device destroys
         self._bound.clear()
         self.residents.written.clear()
         self.device.forget_repeats()

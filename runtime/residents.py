@@ -1,6 +1,6 @@
 """What of weights and states lies in VRAM now: how it comes there and back, and where a unit finds its own."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,10 @@ class Residents:
         host: HostSide,
         weights: HostWeights | LentWeights,
         transfers: Transfers,
+        lent: Mapping[str, UnitWeights],
     ) -> None:
+        """lent: weights of other programs' units, by the names of those that compute with them."""
+        self._lent = lent
         self._spec, self._shape, self._arena, self._host = spec, shape, arena, host
         self._weights, self._transfers = weights, transfers
         self._pins: tuple[str, ...] = ()
@@ -136,7 +139,7 @@ class Residents:
         unit, block = self._spec.unit(step.unit), self._block(step.unit)
         is_partial = context.sums and unit.ports.adds
         begun = is_partial and step.unit in self._spec.onto_parts
-        if not unit.tensors:
+        if not unit.is_here:
             return BoundUnit(block.contribute_nothing, is_partial, begun)
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         whole = divide_operations(unit, step.share, self._spec.config)
@@ -170,6 +173,13 @@ class Residents:
         )
 
     def _weights_of(self, step: Compute, carved: Carved) -> UnitWeights:
+        own = self._own_weights(step, carved)
+        if lent := self._spec.unit(step.unit).lent:
+            theirs = self._lent[step.unit].matrices
+            return replace(own, matrices=own.matrices | {tensor.role: theirs[tensor.role] for tensor in lent})
+        return own
+
+    def _own_weights(self, step: Compute, carved: Carved) -> UnitWeights:
         portions = divide_unit(self._spec.unit(step.unit), step.share)
         if step.on == "cpu" and portions.on_cpu:
             return view_portion(self._find(portions.on_cpu), self._weights.blob(step.unit))

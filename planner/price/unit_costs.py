@@ -154,7 +154,7 @@ NOTHING = UnitCost()  # another rank holds all of it
 
 def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     """Cost of a unit on either side: the sum of its operations', and what moving it and its state takes."""
-    if not unit.tensors:
+    if not unit.is_here:
         return NOTHING
     spec, tables, load = setting.spec, setting.tables, setting.load
     on_host, copying = setting.shares

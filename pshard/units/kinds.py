@@ -4,6 +4,7 @@ from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTIO
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
@@ -13,8 +14,8 @@ from pshard.units.unit import UnitKind, UnitKinds
 
 KINDS = UnitKinds()
 for _kind in (
-    EMBEDDING, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, DELTA_NET, FFN, ROUTER, SHARED_EXPERTS,
-    EXPERTS, OUTPUT,
+    EMBEDDING, JOIN, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, DELTA_NET, FFN, ROUTER,
+    SHARED_EXPERTS, EXPERTS, OUTPUT,
 ):  # fmt: skip
     KINDS.add(_kind)
 

@@ -10,6 +10,7 @@ IDS, LOGITS = "ids", "logits"  # what goes into a program, and what comes out
 HIDDEN = "hidden"  # the residual stream, float32 [M, d_model]
 ENTERED = "entered"  # what a parallel layer's units take: the residual stream as normalised, float32 [M, d_model]
 ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/moe/routed.py)
+PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
 BESIDE = (ENTERED, ROUTED)  # those that stand beside the residual stream until a unit of a later layer writes them anew
 
 

@@ -141,7 +141,8 @@ class Unit:
     """The smallest thing that is placed. `layer` is -1 outside layers. Its tensors lie together in one blob.
 
     order: of a unit with parts, their numbers in the order in which its stacks hold them; empty: in their own order.
-    own_ports: where they are not those of its kind.
+    own_ports: where they are not those of its kind. lent: tensors of a unit of that name in another program, which it
+    computes with where they lie there.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Unit:
     tensors: tuple[TensorSpec, ...]
     order: tuple[int, ...] = ()
     own_ports: Ports | None = None
+    lent: tuple[TensorSpec, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.name, self.packed_nbytes))  # caches ask often, and many models have units of one name
@@ -166,11 +168,11 @@ class Unit:
 
     @cached_property
     def matrices(self) -> tuple[TensorSpec, ...]:
-        return tuple(t for t in self.tensors if len(t.shape) == 2)
+        return tuple(t for t in (*self.lent, *self.tensors) if len(t.shape) == 2)
 
     @cached_property
     def by_role(self) -> dict[str, TensorSpec]:
-        return {t.role: t for t in self.tensors}
+        return {t.role: t for t in (*self.lent, *self.tensors)}
 
     def offsets(self) -> dict[str, tuple[int, TensorSpec]]:
         """Role -> (offset of the tensor in the unit's blob, tensor)."""
@@ -183,11 +185,17 @@ class Unit:
     @cached_property
     def likeness(self) -> tuple:
         """Units with equal likeness cost the same and belong to one class of the integer program."""
-        return (self.kind.name, self.own_ports, tuple((t.role, t.qtype, t.shape, t.parts) for t in self.tensors))
+        tensors = (*self.lent, *self.tensors)
+        return (self.kind.name, self.own_ports, tuple((t.role, t.qtype, t.shape, t.parts) for t in tensors))
 
     def operations(self, config: ModelConfig) -> tuple[Operation, ...]:
         """What running the unit takes; nothing where another rank holds all of it."""
-        return self.kind.operations(self.by_role, config) if self.tensors else ()
+        return self.kind.operations(self.by_role, config) if self.is_here else ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has anything: another rank may hold all of it."""
+        return bool(self.tensors or self.lent)
 
     def opens_with_norm(self, config: ModelConfig) -> bool:
         """Whether it begins with a norm of the whole residual stream, which may be made as something is added there."""

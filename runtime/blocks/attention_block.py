@@ -7,7 +7,7 @@ from pshard.runtime.blocks.listed_block import Listed, ListedBlock
 from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.kernels.unpack import BY_ROWS
 from pshard.runtime.memory.kv_cache import view_layer
-from pshard.units.attention import AFTER, GATE, NORM, QKV, WINDOWED_ATTENTION, count_heads
+from pshard.units.attention import AFTER, GATE, NORM, QKV, count_heads
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -17,8 +17,8 @@ class AttentionBlock(ListedBlock):
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> LayerKV:
         _, n_kv_heads = count_heads(unit.by_role, config)  # a rank's slice may hold fewer than in its widest layer
-        window = config.window if unit.kind is WINDOWED_ATTENTION else 0
-        return view_layer(memory, n_kv_heads, config.head_dim, shape, window)
+        law = unit.state(config, shape)
+        return view_layer(memory, n_kv_heads, config.head_dim, shape, law.window if law else 0)
 
     def state_parts(self, state: LayerKV) -> tuple[torch.Tensor, ...]:
         return state.k.flatten(0, 1), state.v.flatten(0, 1)

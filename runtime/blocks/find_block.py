@@ -5,6 +5,7 @@ from pshard.runtime.blocks.block import Block
 from pshard.runtime.blocks.delta_block import DeltaBlock
 from pshard.runtime.blocks.embedding_block import EmbeddingBlock
 from pshard.runtime.blocks.experts_block import ExpertsBlock
+from pshard.runtime.blocks.join_block import JoinBlock
 from pshard.runtime.blocks.latent_block import LatentBlock
 from pshard.runtime.blocks.listed_block import ListedBlock
 from pshard.runtime.blocks.output_block import OutputBlock
@@ -14,6 +15,7 @@ from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTIO
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
@@ -23,6 +25,7 @@ from pshard.units.unit import UnitKind
 
 BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
+    JOIN.name: JoinBlock(),
     ATTENTION.name: AttentionBlock(),
     WINDOWED_ATTENTION.name: AttentionBlock(),
     STILL_ATTENTION.name: AttentionBlock(),

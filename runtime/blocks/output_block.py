@@ -2,7 +2,8 @@
 
 import torch
 
-from pshard.runtime.blocks.block import Block, Residual, Work
+from pshard.buffers import STATES
+from pshard.runtime.blocks.block import ALONE, Block, Residual, Work, normalise
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.output import HEADS, NORM
 
@@ -12,6 +13,8 @@ class OutputBlock(Block):
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, k, space = work.side, work.side.kernels, work.side.space
+        if STATES in space.tensors:
+            normalise(side, weights.vectors[NORM], work.rows.tokens, ALONE, space.rows(STATES, work.rows.tokens))
         head = next(weights.matrices[role] for role in HEADS if role in weights.matrices)
         for rows, logits in work.logits.tables(side):
             n = rows.shape[0]

@@ -1,8 +1,9 @@
 """Goes on with one text, several tokens a step where drafts hold: the tokens are those of steps of one token."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -12,26 +13,73 @@ from pshard.runtime.sampling import Sampler
 from pshard.runtime.sampling.sampler import NO_NUMBERS
 from pshard.runtime.speculation.accept import MadeUp, match_drafts
 from pshard.runtime.speculation.draft_length import DraftLength, StepSeconds
+from pshard.runtime.speculation.head_program import Ask, HeadProgram
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
+from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
-from pshard.speculation import LOOKUP, NONE, Acceptance, AcceptanceRecord
+from pshard.speculation import LOOKUP, MTP, NONE, Acceptance, AcceptanceRecord
 
 MOST_ROWS = 16  # of a step with what is owed: of more a delta net's rows lose the bits of single tokens
 IDLE = 8  # steps without drafts before they run under their own tier again
+
+
+class Drafter(Protocol):
+    """Who drafts what follows one text."""
+
+    def see(self, tokens: Iterable[int]) -> None:
+        """What came: of the prompt, and what was told. Never drafts."""
+        ...
+
+    def draft(self, most: int) -> tuple[int, ...]:
+        """At most so many tokens that may follow the last one."""
+        ...
+
+
+class HeadDrafter:
+    """A head that drafts for one text. It has seen what was computed of it."""
+
+    def __init__(self, head: HeadProgram, text: Text, owed: Callable[[], Sequence[int]]) -> None:
+        """owed: told tokens before the last one, which the text lacks until they are computed again."""
+        self._head, self._text, self._owed, self._last = head, text, owed, -1
+
+    def see(self, tokens: Iterable[int]) -> None:
+        """See Drafter."""
+        for token in tokens:
+            self._last = token
+
+    def draft(self, most: int) -> tuple[int, ...]:
+        """See Drafter."""
+        if most < 1:
+            return ()
+        return self._head.draft([Ask(self._text, (*self._owed(), self._last), most)])[0]
+
+
+@dataclass
+class DraftSeconds:
+    """Seconds that drafting took, and for how many drafts."""
+
+    seconds: float = 0.0
+    drafts: int = 0
+
+    def add(self, seconds: float, drafts: int) -> None:
+        """Count a step's."""
+        self.seconds += seconds
+        self.drafts += drafts
 
 
 @dataclass(frozen=True)
 class DraftSettings:
     """What is asked of it. kind: who drafts; most: drafts of a step; fixed: never fewer, where there are some.
     made_up: chances at which drafts are said to hold, whatever the model says: the text means nothing then. record:
-    what became of drafts is counted here."""
+    what became of drafts is counted here, and in `spent` how long they took."""
 
     kind: str = NONE
     most: int = 0
     fixed: bool = False
     made_up: Acceptance | None = None
     record: AcceptanceRecord = field(default_factory=lambda: AcceptanceRecord(LOOKUP))
+    spent: "DraftSeconds" = field(default_factory=lambda: DraftSeconds())
 
 
 class Speculator:
@@ -45,12 +93,17 @@ class Speculator:
         wanted: DraftSettings,
         seconds: StepSeconds,
         stops: Collection[int] = (),
+        head: Follower | None = None,
     ) -> None:
-        """sampler: has seen what the text has. seconds: of steps of the pool."""
+        """sampler: has seen what the text has. seconds: of steps of the pool. head: drafts, where one is to."""
         self._pool, self._text, self._sampler, self._record = pool, text, sampler, wanted.record
+        self._spent = wanted.spent
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
-        self._drafter = PromptLookup()
+        self._drafter: Drafter = PromptLookup()
+        if wanted.kind == MTP:
+            assert isinstance(head, HeadProgram), "whoever asks for a head's drafts has a plan with a head"
+            self._drafter = HeadDrafter(head, text, lambda: self._owed)
         self._owed: list[int] = []  # told, and to be computed again: states could not be cut back to behind them
         most = min(wanted.most, pool.largest_step - 1)
         self._seconds, self._tier, self._idle = seconds, 0, 0
@@ -88,11 +141,12 @@ class Speculator:
         """Compute a token and drafts of at most so many more; the tokens that follow."""
         self._drafter.see((token,))
         wanted = self._length.choose()
+        begin = time.perf_counter()
         drafts = self._drafter.draft(self._count_room(min(wanted, most)))
+        self._spent.add(time.perf_counter() - begin, len(drafts))
         if self._made_up:
             drafts += (token,) * (self._count_room(min(wanted, most)) - len(drafts))
         self._keep_tier(len(drafts) and wanted + 1)
-        begin = time.perf_counter()
         told = self._verify(token, drafts) if drafts else [self._compute(token)]
         seconds = time.perf_counter() - begin
         self._seconds.observe(len(drafts) + 1, self._tier, seconds)
@@ -160,8 +214,9 @@ class Speculator:
 
     def _cut(self, length: int) -> None:
         """Let the text have its first tokens only."""
-        if length < len(self._text.ids):
-            self._owed = self._pool.cut(self._text, length)
+        is_short, again = length < len(self._text.ids), self._pool.cut(self._text, length)
+        if is_short:
+            self._owed = again
         self._owed = self._owed[: length - len(self._text.ids)]
         self._compute_owed()
 

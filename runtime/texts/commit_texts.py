@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pshard.runtime.checkpoints.checkpoints import EVERY, Checkpoints
 from pshard.runtime.texts.block_keys import next_key
+from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.prefix_cache import PrefixCache
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import TextBlocks
@@ -11,12 +12,23 @@ from pshard.units.kv_cells import KV_BLOCK
 
 
 class Commits:
-    """Those of one engine's texts."""
+    """Those of one engine's texts.
+
+    Attributes:
+        follower: drafts beside them.
+    """
 
     def __init__(
-        self, blocks: TextBlocks, checkpoints: Checkpoints, cache: PrefixCache, root: Callable[[str], bytes], most: int
+        self,
+        blocks: TextBlocks,
+        checkpoints: Checkpoints,
+        cache: PrefixCache,
+        root: Callable[[str], bytes],
+        most: int,
+        follower: Follower,
     ) -> None:
         """root: the key that the first block of a text with a salt follows; most: tokens of a micro-batch."""
+        self.follower = follower
         self._blocks, self._checkpoints, self._cache = blocks, checkpoints, cache
         self._root, self._most = root, most
 
@@ -48,9 +60,16 @@ class Commits:
             self._checkpoints.drop(text.number, text.before)
             text.before = None
 
+    def forget(self, text: Text) -> None:
+        """A text is closed."""
+        self.follower.forget(text)
+        self._checkpoints.go_back(text.number, 0)
+
     def find_length(self, text: Text, length: int) -> int:
-        """The largest length up to this one that a text can be cut back to: its states say, and where its last block
-        would be one that others hold too, whether there is room for a copy of it."""
+        """The largest length up to this one that a text can be cut back to: its states say, what drafts beside it does,
+        and where its last block would be one that others hold too, whether there is room for a copy of it."""
+        if length < len(text.ids) and not (self._checkpoints.each or self.follower.can_go_on(text, length)):
+            length -= 1
         while length < len(text.ids):
             found = self._find_states(text, length)
             if not self._blocks.can_own(text, found):

@@ -86,4 +86,5 @@ class PieceRunner:
             batch.ids, batch.segments, batch.batch, self._blocks.used, best_only, chooser=chooser, foresee=follow
         )
         batch.append()
+        self._commits.follower.follow(batch)
         return found

@@ -167,6 +167,15 @@ class TextBlocks:
         """All that a text has, as a segment without new tokens."""
         return self._segment(text, 0, 0, len(text.ids))
 
+    def reserve(self, text: Text, cells: int) -> None:
+        """Take blocks for so many cells of a text, beside those that it has. Raises UserError when the pool is full."""
+        self._reserve({text: max(cells, len(text.blocks) * KV_BLOCK)})
+
+    def segment_at(self, text: Text, start: int, tokens: int, past: int) -> Segment:
+        """Tokens at `past` of a text, which has their blocks, as rows of another program's micro-batch from `start`
+        on."""
+        return self._segment(text, start, tokens, past)
+
     def _segment(self, text: Text, start: int, tokens: int, past: int) -> Segment:
         """A segment in the blocks that its text has."""
         blocks = tuple(text.blocks[: blocks_of(past + tokens)])

@@ -18,6 +18,7 @@ from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.block_keys import root_key
 from pshard.runtime.texts.commit_texts import Commits
+from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.prefix_cache import SHARE_OF_STEP, PrefixCache
 from pshard.runtime.texts.run_pieces import PieceRunner
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_wish
@@ -41,6 +42,7 @@ class TextPool:
         checkpoints: Checkpoints,
         store: KVStore,
         guard: Callable[[], AbstractContextManager[None]],
+        follower: Follower,  # drafts beside it
     ) -> None:
         """store: knows the model; guard: around what leaves the caches half-written where it fails."""
         self._executor, self._blocks, self._checkpoints, self._guard = executor, blocks, checkpoints, guard
@@ -50,7 +52,7 @@ class TextPool:
         self._copies = BlockCopies(executor)
         self._prefix_cache = PrefixCache(self._copies, executor, blocks, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
-        self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most)
+        self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower)
         self._runner = PieceRunner(executor, blocks, self._commits)
 
     @property
@@ -127,7 +129,7 @@ class TextPool:
         first = text.cached // KV_BLOCK if not keep else len(text.blocks)
         made = list(zip(text.blocks[first:], text.keys[first:]))
         self._blocks.close(text)
-        self._checkpoints.go_back(text.number, 0)
+        self._commits.forget(text)
         for block, key in reversed(made):
             if self._blocks.pool.drop(block):
                 self._prefix_cache.forget(key)
@@ -221,6 +223,7 @@ class TextPool:
                 self._copies.copy(*copy)
             self._commits.cut_states(text, at)
             self._blocks.shorten(text, at)
+        self._commits.follower.cut(text, max(0, length))
         if not text.drafts:
             self._commits.forget_drafts(text)
         return wanted[len(text.ids) :]

@@ -183,7 +183,7 @@ class Walk:
         rows, told = self.batch.acc_rows, stretch.gives_logits or self.batch.unsent
         cells = rows.cells if self._tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
         wanted = self.logits.made if told else 0  # the others' work is the same
-        return self._tier.tokens, stretch.name, self._filled, wanted, cells, rows.longest
+        return id(self._context), self._tier.tokens, stretch.name, self._filled, wanted, cells, rows.longest
 
     def _issue(self, stretch: Stretch, unsent: tuple[tuple[torch.Tensor, torch.Tensor], ...], leaving: tuple) -> None:
         """Its kernels, and nothing else: a graph may hold them."""

@@ -26,6 +26,15 @@ def hybrid_logits(
 ) -> np.ndarray:
     """Logits of every token of one sequence: float64 [n, vocabulary], from tensors by the names of GGUF. tiled: how the
     value heads of these stand; None: as the configuration says."""
+    x = hybrid_stream(config, tensors, ids, mistakes, tiled)
+    x = _norm(x, tensors["output_norm.weight"].astype(np.float64), config.norm_eps)
+    return x @ tensors.get("output.weight", tensors["token_embd.weight"]).astype(np.float64).T
+
+
+def hybrid_stream(
+    config: ModelConfig, tensors: Weights, ids: list[int], mistakes: Collection[str] = (), tiled: bool | None = None
+) -> np.ndarray:
+    """The residual stream after the last layer, float64 [n, d_model]."""
     delta = config.delta
     assert delta is not None
     tensors = {name: array.astype(np.float64) for name, array in tensors.items()}
@@ -42,8 +51,7 @@ def hybrid_logits(
             x = x + _mixture(config.experts, own, h)[0]
         else:
             x = x + _swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
-    x = _norm(x, tensors["output_norm.weight"], config.norm_eps)
-    return x @ tensors.get("output.weight", tensors["token_embd.weight"]).T
+    return x
 
 
 def _silu(x: np.ndarray) -> np.ndarray:

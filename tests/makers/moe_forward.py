@@ -19,10 +19,12 @@ CLAMP = 7  # what gpt-oss' experts take of gate and up
 
 
 class Traced(NamedTuple):
-    """Logits [n, vocabulary], and by layer the experts of every token, the best first, [n, used]."""
+    """Logits [n, vocabulary], by layer the experts of every token, the best first, [n, used], and the residual stream
+    after the last layer."""
 
     logits: np.ndarray
     chosen: dict[int, np.ndarray]
+    stream: np.ndarray
 
 
 def read_weights(model: ModelFile) -> Weights:
@@ -64,8 +66,8 @@ def trace_moe(config: ModelConfig, weights: Weights, ids: list[int]) -> Traced:
         else:
             added, chosen[layer] = _mixture(config.experts, own, h)
             x = x + added
-    x = _norm(x, weights["output_norm.weight"], config.norm_eps)
-    return Traced(x @ weights.get("output.weight", weights["token_embd.weight"]).T, chosen)
+    normed = _norm(x, weights["output_norm.weight"], config.norm_eps)
+    return Traced(normed @ weights.get("output.weight", weights["token_embd.weight"]).T, chosen, x)
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

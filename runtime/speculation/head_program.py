@@ -1,0 +1,244 @@
+"""A head that drafts (multi-token prediction) as a second program beside the model, over the same texts and KV blocks.
+
+Its cell of the token at position p is made of that token and of the model's state one position before, so a cell
+depends on no later token, and blocks that texts share have it too. Of each text it keeps the model's states from which
+cells are still to be made: few while drafts are verified, those of a whole micro-batch of a prompt, whose cells are
+made at once. docs/speculation.md has the formulas.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from pshard.batch import DECODE, PROMPT, Batch, Span
+from pshard.buffers import STATES
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Segment
+from pshard.runtime.texts.text import Text
+from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
+from pshard.units.kv_cells import KV_BLOCK
+from pshard.units.ports import PRIOR
+
+
+@dataclass
+class Held:
+    """What is known of a text: the first `cells` cells are right, and `states` [r, d_model] are the model's after the
+    tokens at `first`, `first` + 1, ...; position -1 is before the first one, and all zeros."""
+
+    cells: int
+    first: int
+    states: torch.Tensor
+
+    @property
+    def known(self) -> int:
+        """Tokens after which the state is known."""
+        return self.first + len(self.states)
+
+    def take(self, begin: int, end: int) -> torch.Tensor:
+        """The states before the tokens from `begin` to `end`."""
+        return self.states[begin - 1 - self.first : end - 1 - self.first]
+
+    def drop(self, cells: int) -> None:
+        """Cells were made up to there: states before the last one are needed no more."""
+        self.states, self.first, self.cells = self.states[cells - 1 - self.first :], cells - 1, cells
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Drafts that are wanted of a text: at most so many that follow `tokens`, which it does not have yet."""
+
+    text: Text
+    tokens: tuple[int, ...]
+    most: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Tokens of a text at `past` and behind it, and the states before each."""
+
+    text: Text
+    ids: tuple[int, ...]
+    past: int
+    states: torch.Tensor
+
+
+class HeadProgram:
+    """That of one engine."""
+
+    def __init__(self, head: Executor, model: Executor, blocks: TextBlocks) -> None:
+        self._head, self._model, self._blocks = head, model, blocks
+        self._most = head.plan.tiers[-1].tokens
+        self._held: dict[Text, Held] = {}
+        self._ends: dict[int, torch.Tensor] = {}  # by KV block, the state after its last token
+
+    # --- beside the model -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def follow(self, batch: NewTokens) -> None:
+        """See Follower."""
+        with self._model.device.computing():
+            found, due = _states_of(self._model), list[Text]()
+            for text, segment, span in zip(batch.texts, batch.segments, batch.batch.spans, strict=True):
+                held = self._hold(text, segment)
+                new = max(0, held.known - segment.past)  # tokens that are computed again are those that were known
+                if new < segment.tokens:
+                    rows = found[segment.start + new : segment.start + segment.tokens]
+                    held.states = torch.cat([held.states, rows])
+                    self._keep_ends(segment, new, found)
+                if span.kind == PROMPT or held.known - held.cells >= self._most:
+                    due.append(text)
+        self._catch_up(due)
+
+    def _hold(self, text: Text, segment: Segment) -> Held:
+        held = self._held.get(text)
+        if held is None or held.known < segment.past:  # it begins, or with blocks that others have made
+            past, width = segment.past, self._model.spec.config.d_model
+            state = self._ends.get(segment.blocks[past // KV_BLOCK - 1]) if past and past % KV_BLOCK == 0 else None
+            like = _states_of(self._model)
+            row = like.new_zeros((1, width)) if state is None else state.to(like.device)
+            held = self._held[text] = Held(past, past - 1, row)
+        return held
+
+    def _keep_ends(self, segment: Segment, new: int, found: torch.Tensor) -> None:
+        """States after the last tokens of blocks, for texts that will begin with these blocks."""
+        first, end = segment.past + new, segment.past + segment.tokens
+        for length in range(-(-(first + 1) // KV_BLOCK) * KV_BLOCK, end + 1, KV_BLOCK):
+            row = segment.start + length - 1 - segment.past
+            self._ends[segment.blocks[length // KV_BLOCK - 1]] = found[row : row + 1].cpu()
+
+    def _catch_up(self, texts: Sequence[Text]) -> None:
+        """Make the cells of all tokens that texts have, as far as the states before them are known."""
+        due = list[_Rows]()
+        for text in texts:
+            held = self._held[text]
+            end = min(held.known, len(text.ids))
+            if end > held.cells:
+                due.append(_Rows(text, tuple(text.ids[held.cells : end]), held.cells, held.take(held.cells, end)))
+        self._run(due, wants=False)
+        for rows in due:
+            self._held[rows.text].drop(rows.past + len(rows.ids))
+
+    def cut(self, text: Text, length: int) -> None:
+        """See Follower."""
+        held = self._held.get(text)
+        if held is None or (held.known <= length and held.cells <= length):
+            return
+        if length == 0 or held.first >= length:  # nothing is left, or the state before the next token is lost
+            del self._held[text]
+            return
+        held.states, held.cells = held.states[: length - held.first], min(held.cells, length)
+
+    def can_go_on(self, text: Text, length: int) -> bool:
+        """See Follower."""
+        held = self._held.get(text)
+        return held is None or length == 0 or held.first < length
+
+    def forget(self, text: Text) -> None:
+        """See Follower."""
+        self._held.pop(text, None)
+
+    def close(self) -> None:
+        """See Follower."""
+        self._head.close()
+
+    # --- drafts ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        """The head's likeliest tokens, chained: each draft is found from the one before it and the head's own state.
+        Texts have room for their tokens and all drafts but the last."""
+        drafts, rows = [list[int]() for _ in asks], list[_Rows]()
+        for ask in asks:
+            held, ids = self._held.get(ask.text), (*ask.text.ids, *ask.tokens)
+            if held is None or held.known + 1 != len(ids):
+                raise ValueError(
+                    f"{len(ids)} tokens to draft behind, and the state after the one before the last lacks"
+                )
+            self._blocks.reserve(ask.text, len(ids) + ask.most - 1)
+            begin = min(held.cells, held.known)
+            rows.append(_Rows(ask.text, ids[begin:], begin, held.take(begin, len(ids))))
+        going = list(range(len(asks)))
+        for made in range(1, max((ask.most for ask in asks), default=0) + 1):
+            found = self._run([rows[i] for i in going], wants=True)
+            for i, (token, state) in zip(list(going), found, strict=True):
+                if token is None:
+                    going.remove(i)
+                    continue
+                drafts[i].append(token)
+                if made == asks[i].most:
+                    going.remove(i)
+                rows[i] = _Rows(asks[i].text, (token,), rows[i].past + len(rows[i].ids), state)
+            if not going:
+                break
+        for ask in asks:  # cells of drafts, and of the last token, are made anew once the model's state is known
+            held = self._held[ask.text]
+            if held.known > held.cells:
+                held.drop(held.known)
+        return [tuple(own) for own in drafts]
+
+    # --- micro-batches --------------------------------------------------------------------------------------------
+
+    def _run(self, rows: Sequence[_Rows], wants: bool) -> list[tuple[int | None, torch.Tensor]]:
+        """Compute tokens of texts. wants: of each text the likeliest next token, None where there is a NaN, and the
+        head's state [1, d_model] after the last one."""
+        found = list[tuple[int | None, torch.Tensor]]()
+        for some, ends in self._cut(rows):
+            best = self._compute(some, ends if wants else [False] * len(some))
+            if wants:
+                numbers = iter(best.tolist())
+                with self._head.device.computing():
+                    states, at = _states_of(self._head), 0
+                    for own, is_end in zip(some, ends):
+                        at += len(own.ids)
+                        if is_end:
+                            logit, token = next(numbers)
+                            found.append((int(token) if logit == logit else None, states[at - 1 : at].clone()))
+        return found
+
+    def _cut(self, rows: Sequence[_Rows]) -> Iterator[tuple[list[_Rows], list[bool]]]:
+        """Micro-batches, and whether each of their tokens' last is the text's."""
+        some, ends, room = list[_Rows](), list[bool](), self._most
+        for own in rows:
+            done = 0
+            while done < len(own.ids):
+                take = min(room, len(own.ids) - done)
+                part = slice(done, done + take)
+                some.append(replace(own, ids=own.ids[part], past=own.past + done, states=own.states[part]))
+                done, room = done + take, room - take
+                ends.append(done == len(own.ids))
+                if not room:
+                    yield some, ends
+                    some, ends, room = [], [], self._most
+        if some:
+            yield some, ends
+
+    def _compute(self, rows: Sequence[_Rows], wants: Sequence[bool]) -> torch.Tensor:
+        head, ids = self._head, [token for own in rows for token in own.ids]
+        segments, spans, at = list[Segment](), list[Span](), 0
+        for own, wanted in zip(rows, wants):
+            segments.append(self._blocks.segment_at(own.text, at, len(own.ids), own.past))
+            kind = DECODE if len(own.ids) == 1 else PROMPT
+            spans.append(Span(len(own.ids), own.past, int(wanted), kind))
+            at += len(own.ids)
+        with head.device.current():
+            tier = head.plan.covering(max(len(ids), head.least))
+            in_force = head.enter(tier, self._blocks.used)
+            join = next(unit for unit in head.spec.units if PRIOR in unit.ports.reads)
+            is_on_acc = tier.placement(join.name).is_on_acc
+            if not is_on_acc:
+                head.device.synchronize()  # the last micro-batch may still read the host's buffers
+            with head.device.computing():
+                at, prior = 0, (in_force.side if is_on_acc else head.host.side).space.tensors[PRIOR]
+                for own in rows:
+                    prior[at : at + len(own.ids)].copy_(own.states)
+                    at += len(own.ids)
+            return head.run(ids, tuple(segments), Batch(tuple(spans)), self._blocks.used, best_only=True)
+
+
+def _states_of(executor: Executor) -> torch.Tensor:
+    """States after the tokens of the last micro-batch, where the output has left them."""
+    assert executor.in_force is not None
+    tier, in_force = executor.in_force
+    side = in_force.side if tier.placement(executor.spec.output.name).is_on_acc else executor.host.side
+    return side.space.tensors[STATES]

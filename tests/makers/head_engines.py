@@ -1,0 +1,84 @@
+"""Engines of tiny models with a multi-token head, under plans made by hand."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engines import pinned_everywhere
+from head_files import write_headed
+from plan_samples import make_variant, with_workload
+
+from pshard.model_config import ModelConfig
+from pshard.models import open_model
+from pshard.plan import Variant
+from pshard.planner.place_head import place_head
+from pshard.runtime.best_logits import choose_best, find_best
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.engine import Engine
+
+
+@dataclass
+class HeadedEngines:
+    """Those of one model, which is written. own: its head has a table, and an output, of its own."""
+
+    path: Path
+    like: str
+    own: bool = False
+    tensors: dict[str, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = write_headed(self.path, self.like, own=self.own)
+
+    @property
+    def config(self) -> ModelConfig:
+        return open_model(self.path).spec.config
+
+    def open(self, kernels: str = "fast", on_acc: bool = True, **sizes: Any) -> Engine:
+        """An engine of the model, all in VRAM, with its head, which is there too or on the CPU."""
+        return open_headed(self.path, kernels, on_acc, **sizes)
+
+
+def open_headed(
+    path: Path,
+    kernels: str = "fast",
+    on_acc: bool = True,
+    *,
+    head: bool = True,
+    device: str = "cpu",
+    sequences: int = 1,
+    context: int = 512,
+    tokens: tuple[int, ...] = (1, 16, 64),
+    reserve_mib: int = 0,
+) -> Engine:
+    """An engine of a file with a head; head: whether the plan has it."""
+    file = open_model(path)
+    spec = replace(file.spec, keeps_states=head)
+    variant = make_variant(spec, pinned_everywhere(spec, tokens, context, sequences), context, sequences)
+    variant = with_workload(variant, type_k="f32", type_v="f32")
+    if head:
+        variant = add_head(variant, file.spec, on_acc, reserve_mib)
+    return build_engine(file, variant, open_device(device), kernels=kernels, checkpoint_bytes=1 << 24)
+
+
+def add_head(variant: Variant, spec: Any, on_acc: bool, reserve_mib: int = 0) -> Variant:
+    """The variant with a plan for the head."""
+    (rank,) = variant.ranks
+    drafter = place_head(spec.head, variant.workload.state_shape, 4, rank.resident, on_acc, reserve_mib)
+    return replace(variant, drafter=drafter)
+
+
+def record_logits(engine: Engine) -> list[torch.Tensor]:
+    """Every row of logits that the head gives from now on."""
+    head, found = engine.drafter._head, list[torch.Tensor]()
+    run = head.run
+
+    def run_all(*args: Any, best_only: bool = False, **more: Any) -> torch.Tensor:
+        table = run(*args, **more)
+        found.extend(table.clone())
+        return choose_best(find_best(table)) if best_only else table
+
+    head.run = run_all
+    return found
