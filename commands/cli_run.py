@@ -12,7 +12,14 @@ from pshard.commands.command_line import check_writable, new_parser, run_cli
 from pshard.commands.parsing.model_flags import check_model_place
 from pshard.commands.parsing.sampling_flags import add_sampling_flags, make_sampling, read_grammar
 from pshard.commands.parsing.spec_flags import add_spec_flags, read_spec_flags
-from pshard.commands.parsing.text_flags import add_text_flags, check_text_flags, most_tokens, read_prompt, sized_for
+from pshard.commands.parsing.text_flags import (
+    add_text_flags,
+    check_text_flags,
+    most_tokens,
+    read_prompt,
+    read_thinking,
+    sized_for,
+)
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request, planned_flags
 from pshard.errors import UserError
 from pshard.speculation import NONE
@@ -144,6 +151,8 @@ def _encode_prompt(model: Path, prompt: str | list[int], args: Any) -> tuple[lis
     from pshard.models import open_model
     from pshard.models.text.chat import render_chat
 
+    if args.reasoning_budget == 0 and not args.chat:
+        raise UserError("--reasoning-budget is for chats, and -p is continued as text; add --chat, or -cnv")
     with open_model(model) as file:
         most = file.spec.config.context
         if isinstance(prompt, list):
@@ -155,7 +164,8 @@ def _encode_prompt(model: Path, prompt: str | list[int], args: Any) -> tuple[lis
         raise UserError("the model has no chat template; run without --chat")
     messages = [{"role": "system", "content": args.system}] if args.system else []
     messages.append({"role": "user", "content": prompt})
-    text = render_chat(template, messages, tokenizer.bos_text, tokenizer.eos_text)
+    thinking = read_thinking(args, template)
+    text = render_chat(template, messages, tokenizer.bos_text, tokenizer.eos_text, variables=thinking)
     doubtful = ", ".join(tokenizer.doubtful_specials(text))
     why = "the chat template works on messages in a way that hides what it wrote itself"
     return tokenizer.encode_chat(text), [f"{why}: {doubtful} in it is plain text"] if doubtful else [], most

@@ -21,7 +21,13 @@ from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 from pshard.workload import Limits, parse_limits
 
 LONGEST_LIST = 1000
-_SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib": 1 / 1024}
+# memory comes in powers of two: a card of 8GB has 8192 MiB
+_SUFFIX = {
+    unit: mib
+    for letter, mib in (("m", 1.0), ("g", 1024.0), ("k", 1 / 1024))
+    for unit in (letter, f"{letter}b", f"{letter}ib")
+} | {"": 1.0}
+THOUSAND = 1024  # of tokens, where a context is said as 4k
 
 
 def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
@@ -88,7 +94,7 @@ def parse_mib(text: str) -> int:
     """ "12000", "12000M", "11.5G" -> MiB. Raises argparse.ArgumentTypeError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].lower() not in _SUFFIX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in MiB (12000, 12000M, 11.5G)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in MiB (12000, 12000M, 11.5G, 8GB)")
     mib = int(float(match[1]) * _SUFFIX[match[2].lower()])
     if mib < 1 and float(match[1]) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is less than 1 MiB")
@@ -105,6 +111,22 @@ def parse_count(text: str) -> int:
     if not re.fullmatch("[0-9]+", text.strip()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def parse_context(text: str) -> int:
+    """Tokens of context: "4096", "4k"; "0" is as many as the model has. Raises argparse.ArgumentTypeError."""
+    match = re.fullmatch("([0-9]+)([kK]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens (4096, 4k; 0: the model's)")
+    return int(match[1]) * (THOUSAND if match[2] else 1)
+
+
+def settle_context(asked: int | None, longest: int | None) -> int | None:
+    """Tokens of context: as many as were asked for, those of the model (`longest`) where 0 was. Raises UserError where
+    the model does not say."""
+    if asked == 0 and not longest:
+        raise UserError("-c 0 is the model's context, and its file does not say it; give a number")
+    return longest if asked == 0 else asked
 
 
 def parse_concurrency(text: str) -> int:

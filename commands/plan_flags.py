@@ -11,9 +11,11 @@ from pshard.commands.command_line import (
     env_default,
     new_parser,
     parse_concurrency,
+    parse_context,
     parse_count,
     parse_mib,
     parse_mib_list,
+    settle_context,
 )
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.draft_flags import add_draft_flags, read_draft_flags
@@ -47,7 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--vram", "-mva", "--max-vram-alloc", dest="vram", type=parse_mib_list, metavar="MIB[,MIB...]",
         help="VRAM budget in MiB, one per device (12000, 11.5G; default: what is free less a margin)",
     )  # fmt: skip
-    p.add_argument("-c", "--ctx-size", type=parse_count, metavar="N", help="KV cells of all sequences (8192)")
+    p.add_argument(
+        "-c",
+        "--ctx-size",
+        type=parse_context,
+        metavar="N",
+        help="KV cells of all sequences (8192); 0: the model's context",
+    )
     p.add_argument("-np", "--parallel", type=parse_count, metavar="N", help="sequences at once (default: 1)")
     p.add_argument(
         "-ub",
@@ -106,7 +114,7 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
     if args.vram is None and args.sweep is None:
         args.vram = env_default("VRAM", parse_mib_list, None)
     if args.ctx_size is None:
-        args.ctx_size = env_default("CTX_SIZE", parse_count, None)
+        args.ctx_size = env_default("CTX_SIZE", parse_context, None)
     if args.validate is None:
         args.validate = env_default("VALIDATE", _yes_or_no, None)
     if args.validate and args.strategy != "ilp":
@@ -170,6 +178,7 @@ def _sweep(text: str) -> tuple[int, ...]:
 def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile) -> list[Workload]:
     """One workload per budget that was asked for. Raises UserError for lengths that do not fit the context, and
     for a budget above its device's memory."""
+    args.ctx_size = settle_context(args.ctx_size, spec.config.context)
     sizes = _size_load(args, spec) if args.serve else _size_texts(args, spec)
     first = Workload(
         vram_mib=args.vram or _free_budgets(args, profile),

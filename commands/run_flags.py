@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pshard.commands.command_line import env_default, parse_count, parse_mib_list
+from pshard.commands.command_line import env_default, parse_context, parse_count, parse_mib_list, settle_context
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.model_flags import add_model_flags, choose_model
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
@@ -28,8 +28,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="VRAM budget in MiB (12000, 11.5G), one per device; the largest planned variant that fits is used",
     )
-    context = env_default("CTX_SIZE", parse_count, None)
-    group.add_argument("-c", "--ctx-size", type=parse_count, default=context, metavar="N", help="cells of the KV cache")
+    context = env_default("CTX_SIZE", parse_context, None)
+    group.add_argument(
+        "-c", "--ctx-size", type=parse_context, default=context, metavar="N",
+        help="cells of the KV cache (4096, 4k; 0: the model's context)",
+    )  # fmt: skip
     group.add_argument(
         "-ctk", "--cache-type-k", choices=KV_TYPES, default="bf16", help="type of the keys' cache (bf16)"
     )
@@ -55,8 +58,11 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
     together."""
     sizes = [n for n in (getattr(args, "ubatch_size", None), getattr(args, "batch_size", None)) if n]
     check_split_flags(args)
+    model = choose_model(args)
+    if args.ctx_size == 0:
+        args.ctx_size = settle_context(0, _read_context(model))
     return RunRequest(
-        model=choose_model(args),
+        model=model,
         vram_mib=args.vram,
         context=args.ctx_size,
         sequences=sequences,
@@ -74,6 +80,14 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
         plans=plans,
         devices=count_nodes(args, load_profile(args.profile)) if args.numa else None,
     )
+
+
+def _read_context(model: Path) -> int | None:
+    """The context that a model was made for."""
+    from pshard.models import open_model
+
+    with open_model(model) as file:
+        return file.spec.config.context
 
 
 def planned_flags(argv: list[str], request: RunRequest) -> list[str]:

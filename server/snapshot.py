@@ -1,8 +1,9 @@
 """What a server tells about itself: nouns for /health, /props, /slots, /metrics and the page. No prompts in them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class ServedModel:
     family: str = ""  # the architecture, as the file names it
     weights: int = 0
     quant: str = ""  # the type that most weights have
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the template, where a request says none
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pshard.commands.everyday.chat_commands import describe_status, run_command
 from pshard.commands.everyday.chat_terminal import Terminal
 from pshard.commands.parsing.sampling_flags import make_sampling, read_grammar
 from pshard.commands.parsing.spec_flags import read_spec_flags
-from pshard.commands.parsing.text_flags import ANSWER
+from pshard.commands.parsing.text_flags import ANSWER, read_thinking
 from pshard.commands.run_flags import planned_flags
 from pshard.errors import UserError
 from pshard.server.text.stop_finder import StopFinder
@@ -99,7 +99,8 @@ def _hold(
 
     constrain = partial(make_constraint, engine, grammar)
     constrain()  # a grammar that cannot be read is told before the first message
-    chat = Conversation(LedEngine(engine), template, sampling, args.system, most, constrain, drafts)
+    thinking = read_thinking(args, template)
+    chat = Conversation(LedEngine(engine), template, sampling, args.system, most, constrain, drafts, thinking)
     _talk(chat, Terminal(opened.file.spec.name), first, args)
 
 

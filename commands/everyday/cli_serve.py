@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import new_parser, parse_concurrency, parse_count, parse_mib, run_cli
 from pshard.commands.parsing.sampling_flags import add_sampler_flags, make_sampling
+from pshard.commands.parsing.text_flags import add_thinking_flag, read_thinking
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
 from pshard.errors import UserError
 from pshard.planner.serving.size_load import check_slots
@@ -56,6 +57,7 @@ def _add_serving_flags(group: Any) -> None:
         help="how many requests run at once on average: 1, few (4, the default), many (16), or a number; the plan for "
         "the nearest load is taken",
     )  # fmt: skip
+    add_thinking_flag(group)
     group.add_argument("-a", "--alias", metavar="NAME", help="the model's name for clients (default: the file's)")
     group.add_argument(
         "--max-gap", type=_milliseconds, default=1000.0, metavar="MS",
@@ -151,7 +153,8 @@ def read_app(args: Namespace) -> "MakeApp":
     def make(service: "Service", model: "ServedModel") -> "PreparedApp":
         from pshard.server.routes.make_app import make_app  # takes seconds, while the port is open already
 
-        return make_app(service, model, door=door, usual=sampling)
+        served = replace(model, arguments=read_thinking(args, model.template))
+        return make_app(service, served, door=door, usual=sampling)
 
     return make
 

@@ -6,14 +6,29 @@ from pshard.errors import UserError
 
 SWITCH = ("on", "off", "auto", "0", "1")  # what may follow a harmless flag
 
+_MAPPED = "weights are copied out of the mapped file once, in the layout of the kernels"
+_SLOTS = "texts share one cache, and equal beginnings are computed once"
+_LOGS = "notes come on stderr, and --json and pshard plan --explain say more"
 _ALWAYS = {
     ("-fa", "--flash-attn"): "attention is always computed in one pass over the cache",
     ("--mlock",): "weights stay in memory once they are loaded",
-    ("--mmap", "--no-mmap", "-mmp"): "weights are copied out of the mapped file once, in the layout of the kernels",
+    ("--mmap", "--no-mmap", "-mmp", "-dio", "--direct-io", "-ndio", "--no-direct-io"): _MAPPED,
+    ("--repack", "-nr", "--no-repack"): "weights always lie in the layout of the kernels",
+    ("-cb", "--cont-batching", "-nocb", "--no-cont-batching"): "a server's steps always hold whatever runs",
+    ("-kvu", "--kv-unified", "--swa-full", "--context-shift", "--no-context-shift"): _SLOTS,
+    ("--metrics", "--props", "--slots", "--no-slots"): "a server always tells it",
+    ("-v", "--verbose", "--log-verbose", "--log-colors", "--log-prefix", "--log-timestamps"): _LOGS,
+    ("--op-offload", "--no-op-offload", "--no-host"): "the plan says where each operation runs",
+    ("--offline",): "nothing is fetched that is here",
     ("--jinja", "--no-jinja"): "a chat template is always rendered as Jinja",
     ("--no-warmup", "--warmup"): "the first step needs no rehearsal",
     ("--no-display-prompt",): "the prompt is never repeated",
     ("--simple-io", "--color", "-co", "--log-disable", "--no-perf", "--perf"): "output follows the terminal",
+}
+_VALUED = {  # the same, with a value that follows
+    ("-lv", "--verbosity", "--log-verbosity", "--log-file"): _LOGS,
+    ("-dt", "--defrag-thold", "--cache-reuse", "-cram", "--cache-ram", "-ctxcp", "--ctx-checkpoints"): _SLOTS,
+    ("--poll", "--poll-batch", "--prio", "--prio-batch"): "threads wait as it is fastest",
 }
 _PLANNED = "pshard decides this; use --vram"
 _DECIDED = {
@@ -27,7 +42,8 @@ _DECIDED = {
         "the profile knows how many threads are fastest here; `pshard profile -t N` sets another number"
     ),
 }
-HARMLESS = {flag: why for flags, why in _ALWAYS.items() for flag in flags}
+HARMLESS = {flag: why for flags, why in (_ALWAYS | _VALUED).items() for flag in flags}
+VALUED = {flag for flags in _VALUED for flag in flags}
 DECIDED = {flag: why for flags, why in _DECIDED.items() for flag in flags}
 
 
@@ -51,7 +67,7 @@ def drop_harmless(
         if flag in own or flag not in HARMLESS:
             kept.append(word)
             continue
-        if not equals and left and left[0] in SWITCH:
+        if not equals and left and (flag in VALUED or left[0] in SWITCH):
             left.pop(0)
         say(f"note: {flag} changes nothing: {HARMLESS[flag]}")
     return kept

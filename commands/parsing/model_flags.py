@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.commands.command_line import find_model
+from pshard.commands.parsing.list_devices import add_list_flag
 from pshard.errors import UserError
 
 
@@ -15,6 +16,7 @@ def add_model_flags(group: Any) -> None:
         "-m", "--model", metavar="MODEL",
         help="GGUF file or safetensors folder, also as a plain word (default: PSHARD_MODEL, else the demo)",
     )  # fmt: skip
+    add_list_flag(group)
     group.add_argument(
         "-hf", "--hf-repo", metavar="REPO[:QUANT]", help="a repository of the Hub, as llama.cpp names it"
     )

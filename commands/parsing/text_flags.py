@@ -4,13 +4,32 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from pshard.errors import UserError
 
 ANSWER = 128  # tokens, where none are asked for
 MISSING = "there is no prompt: give -p TEXT or -f FILE, or pipe one in"
 NO_TEXT = "{} is not UTF-8 ({}); convert it, as with iconv -t utf-8"
+THINKING = ("enable_thinking", "thinking")  # names that templates have for it
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "'": "'", '"': '"', "\\": "\\"}
+
+
+def add_thinking_flag(group: Any) -> None:
+    """Add --reasoning-budget to a parser or a group of it."""
+    group.add_argument(
+        "--reasoning-budget", type=int, choices=(-1, 0), default=-1,
+        help="0: the model's template leaves thinking out; -1: it ends when the model ends it (the default)",
+    )  # fmt: skip
+
+
+def read_thinking(args: argparse.Namespace, template: str | None) -> dict[str, Any]:
+    """Variables of the template that --reasoning-budget asks for. Raises UserError for a template without any."""
+    if args.reasoning_budget:
+        return {}
+    if not any(name in (template or "") for name in THINKING):
+        raise UserError("--reasoning-budget 0: the model's template cannot leave thinking out; leave the flag out")
+    return dict.fromkeys(THINKING, False)
 
 
 def add_text_flags(parser: argparse.ArgumentParser, chats: bool = False) -> None:
@@ -36,6 +55,7 @@ def add_text_flags(parser: argparse.ArgumentParser, chats: bool = False) -> None
         "-r", "--reverse-prompt", action="append", default=[], metavar="TEXT",
         help="a text that ends an answer; may be given again",
     )  # fmt: skip
+    add_thinking_flag(text)
     text.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a chat begins with")
     if chats:
         parser.set_defaults(chat=False, tokens=False, no_parse_special=False, no_conversation=False)

@@ -135,7 +135,7 @@ class Prompts:
 
         tokenizer, template = self._model.tokenizer, self._model.template or PLAIN
         assert tokenizer is not None
-        messages, arguments = list(ask.messages), dict(ask.arguments)
+        messages, arguments = list(ask.messages), {**self._model.arguments, **ask.arguments}
         if not takes_tools(template):
             messages = describe_tools(messages, ask.tools)
         if guided := ask.guided:  # a grammar leaves no room to think

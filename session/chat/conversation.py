@@ -3,7 +3,7 @@ were."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +63,16 @@ class Conversation:
         most: int = sys.maxsize,
         constrain: "Callable[[], Constraint | None]" = lambda: None,
         drafts: "DraftSettings | None" = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """most: tokens of an answer; constrain: gives what each answer is to follow; drafts: who drafts. Raises
-        UserError without a tokenizer."""
+        """most: tokens of an answer; constrain: gives what each answer is to follow; drafts: who drafts; variables: of
+        the template. Raises UserError without a tokenizer."""
         if engine.tokenizer is None:
             raise UserError("the model file has no tokenizer, which a chat needs; run token ids with --tokens")
         self.engine, self.sampling, self.most = engine, sampling, most
         self._tokenizer: Tokenizer = engine.tokenizer
         self._template, self._constrain, self._drafts = template or PLAIN, constrain, drafts
+        self._variables = variables or {}
         self.messages: list[Message] = []
         self.set_system(system)
         self.last = self.total = TurnStats()
@@ -194,7 +196,8 @@ class Conversation:
         so, and of what is new."""
         from pshard.models.text.chat import render_chat
 
-        text = render_chat(self._template, self.messages, self._tokenizer.bos_text, self._tokenizer.eos_text)
+        begin, end = self._tokenizer.bos_text, self._tokenizer.eos_text
+        text = render_chat(self._template, self.messages, begin, end, variables=self._variables)
         ids = self._tokenizer.encode_chat(text)
         if self._ids and text.startswith(self._text):
             rest: TracedText = text[len(self._text) :]

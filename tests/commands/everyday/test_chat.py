@@ -56,6 +56,30 @@ def test_a_single_turn_answers_the_prompt_of_a_flag(
     assert capsys.readouterr().out == first != ""
 
 
+def test_thinking_is_left_out_where_the_template_can(world: World, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    flags = ["-st", "-p", "Hi", "--reasoning-budget"]
+    assert chat(world, "", monkeypatch, *flags, "0") == 2
+    assert "cannot leave thinking out" in capsys.readouterr().err
+    template = TURNS + "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+    make_world(world.model.parents[1], metadata=tokenizer_metadata() | {"tokenizer.chat_template": template})
+    said = []
+    for budget in ("-1", "0"):
+        assert chat(world, "/stats\n", monkeypatch, *flags[1:], budget) == 0
+        said.append(int(re.search(r"(\d+) of 512 tokens of context", capsys.readouterr().err)[1]))
+    assert said[1] - said[0] == len("no thoughts")
+    assert one_program.main(["run", str(world.model), "-p", "Hi", "--reasoning-budget", "0"]) == 2
+    assert "is for chats" in capsys.readouterr().err
+
+
+def test_a_text_of_r_is_the_last_word_of_an_answer(world: World, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("llguidance", reason="makes the model say what is known")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAgain\n"))
+    words = ["chat", str(world.model), "--grammar", 'root ::= "one STOP two"', "-r", "STOP"]
+    assert one_program.main(words) == 0
+    said = capsys.readouterr()
+    assert said.out == "one STOP\none STOP\n" and "(stopped)" not in said.err
+
+
 def test_files_that_are_no_chats_are_refused_and_the_chat_goes_on(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

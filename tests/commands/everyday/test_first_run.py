@@ -144,6 +144,11 @@ def test_a_run_as_json_tells_all_of_it(world: World, capsys: pytest.CaptureFixtu
     assert run(world, "-p", "a", "-cnv", "--json") == 2 and "--json is for one prompt" in capsys.readouterr().err
 
 
+def test_a_context_of_0_is_the_models(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert run(world, "-c", 0, "-p", "a") == 0 and cli_plan.main([str(world.model), "--vram", "6", "-c", "0"]) == 0
+    assert {v.workload.context for v in load_registry(world.registry).variants} == {512}
+
+
 def test_a_text_of_r_ends_an_answer_and_is_no_part_of_it(world: World, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("llguidance", reason="makes the model say what is known")
     flags = ["-p", "a", "-n", 30, "--grammar", 'root ::= "one STOP two"']

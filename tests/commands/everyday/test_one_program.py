@@ -11,6 +11,7 @@ import pytest
 from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.commands.parsing.text_flags import _unescape, read_given
 from pshard.commands.program import cli_completion, one_program
+from pshard.errors import UserError
 from pshard.session.find_model import resolve_model
 
 HEAVY = {"torch", "pulp", "numpy", "scipy", "matplotlib", "tokenizers", "gguf", "rich", "prompt_toolkit", "jinja2"}
@@ -79,6 +80,49 @@ def test_flags_that_change_nothing_are_taken_with_a_line_each(capsys: pytest.Cap
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines] == ["-fa", "--mlock", "--no-mmap"]
     assert all("changes nothing: " in line for line in lines)
+
+
+def test_flags_about_memory_and_logs_are_answered_by_their_names(capsys: pytest.CaptureFixture) -> None:
+    words = [
+        "m.gguf",
+        "-v",
+        "-lv",
+        "3",
+        "--cache-reuse",
+        "256",
+        "-dio",
+        "--no-repack",
+        "-nocb",
+        "--log-file",
+        "x",
+        "-p",
+        "a",
+    ]
+    args = cli_run.make_parser().parse_args(words)
+    assert (args.reference, args.prompt) == ("m.gguf", "a")
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in told] == [
+        "-v", "-lv", "--cache-reuse", "-dio", "--no-repack", "-nocb", "--log-file"
+    ]  # fmt: skip
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    parse = cli_run.make_parser().parse_args
+    assert parse(["--vram", "8GB"]).vram == parse(["--vram", "8192 mb"]).vram == (8192,)
+    assert [parse(["-c", size]).ctx_size for size in ("0", "4k", "32K", "512")] == [0, 4096, 32768, 512]
+    assert cli_plan.make_parser().parse_args(["-c", "4k"]).ctx_size == 4096
+    for words in (["-c", "4kb"], ["-c", "-1"], ["--vram", "8TB"]):
+        with pytest.raises(UserError, match=words[1]):
+            parse(words)
+
+
+def test_devices_are_listed_as_llama_cpp_lists_them(capsys: pytest.CaptureFixture) -> None:
+    for command in ("run", "chat", "serve", "bench"):
+        with pytest.raises(SystemExit) as ended:
+            one_program.main([command, "--list-devices"])
+        assert ended.value.code == 0
+        first, device, *_ = capsys.readouterr().out.splitlines()
+        assert first == "Available devices:" and re.fullmatch(r"  \w+: .+ \(\d+ MiB.*\)", device)
 
 
 def test_a_model_may_stand_anywhere_among_the_flags() -> None:
