@@ -51,7 +51,9 @@ class Architecture:
     `multiplied`: what is multiplied by a number that files give: "embedding", "residual" (what layers add), "score",
     "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
     give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights
-    less 1. `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
+    less 1. `windows`: files may give all its layers a window. `by_layer`: files say which layers have a window, whose
+    heads are others; values are normalised, and are what keys are made of where a layer has no matrix for them.
+    `defaults`: what config.json may leave out.
     `remote`: its folders need code of their own, so only its GGUF files are read. `unturned_layers`: one with so many
     has ALiBi, which is not computed, and its files do not say so. `may_lack_windows`: some of its models have none, and
     then all layers alike. `window_base`: of the angles in layers with windows where files do not say; 0: as in others.
@@ -90,6 +92,7 @@ class Architecture:
     unturned_layers: int = 0
     may_lack_windows: bool = False
     window_base: float = 0.0
+    by_layer: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def of_windows(self, window: object) -> "Architecture":
@@ -135,6 +138,17 @@ _EXAONE_MOE = _defaults(
 _MINIMAX_M2 = _defaults(rope_theta=5e6)
 _COHERE2 = _defaults(logit_scale=0.0625, sliding_window=4096, layer_norm_eps=1e-5, tie_word_embeddings=True)
 _GEMMA = _defaults(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192, tie_word_embeddings=True)
+_GEMMA4 = _defaults(  # Gemma4TextConfig of transformers
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=131072,
+    sliding_window=512,
+    tie_word_embeddings=True,
+    rope_parameters={
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
 _ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
 _GRANITE = ("embedding", "residual", "score", "1/logits")
 _DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
@@ -355,6 +369,19 @@ ARCHITECTURES = (
         embedded_by_root=True,
         norms_less_one=True,
         defaults=_GEMMA,
+    ),
+    Architecture(
+        "gemma4_text",
+        "gemma4",
+        "halves",
+        qk_norm=True,
+        activation="gelu",
+        norms="both",
+        embedded_by_root=True,
+        windows=True,
+        window_base=10000.0,
+        by_layer=True,
+        defaults=_GEMMA4,
     ),
     Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
     Architecture("paddleocr_vl_text", "paddleocr", "halves", defaults=_ERNIE),

@@ -12,6 +12,7 @@ from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
+from pshard.units.enter import LAYER_SCALE
 from pshard.units.ffn import FFN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
@@ -64,9 +65,9 @@ class UnitMaker:
     """Makes the units of a model, or of the head that drafts for it, from its tensors by GGUF name."""
 
     def __init__(self, arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], where: str) -> None:
-        roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
+        self._roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
         self._arch, self._config, self._stored, self._where = arch, config, stored, where
-        self._biases = set(arch.biases) | (set(arch.optional_biases) & roles)
+        self._biases = set(arch.biases) | (set(arch.optional_biases) & self._roles)
 
     def unit(
         self, name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected], ports: Ports | None = None
@@ -84,10 +85,12 @@ class UnitMaker:
         elif config.delta and i not in config.delta.full:
             yield unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block))
         else:
-            tensors = _attention(self._arch, config, block, self._biases)
-            yield unit(block + "attention", _kind(config, i), i, tensors, ENTERS if config.parallel else None)
+            kind, ports = _kind(config, i), ENTERS if config.parallel else None
+            tensors = _attention(self._arch, kind.sees(config), block, self._biases)
+            yield unit(block + "attention", kind, i, tensors, ports)
         if config.experts is None or not config.experts.are_in(i):
-            yield unit(block + "ffn", FFN, i, _ffn(config, block), FOLLOWS if config.parallel else None)
+            ports = FOLLOWS if config.parallel else None
+            yield unit(block + "ffn", FFN, i, _ffn(config, block, LAYER_SCALE in self._roles), ports)
             return
         yield unit(block + "router", ROUTER, i, _router(config.experts, config.d_model, block))
         if config.experts.d_shared:
@@ -155,7 +158,7 @@ def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
     yield Expected(block + "ssm_norm.weight", (delta.head,))
 
 
-def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
+def _ffn(config: ModelConfig, block: str, scaled: bool) -> Iterator[Expected]:
     if config.normed_before and not config.parallel:
         yield Expected(block + "ffn_norm.weight", (config.d_model,))
     yield Expected(block + "ffn_gate.weight", (config.d_ffn, config.d_model))
@@ -163,6 +166,8 @@ def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
     yield Expected(block + "ffn_down.weight", (config.d_model, config.d_ffn))
     if config.normed_after:
         yield Expected(block + "post_ffw_norm.weight", (config.d_model,))
+        if scaled:
+            yield Expected(block + LAYER_SCALE, (1,))
 
 
 def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:

@@ -4,11 +4,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import part_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
+from pshard.models.families.by_layer import NO_TURN
 from pshard.models.families.read_numbers import gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
@@ -38,7 +41,8 @@ def gguf_config(
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
     for key, harmless in _HARMLESS.items():
-        keys.refuse_unless(key, *harmless)
+        if not (arch.by_layer and key == "final_logit_softcapping"):
+            keys.refuse_unless(key, *harmless)
     if not (arch.latent or arch.warmed):
         keys.refuse_unless(LOG_MULTIPLIER, 0.0)
     if TABLE not in stored:
@@ -81,6 +85,8 @@ def gguf_config(
 def _count_kv_heads(arch: Architecture, keys: Keys, n_heads: int) -> int:
     if arch.latent:
         return 1
+    if arch.by_layer:  # see gguf_layers
+        return n_heads
     return count_kv_heads(keys, n_heads) if arch.delta else keys.integer("attention.head_count_kv", n_heads)
 
 
@@ -132,7 +138,7 @@ def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, 
         dims=keys.integer("rope.dimension_count", head_dim),
         base=keys.real("rope.freq_base", 10000.0, BASES),
         pairing=arch.gguf_pairing,
-        freq_factors=_read_floats(stored[ROPE_FACTORS]) if ROPE_FACTORS in stored else (),
+        freq_factors=_read_floats(stored[ROPE_FACTORS], arch.by_layer) if ROPE_FACTORS in stored else (),
     )
     if keys.get("rope.scaling.type") == "yarn":
         return _scale_by_yarn(arch, plain, keys)
@@ -189,12 +195,14 @@ def _scale_by_longrope(plain: Rope, keys: Keys, stored: dict[str, StoredTensor])
     )
 
 
-def _read_floats(tensor: StoredTensor) -> tuple[float, ...]:
-    """The values of a small F32 vector: the only data that is read when a model is opened."""
+def _read_floats(tensor: StoredTensor, still: bool = False) -> tuple[float, ...]:
+    """The values of a small F32 vector: the only data that is read when a model is opened. still: some
+    may be NO_TURN."""
     if tensor.qtype != "F32" or len(tensor.shape) != 1:
         tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32")
     values = tuple(tensor.read().view("<f4").tolist())
-    if not all(FACTORS[0] <= v <= FACTORS[1] for v in values):
+    none = float(np.float32(NO_TURN)) if still else FACTORS[0]
+    if not all(FACTORS[0] <= v <= FACTORS[1] or v == none for v in values):
         tensor.fail(
             f"has factors that are not within {FACTORS[0]:g} to {FACTORS[1]:g}: the file is damaged", FETCH_AGAIN
         )

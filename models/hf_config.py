@@ -36,7 +36,9 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     if arch.partial and config.get("rotary_dim"):
         config.setdefault("partial_rotary_factor", keys.integer("rotary_dim") / head_dim)
     own_positions = arch.full_every and not arch.still_every
-    positions = split_positions(config, arch.window_base)[0] if own_positions else config
+    positions = config
+    if own_positions or arch.by_layer:  # of the latter's full layers: see hf_layers
+        positions = split_positions(config, arch.window_base)[int(arch.by_layer)]
     made = ModelConfig(
         architecture=arch.name,
         n_layers=n_layers,

@@ -24,6 +24,7 @@ from pshard.models.arrange_tensors import (
     stack_experts,
 )
 from pshard.models.build_units import HEAD, build_units
+from pshard.models.families.by_layer import take_keys_as_values
 from pshard.models.families.stored_rows import add_one_to_norms, split_fused
 from pshard.models.families.text_part import take_gguf_text, take_text_settings, take_text_tensors
 from pshard.models.families.turned_experts import arrange_turned
@@ -183,6 +184,7 @@ def _open_gguf(path: Path) -> ModelFile:
     tensors, drafting = part_gguf_drafters(arch, config.n_layers, metadata, stored, where)
     arranged = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
     tensors, more = split_keys(config, arranged)
+    tensors = take_keys_as_values(config, tensors) if arch.by_layer else tensors
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
     head, of_head, notes = read_head(arch, spec, drafting, where)
@@ -222,6 +224,7 @@ def _open_folder(folder: Path) -> ModelFile:
     tensors, _ = split_keys(config, renamed)  # folders have no quantised ones
     tensors = split_fused(arch, config, tensors)
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
+    tensors = take_keys_as_values(config, tensors) if arch.by_layer else tensors
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
     if arch.optional_biases and settings.get("attention_bias") is True and "blk.0.attn_q.bias" not in tensors:
@@ -265,5 +268,6 @@ def _rename(
         key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key
+        name = f"{name}.weight" if name.endswith(".layer_output_scale") else name
         renamed[rename_role(arch, name)] = flatten_row(name, tensor)
     return renamed

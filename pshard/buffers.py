@@ -1,6 +1,7 @@
 """Sizes of everything in the arena beside weights: one place, used by the planner and by the runtime's allocation."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pshard.batch_sizes import LOGIT_ROWS, SMALL_BATCH
 from pshard.model import ModelSpec
@@ -14,7 +15,10 @@ from pshard.units.state import StateShape
 MOST_TABLE = 1 << 16  # blocks in the index of a micro-batch whose sequences share many: it is sent with each
 DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
 STATES = "states"  # scratch: the residual stream of every token, as the output normalises it
-SUM_NORMS = "sum_norms"  # scratch: weights that normalise sums over ranks, one row for each of `ModelSpec.sum_norms`
+SUM_NORMS = (
+    "sum_norms"  # scratch: weights that normalise sums over ranks, one row for each of `ModelSpec.sum_norms`; and
+)
+# behind it what the stream is multiplied by then, of four numbers the first: rows begin where vectors may
 
 
 def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -31,11 +35,15 @@ def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Bu
     if spec.keeps_states:
         buffers.append(Buffer(STATES, (tokens, config.d_model), "f32"))
     if spec.sum_norms:
-        buffers.append(Buffer(SUM_NORMS, (len(spec.sum_norms), config.d_model), "f32"))
+        buffers.append(Buffer(SUM_NORMS, (len(spec.sum_norms), config.d_model + 4), "f32"))
     for kind in dict.fromkeys(unit.kind for unit in spec.units):
         if kind.scratch:
-            buffers += kind.scratch(config, tokens, shape)
-    return tuple(dict.fromkeys(buffers))  # kinds that are alike name the same ones
+            buffers += kind.scratch(kind.sees(config), tokens, shape)
+    found: dict[str, Buffer] = {}  # kinds that are alike name the same ones
+    for buffer in buffers:
+        same = found.setdefault(buffer.name, buffer)
+        found[buffer.name] = replace(same, shape=tuple(map(max, same.shape, buffer.shape)))
+    return tuple(found.values())
 
 
 def index_words(spec: ModelSpec, tokens: int, shape: StateShape) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 
@@ -160,11 +161,16 @@ class ModelConfig:
     score_scale: float = 0.0  # what attention multiplies scores by; 0: 1/sqrt(head_dim)
     embedding_scale: float = 1.0  # what rows of the embedding are multiplied by
     logit_scale: float = 1.0  # what logits are multiplied by
-    activation: str = "silu"  # of gates: "silu", or "gelu" by its approximation with tanh
+    activation: str = "silu"  # of gates: "silu", "gelu" by its approximation with tanh, or "gelu16", half as exact
     norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, or "both"
     wide_qk_norm: bool = False  # norms of q and k are over all heads at once, not within each
     centred: bool = False  # norms of the residual stream take its mean away first
     parallel: bool = False  # a layer's attention and FFN take the same normed input
+    windows_in: tuple[bool, ...] = ()  # whether each layer has the window; (): see full_every and window_every
+    window_head_dim: int = 0  # of layers with a window; 0: as of the others
+    window_kv_heads: int = 0  # of layers with a window; 0: as of the others
+    values_normed: bool = False  # each head's values are normalised, without weights
+    logit_cap: float = 0.0  # logits become cap tanh(logits / cap); 0: they stay
 
     @property
     def normed_before(self) -> bool:
@@ -191,8 +197,16 @@ class ModelConfig:
         """Of layers whose heads are not rotated: a few pairs of each, by no angle."""
         return Rope(min(8, self.head_dim), self.rope.base, self.rope.pairing, "linear", math.inf)
 
+    @cached_property
+    def windowed(self) -> "ModelConfig":
+        """The same with the heads of layers with a window as those of all."""
+        dim, heads = self.window_head_dim or self.head_dim, self.window_kv_heads or self.n_kv_heads
+        return replace(self, head_dim=dim, n_kv_heads=heads, window_head_dim=0, window_kv_heads=0)
+
     def has_window(self, layer: int) -> bool:
         """Whether the layer is one of those that see a window, where the model has one."""
+        if self.windows_in:
+            return self.windows_in[layer]
         if self.full_every:
             return (layer + 1) % self.full_every != 0
         return layer % self.window_every == 0

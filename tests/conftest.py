@@ -85,6 +85,16 @@ def vectors_only() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def exact_gelu() -> Iterator[None]:
+    """GGUF files whose GELU is computed as folders' is, so that rounding is as of other models."""
+    from pshard.models.families import read_numbers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_numbers, "GGUF_GELU", "gelu")
+        yield
+
+
+@pytest.fixture(scope="module")
 def few_to_collect() -> None:
     """What earlier tests left is not walked through by a module that collects garbage again and again."""
     gc.collect()

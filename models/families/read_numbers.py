@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pshard.model_config import ModelConfig, Rope, Temperature
 from pshard.models.architectures import Architecture
+from pshard.models.families.by_layer import gguf_layers, hf_layers
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.keys import BASES, FACTORS, Keys
 
@@ -22,12 +23,15 @@ _HF_MULTIPLIERS = {
 _UNSAID: dict[str, Callable[[ModelConfig], dict[str, float]]] = {  # by files without the keys, as MiniCPM's first
     "minicpm": lambda c: {"embedding": 12.0, "residual": 1.4 / math.sqrt(c.n_layers), "1/logits": c.d_model / 256},
 }
+GGUF_GELU = "gelu16"  # as llama.cpp, which such files are made for, computes it
 _LAYERS_OF_27B = 62  # gemma3's files do not say how scores are scaled, which differs in this one
 
 
 def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what metadata says of these. Raises UserError that names the key."""
     _check_gguf_layers(arch, keys, config)
+    if arch.activation == "gelu":
+        config = replace(config, activation=GGUF_GELU)
     if "residual" in arch.multiplied:  # Granite, whose heads are not rotated otherwise
         keys.refuse_unless("rope.scaling.finetuned", True)
     for what, key in _GGUF_MULTIPLIERS.items():
@@ -38,6 +42,8 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
     config = _multiply(config, unsaid | {what: by for what, by in given.items() if by})
     if arch.embedded_by_root:
         config = replace(config, embedding_scale=math.sqrt(config.d_model))
+        if arch.by_layer:
+            return gguf_layers(keys, replace(config, score_scale=1.0, values_normed=True))
         if arch.full_every and config.n_layers == _LAYERS_OF_27B:
             config = replace(config, score_scale=(config.d_model / config.n_heads) ** -0.5)
     if arch.full_every and not arch.still_every:
@@ -55,6 +61,11 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
     """The config with what config.json says of these. Raises UserError that names the key."""
     _check_hf_layers(arch, keys, config)
     config = _multiply(config, {what: keys.real(_HF_MULTIPLIERS[what], 1.0, FACTORS) for what in arch.multiplied})
+    if arch.by_layer:
+        keys.refuse_unless("use_bidirectional_attention", False, "vision")  # the latter is of what a model sees
+        root = math.sqrt(config.d_model)
+        config = replace(config, embedding_scale=root, score_scale=1.0, values_normed=True)
+        return hf_layers(arch, keys, config)
     if arch.embedded_by_root:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             keys.refuse_unless(key, 0.0)

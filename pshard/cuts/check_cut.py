@@ -99,7 +99,7 @@ class _Flow:
     operand."""
 
     def __init__(self, spec: ModelSpec, unit: Unit, cut: UnitCut) -> None:
-        self.spec, self.unit = spec, unit
+        self.spec, self.unit, self.config = spec, unit, unit.kind.sees(spec.config)
         self.cuts = {t.role: t for t in cut.tensors}
         self.tensors: dict[str, TensorSpec] = {t.role: t for t in unit.tensors}
         self.used: set[str] = set()
@@ -185,6 +185,8 @@ class _Flow:
         role = norm.weight.role if norm.weight else "norm.weight"
         if norm.adds:
             self.sum_norm(role, values[0])
+            if norm.scale is not None:
+                self.expect(self.cut(norm.scale.role).axis == "sum", norm.scale.role, "multiplies a sum over the ranks")
             return values
         self.expect(norm.weight is not None, role, "is missing")
         self.expect(self.cut(role).axis == "none", role, "normalises over the whole vector but is cut")
@@ -202,7 +204,7 @@ class _Flow:
     def head_norm(self, role: str) -> None:
         """RMSNorm inside each head, where the model has it: right only if the weight belongs to one head."""
         self.expect(self.cut(role).axis == "none", role, "is the same for every head but is cut")
-        width, head = self.tensors[role].cols, self.spec.config.head_dim
+        width, head = self.tensors[role].cols, self.config.head_dim
         self.expect(width == head, role, f"normalises over {width} columns, more than one head of {head}")
 
     def gated(self, x: Spread, gate: TensorSpec, up: TensorSpec) -> Spread:
@@ -243,7 +245,7 @@ class _Flow:
         """Attention of whole q heads, each with its KV head on the same rank, equally many per KV head."""
         if q == k == v == MIRRORED:
             return MIRRORED
-        config, role = self.spec.config, "attn_q.weight"
+        config, role = self.config, "attn_q.weight"
         self.expect(q.kind == "split", role, "is whole where k or v is cut")
         self.expect(k == v, "attn_v.weight", "is not cut where attn_k.weight is")
         self.expect_tiling(role, q.ranges, self.tensors[role].rows)
@@ -284,7 +286,7 @@ class _Flow:
 
     def cut_with_heads(self, role: str, q: Spread) -> None:
         """One number of each q head, on the head's rank."""
-        cut, d = self.cut(role), self.spec.config.head_dim
+        cut, d = self.cut(role), self.config.head_dim
         of_heads = tuple((start // d, stop // d) for start, stop in q.ranges)
         here = cut.axis == "none" if q == MIRRORED else (cut.axis, cut.ranges) == ("rows", of_heads)
         self.expect(here, role, "is not cut where the heads are")

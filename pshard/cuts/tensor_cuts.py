@@ -15,6 +15,7 @@ from pshard.cuts.check_cut import Range, TensorCut, UnitCut, check_cut
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
+from pshard.units.enter import LAYER_SCALE
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.ports import ENTERED
 from pshard.units.unit import Cut, Unit, UnitKind
@@ -41,13 +42,13 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
     cuts = []
     alike: dict[tuple, tuple[TensorCut, ...]] = {}  # units that are alike and cut alike are checked once
     for unit in spec.units:
-        rule = _find_cut(spec, unit)
-        total = rule.length(spec.config)
+        rule, config = _find_cut(spec, unit), unit.kind.sees(spec.config)
+        total = rule.length(config)
         targets = tuple(
             round(ratio * total + debt, 6) if ratio > 0 else None
             for ratio, debt in zip(ratios[unit.kind], owed[unit.kind])
         )
-        ranges = tuple(pairwise(rule.bounds(spec.config, unit.by_role, targets)))
+        ranges = tuple(pairwise(rule.bounds(config, unit.by_role, targets)))
         owed[unit.kind] = [
             0.0 if target is None else target - (stop - start) for target, (start, stop) in zip(targets, ranges)
         ]
@@ -92,8 +93,9 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
     Names are kept; shapes are those of the slices. Every unit is there, in order, so that all ranks run the same
     steps: a unit of which the rank holds nothing has no tensors, and the rank adds zeros to its all-reduce (or no
     column to the gathered logits). No part has a weight that normalises what is summed over the ranks: `sum_norms` of
-    the part names these. Heads, KV heads, d_ffn, d_expert and d_shared of the config are the largest of any
-    layer (they size buffers); its tensors tell one layer's own. `vocab` stays whole: logits are gathered.
+    the part names these; what the stream is multiplied by then is of the same units. Heads, KV heads, d_ffn, d_expert
+    and d_shared of the config are the largest of any layer (they size buffers); its tensors tell one layer's own.
+    `vocab` stays whole: logits are gathered.
     """
     if len(shares) == 1:
         return spec
@@ -109,7 +111,8 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
             alike[id(cut.tensors)] = shapes
             widths = unit.kind.widths(units[-1].by_role, spec.config) if unit.kind.widths else {}
             widest |= {name: max(widest.get(name, 0), size) for name, size in widths.items()}
-        sum_norms += [(unit.name, t.name) for t, part in zip(unit.tensors, cut.tensors) if part.axis == "sum"]
+        of_sums = (t for t, part in zip(unit.tensors, cut.tensors) if part.axis == "sum")
+        sum_norms += [(unit.name, t.name) for t in of_sums if t.role != LAYER_SCALE]
     return replace(spec, config=spec.config.resize(widest), units=tuple(units), sum_norms=tuple(sum_norms))
 
 
@@ -180,7 +183,7 @@ def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]
 
 def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[Range, ...]) -> TensorCut:
     """Where the unit's cut puts one of its tensors."""
-    cut = _find_cut(spec, unit)
+    cut, config = _find_cut(spec, unit), unit.kind.sees(spec.config)
     if tensor.role not in cut.rules:
         raise UserError(
             f"{spec.config.architecture}: {tensor.name} has no rule that says how it is cut: "
@@ -193,11 +196,11 @@ def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[R
         first = next(i for i, (start, stop) in enumerate(ranges) if start < stop)
         return TensorCut(tensor.role, axis, tuple((0, tensor.cols if i == first else 0) for i in range(len(ranges))))
     if which == "kv":  # the KV heads that the range of q heads needs
-        group = spec.config.n_heads // spec.config.n_kv_heads
+        group = config.n_heads // config.n_kv_heads
         ranges = tuple((a // group, -(-b // group)) if a < b else (a // group,) * 2 for a, b in ranges)
-    width = 1 if which == "each" else cut.width(spec.config)
+    width = 1 if which == "each" else cut.width(config)
     if cut.layout:
-        stacks, width = cut.layout(tensor.role, spec.config)
+        stacks, width = cut.layout(tensor.role, config)
         return TensorCut(tensor.role, axis, tuple((a * width, b * width) for a, b in ranges), stacks)
     ranges = tuple((a * width, b * width) for a, b in ranges)
-    return TensorCut(tensor.role, axis, ranges, cut.stacks(spec.config) if axis == "rows" else 1)
+    return TensorCut(tensor.role, axis, ranges, cut.stacks(config) if axis == "rows" else 1)

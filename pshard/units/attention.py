@@ -86,7 +86,7 @@ def _operations(
         wide = tuple(Norm(n, n.cols, x=x, out=out) for n, x, out in zip(norms, raw, where))
     rotate = Rotate(
         *heads, () if wide else norms, config.qk_norm and not wide, heads_at, pick_rope(config, kind)[0], window > 0,
-        config.temperature is not None,
+        config.temperature is not None, config.values_normed,
     )  # fmt: skip
     return (
         *enter(tensors.get(NORM), config),
@@ -180,8 +180,13 @@ WINDOWED_ATTENTION = replace(
     ATTENTION,
     name="windowed attention",
     operations=lambda tensors, config: _operations(tensors, config, "windowed attention", config.window),
+    widths=lambda tensors, config: {
+        f"window_{n}" if n == "n_kv_heads" and config.window_kv_heads else n: size
+        for n, size in _widths(tensors, config.windowed).items()
+    },
     state=lambda config, shape: _state(config, shape, config.window),
     scratch=_scratch_of("windowed attention"),
+    sees=lambda config: config.windowed,
 )
 STILL_ATTENTION = replace(
     ATTENTION,

@@ -8,6 +8,8 @@ from pshard.units.operations import Norm, Operation, Product, Take
 from pshard.units.ports import ENTERED
 from pshard.units.scratch import Buffer
 
+LAYER_SCALE = "layer_output_scale.weight"  # [1], by which a layer's last unit multiplies the residual stream
+
 
 def enter(weight: TensorSpec | None, config: ModelConfig, follows: bool = False) -> tuple[Operation, ...]:
     """The operations by which a unit begins, which leave `NORMED`. follows: it is not the first of its layer."""
@@ -18,12 +20,16 @@ def enter(weight: TensorSpec | None, config: ModelConfig, follows: bool = False)
     return (Norm(weight, d, centred=config.centred) if config.normed_before else Take(STREAM, d),)
 
 
-def leave(matrix: TensorSpec, bias: TensorSpec | None, after: TensorSpec | None, x: Rows) -> tuple[Operation, ...]:
+def leave(
+    matrix: TensorSpec, bias: TensorSpec | None, after: TensorSpec | None, x: Rows, scale: TensorSpec | None = None
+) -> tuple[Operation, ...]:
     """The operations by which a unit ends: its last product is added to the residual stream, normalised before where
-    there is a weight for it."""
+    there is a weight for it; then the stream is multiplied by `scale`."""
     if after is None:
         return (Product(matrix, bias, adds=True, x=x, out=STREAM),)
-    return Product(matrix, bias, x=x, out=BRANCH), Norm(after, matrix.rows, adds=True, x=BRANCH, out=STREAM)
+    return Product(matrix, bias, x=x, out=BRANCH), Norm(
+        after, matrix.rows, adds=True, x=BRANCH, out=STREAM, scale=scale
+    )
 
 
 def entered_buffers(config: ModelConfig, tokens: int) -> tuple[Buffer, ...]:

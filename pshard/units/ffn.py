@@ -6,7 +6,7 @@ else lies in the arena.
 """
 
 from pshard.model_config import ModelConfig
-from pshard.units.enter import enter, leave
+from pshard.units.enter import LAYER_SCALE, enter, leave
 from pshard.units.operands import Rows
 from pshard.units.operations import GatedProduct, Operation, PlaceRows
 from pshard.units.ranges import Targets, place_inner
@@ -29,7 +29,8 @@ def _gate(tensors: Tensors, first: int = 0) -> GatedProduct:
 
 
 def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return leave(tensors[DOWN], None, tensors.get(AFTER), Rows(GATED, 0, tensors[DOWN].cols))
+    x = Rows(GATED, 0, tensors[DOWN].cols)
+    return leave(tensors[DOWN], None, tensors.get(AFTER), x, tensors.get(LAYER_SCALE))
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
@@ -69,6 +70,7 @@ FFN = UnitKind(
             DOWN: ("cols", "cut"),
             "ffn_down.bias": ("rows", "first"),
             AFTER: ("sum", "all"),
+            LAYER_SCALE: ("sum", "all"),
         },
         length=lambda config: config.d_ffn,
         bounds=_bounds,

@@ -43,7 +43,7 @@ def check_kv_types(config: ModelConfig, type_k: str, type_v: str) -> None:
             raise UserError(f"unknown KV cache type {kind!r}; {flag} is one of {', '.join(KV_TYPES)}")
         block = QUANT_TYPES[kind.upper()].block
         latent = config.latent
-        widths = (latent.rank, latent.rope) if latent else (config.head_dim,)
+        widths = (latent.rank, latent.rope) if latent else (config.head_dim, config.windowed.head_dim)
         if any(width % block for width in widths):
             held = f"latents have {latent.rank} and {latent.rope}" if latent else f"heads have {config.head_dim}"
             raise UserError(

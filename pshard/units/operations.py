@@ -43,8 +43,8 @@ class LookUp:
 
 @dataclass(frozen=True)
 class Norm(Onward):
-    """RMS norm of x, `width` elements a token; `adds`: onto what is there. centred: the mean of each row of x is taken
-    from it first, in place, so that this is a layer norm."""
+    """RMS norm of x, `width` elements a token; `adds`: onto what is there, which is then multiplied by the one number
+    in `scale`. centred: the mean of each row of x is taken from it first, in place, so that this is a layer norm."""
 
     weight: TensorSpec | None
     width: int
@@ -52,6 +52,7 @@ class Norm(Onward):
     centred: bool = False
     x: Rows = STREAM
     out: Rows = NORMED
+    scale: TensorSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class PlaceRows:
 class Rotate:
     """Rotary embedding of q and k, with the store into the KV cache; with `norms` each head is normalised before. rope:
     the scratch with sines and cosines. windowed: the cells are those of layers with a window. warms: queries are then
-    multiplied by the temperature of their positions."""
+    multiplied by the temperature of their positions. values: each head's are normalised too, without weights."""
 
     n_heads: int
     n_kv_heads: int
@@ -133,6 +134,7 @@ class Rotate:
     rope: str = ""
     windowed: bool = False
     warms: bool = False
+    values: bool = False
 
     @property
     def reads(self) -> tuple[Rows, ...]:

@@ -82,6 +82,8 @@ class UnitKind:
         scratch: buffers that it needs for micro-batches of so many tokens.
         ports: what a unit reads and writes, where a model's program says nothing else (`Unit.own_ports`).
         leads: whether it is the first of its layer.
+        sees: the config with the numbers of its own layers; operations, state, scratch and cut are
+            asked with it.
         llama_cpp: its tensors as a regular expression over what follows `blk.N.`; "" for units outside layers.
         strategy: what published strategies do with it: "first" (pinned before others), "bulk" (fills what is left) or
             "head".
@@ -107,6 +109,7 @@ class UnitKind:
     scratch: Callable[[ModelConfig, int, StateShape], tuple[Buffer, ...]] | None = None
     ports: Ports = ADDS
     leads: bool = False
+    sees: Callable[[ModelConfig], ModelConfig] = lambda config: config
     llama_cpp: str = ""
     strategy: str = ""
     divided: tuple[str, ...] = ()
@@ -190,7 +193,7 @@ class Unit:
 
     def operations(self, config: ModelConfig) -> tuple[Operation, ...]:
         """What running the unit takes; nothing where another rank holds all of it."""
-        return self.kind.operations(self.by_role, config) if self.is_here else ()
+        return self.kind.operations(self.by_role, self.kind.sees(config)) if self.is_here else ()
 
     @property
     def is_here(self) -> bool:
@@ -205,7 +208,7 @@ class Unit:
 
     def state(self, config: ModelConfig, shape: StateShape) -> State | None:
         """The law of the unit's state."""
-        return self.kind.state(config, shape) if self.kind.state else None
+        return self.kind.state(self.kind.sees(config), shape) if self.kind.state else None
 
     def state_nbytes(self, config: ModelConfig, shape: StateShape) -> int:
         """Bytes of the unit's state for all sequences; 0 when it keeps none."""

@@ -108,7 +108,9 @@ class Course:
             normalise(side, weight, self.tokens, self.residual, None if norm.out == NORMED else self.at(norm.out))
         else:
             out = self.at(norm.out)
-            side.kernels.rms_norm(self.at(norm.x), weight, side.config.inner_eps, out, accumulate=norm.adds)
+            scale = None if norm.scale is None else self.vector(norm.scale.role)
+            eps = side.config.inner_eps
+            side.kernels.rms_norm(self.at(norm.x), weight, eps, out, accumulate=norm.adds, scale=scale)
 
     def take(self, operation: Take) -> None:
         self.places[operation.out] = take(self.work.side, self.at(operation.x))
@@ -157,7 +159,8 @@ class Course:
         side, rows, qkv = self.work.side, self.rows(rotate.windowed), self.heads(rotate)
         q_norm, k_norm = (self.vector(norm.role) for norm in rotate.norms) if rotate.norms else (None, None)
         heads, eps = (rotate.n_heads, rotate.n_kv_heads, rotate.head_dim), side.config.norm_eps
-        side.kernels.rope_store(qkv, heads, q_norm, k_norm, eps, side.ropes[rotate.rope], rows, self.state)
+        where = side.ropes[rotate.rope], rows, self.state
+        side.kernels.rope_store(qkv, heads, q_norm, k_norm, eps, *where, values=rotate.values)
         if rotate.warms and TEMPERATURE in side.space.tensors:  # where any position has another one than 1
             side.kernels.warm_rows(self.at(rotate.reads[0]), side.space.tensors[TEMPERATURE], rows.position)
 

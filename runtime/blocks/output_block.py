@@ -26,6 +26,8 @@ class OutputBlock(Block):
             k.linear(normed, head, logits, space.tile)
             if (scale := side.config.logit_scale) != 1:
                 logits.mul_(scale)
+            if (cap := side.config.logit_cap) != 0:
+                logits.div_(cap).tanh_().mul_(cap)
 
     def contribute_nothing(self, work: Work, residual: Residual) -> None:
         work.logits.bring_none()

@@ -230,9 +230,11 @@ class Kernels(RowKernels, Protocol):
         out: torch.Tensor,
         accumulate: bool = False,
         rounded: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> None:
         """out[M, D] = (out if accumulate else 0) + hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D].
 
+        scale: float32 [1], with accumulate: the sum is multiplied by it.
         hidden, weight float32; out float32 or act_dtype, and not hidden. rounded: where `place` will put `out`, of more
         than SMALL_BATCH rows that are not added: it may be done by then.
         """
@@ -275,7 +277,8 @@ class Kernels(RowKernels, Protocol):
         tile: torch.Tensor,
         activation: str = "silu",
     ) -> None:
-        """out[M, F] = act(x @ gate.T) * (x @ up.T), act_dtype; act is "silu", or "gelu" approximated by tanh.
+        """out[M, F] = act(x @ gate.T) * (x @ up.T), act_dtype; act is "silu", "gelu" approximated by tanh, or "gelu16",
+        the same of half-precision numbers, in half precision, where activations are float32.
 
         `both` [M, 2F] act_dtype is scratch; out may be a view of its first M*F elements' columns (both[:, :F]).
         """
@@ -306,12 +309,14 @@ class Kernels(RowKernels, Protocol):
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
         begin: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> None:
         """Which experts x[M, D] (float32) takes, and with which weights, by the rule; written into `routes`.
 
         Scores are made of x @ router.T + bias[E] in float32; router [E, D] is F32, F16 or BF16. begin: of `RowIndex`,
         where rows may be there only to fill the micro-batch: these take no expert. Nor do rows that `routes` has beyond
-        those of x, on the CPU: the accelerator's, which only fill it.
+        those of x, on the CPU: the accelerator's, which only fill it. factors: float32 [E], by which weights are
+        multiplied at last.
         """
         ...
 
@@ -329,9 +334,9 @@ class Kernels(RowKernels, Protocol):
         weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] float32 or act_dtype;
         out float32, row strides free.
 
-        act(g, u) is silu(g) * u, or for "clamped" with g = min(g, 7), u = clamp(u, -7, 7): g * sigmoid(1.702 g) *
-        (u + 1). The order of sums depends on shapes and routes only. scratch: what pshard.units.moe.experts lists, and
-        for float32 x "normed" [M, D] of act_dtype.
+        act(g, u) is silu(g) * u, a gelu as in `gate_up`, or for "clamped" with g = min(g, 7), u =
+        clamp(u, -7, 7): g * sigmoid(1.702 g) * (u + 1). The order of sums depends on shapes and routes
+        only. scratch: what pshard.units.moe.experts lists, and for float32 x "normed" [M, D] of act_dtype.
         """
         ...
 
@@ -345,10 +350,12 @@ class Kernels(RowKernels, Protocol):
         rope: RopeTable,
         rows: RowIndex,
         kv: LayerKV,
+        values: bool = False,
     ) -> None:
         """qkv [M, (H + 2G) d] act_dtype, heads = (H, G, d). Per head: RMS-normalise q and k where a norm weight
-        (float32 [d]) is given, rotate q in place and k by each row's position, and store k and v in the row's cell of
-        kv.k and kv.v, quantised where these are q8_0. What is left of k and v in qkv is undefined."""
+        (float32 [d]) is given, and v, without weights, with `values`; rotate q in place and k by each row's position,
+        and store k and v in the row's cell of kv.k and kv.v, quantised where these are q8_0. What is left of k and v in
+        qkv is undefined."""
         ...
 
     def attention(

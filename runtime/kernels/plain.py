@@ -1,9 +1,6 @@
 """Plain torch kernels: dequantise, then arithmetic in float32, but for products with weights. Runs on any device; the
 oracle of the fast kernels."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
@@ -14,7 +11,7 @@ from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_c
 from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
-from pshard.runtime.kernels.plain_rows import head_norm, product, rotate
+from pshard.runtime.kernels.plain_rows import gate_of, head_norm, product, rotate
 from pshard.runtime.kernels.plain_windows import attend_seen
 from pshard.runtime.kernels.unpack import BY_ROWS, plain_rows, unpack
 from pshard.units.kv_cells import window_start
@@ -57,9 +54,12 @@ class PlainKernels(PlainLatent, PlainDelta):
         out: torch.Tensor,
         accumulate: bool = False,
         rounded: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> None:
         normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight
         out.copy_(out + normed if accumulate else normed)
+        if scale is not None:
+            out.mul_(scale)
 
     def linear(
         self,
@@ -119,12 +119,13 @@ class PlainKernels(PlainLatent, PlainDelta):
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
         begin: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> None:
         found = choose_experts(product(x, router, bias), rule, choice_bias)
         n = x.shape[0]
         routes.ids[:n] = found.ids if begin is None else found.ids.where(begin[:, None] >= 0, -1)
         routes.ids[n:] = -1
-        routes.weights[:n] = found.weights
+        routes.weights[:n] = found.weights if factors is None else found.weights * factors[found.ids.long()]
 
     def experts(
         self,
@@ -168,6 +169,7 @@ class PlainKernels(PlainLatent, PlainDelta):
         rope: RopeTable,
         rows: RowIndex,
         kv: LayerKV,
+        values: bool = False,
     ) -> None:
         n_heads, n_kv, dim = heads
         q, k, v = (part.unflatten(1, (-1, dim)) for part in split_qkv(qkv, heads))
@@ -178,6 +180,8 @@ class PlainKernels(PlainLatent, PlainDelta):
         q.copy_(rotate(head_norm(q, q_norm, eps), cos, sin, rope.pairing))
         k.copy_(rotate(head_norm(k, k_norm, eps), cos, sin, rope.pairing))
         kv.k[cell] = encode_cells(k[kept], kv.k.dtype)
+        if values:
+            v.copy_(head_norm(v, torch.ones(dim, device=v.device), eps))
         kv.v[cell] = encode_cells(v[kept], kv.v.dtype)
 
     def attention(
@@ -209,11 +213,6 @@ class PlainKernels(PlainLatent, PlainDelta):
             else:
                 mixed = attend_seen(q.float() * scale, k, v, s.past - first, rows.window, sinks)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
-
-
-def gate_of(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a gate's product passes before it multiplies the other: "silu", or "gelu" approximated by tanh."""
-    return F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
 
 
 def split_qkv(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,11 +1,10 @@
 """Routing and experts in plain torch: the oracle of the fast kernels, on any device."""
 
 import torch
-import torch.nn.functional as F
 
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Routes
-from pshard.runtime.kernels.plain_rows import product
+from pshard.runtime.kernels.plain_rows import gate_of, product
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss: modeling_gpt_oss.py of transformers 5
 
@@ -37,9 +36,9 @@ def _first_best(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """What an expert's down product takes: silu(gate) * up, or gpt-oss' clamped form."""
-    if activation == "silu":
-        return F.silu(gate) * up
+    """What an expert's down product takes: silu(gate) * up, a gelu's, or gpt-oss' clamped form."""
+    if activation != "clamped":
+        return gate_of(activation)(gate) * up
     gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
     return gate * torch.sigmoid(SLOPE * gate) * (up + 1)
 

@@ -1,5 +1,8 @@
 """Products with weights, and norm and rotation of heads, in plain torch."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +22,20 @@ def product(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -
     parts = unpack(weight).split(max(1, PIECE // weight.cols))
     found = torch.cat([F.linear(wide, part.double()) for part in parts], 1)
     return (found if bias is None else found + bias).float()
+
+
+def gate_of(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a gate's product passes before it multiplies the other: "silu", "gelu" approximated by tanh, or "gelu16"
+    (llama.cpp's ggml_vec_gelu_f32: a table of half-precision numbers by half-precision numbers within +-10)."""
+    if activation == "gelu16":
+        return _gelu16
+    return F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
+
+
+def _gelu16(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    table = F.gelu(wide.half().float(), approximate="tanh").half().float()
+    return table.where(wide.abs() < 10, wide.clamp(min=0)).to(x.dtype)
 
 
 def head_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -42,6 +42,7 @@ from pshard.units.attention import QKV
 from pshard.units.kv_cells import KV_BLOCK, kv_nbytes, longest_sequence, window_start
 from pshard.units.latent_attention import KV_A
 from pshard.units.state import CellState, FixedState, LatentState, StateShape
+from pshard.units.unit import Unit
 
 SAMPLE_BYTES = 256  # of every tensor, for the fingerprint: a fine-tuned model may differ in few of them
 
@@ -62,12 +63,14 @@ def fingerprint_model(source: WeightSource) -> str:
 
 @dataclass(frozen=True)
 class HeadCells:
-    """One head's keys or values of one layer: number of its part, its unit, "k" or "v", head among this rank's."""
+    """One head's keys or values of one layer: number of its part, its unit, "k" or "v", head among this rank's, of so
+    many numbers."""
 
     number: int
     unit: str
     what: str
     head: int
+    dim: int
     written: bool  # by this rank
 
 
@@ -80,6 +83,7 @@ class KVStore:
         self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
         laws = (unit.state(source.spec.config, kv) for unit in source.spec.units)
         caches = (law for law in laws if isinstance(law, CellState | LatentState))
+        self._heads = tuple(heads for _, *heads in _list_caches(source.spec, kv))
         self._held = held[group.rank]
         self._states = find_states(source.spec, self._held)
         self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
@@ -180,17 +184,17 @@ class KVStore:
         fields = {
             "fingerprint": self.fingerprint,
             "layers": len(self._windows),
-            "kv_heads": config.n_kv_heads,
-            "head_dim": config.head_dim,
+            "kv_heads": _one_or_all([heads for heads, _ in self._heads]),
+            "head_dim": _one_or_all([dim for _, dim in self._heads]),
             "type_k": self._kv.type_k,
             "type_v": self._kv.type_v,
             "tokens": list(tokens),
         }
         sizes = [
-            self._block_bytes(window, what, len(tokens))
-            for window in self._windows
+            self._block_bytes(window, what, len(tokens), dim)
+            for window, (heads, dim) in zip(self._windows, self._heads, strict=True)
             for what in "kv"
-            for _ in range(config.n_kv_heads)
+            for _ in range(heads)
         ]
         if self._states:
             fields["states"] = list(states)
@@ -200,28 +204,28 @@ class KVStore:
             fields["angles"] = "long" if longest > config.rope.original_context else "short"
         return Outline("text", fields, tuple(sizes))
 
-    def _block_bytes(self, window: int, what: str, cells: int) -> int:
+    def _block_bytes(self, window: int, what: str, cells: int, dim: int) -> int:
         if what == "v" and self._source.spec.config.latent:
             return 0  # a latent is both
         kind = self._kv.type_k if what == "k" else self._kv.type_v
         there = cells - min(cells, window_start(cells, window))
-        return there * kv_nbytes(kind, self._source.spec.config.head_dim)
+        return there * kv_nbytes(kind, dim)
 
     @property
     def _first_state(self) -> int:
         """The number of the first part behind the cells'."""
-        return 2 * len(self._windows) * self._source.spec.config.n_kv_heads
+        return sum(2 * heads for heads, _ in self._heads)
 
     def _write_parts(
         self, path: Path, held: Segment, outline: Outline, states: Sequence[Checkpoint]
     ) -> list[tuple[int, int]]:
         """Write this rank's parts; returns (number, CRC) of each."""
-        sums, dim = list[tuple[int, int]](), self._source.spec.config.head_dim
+        sums = list[tuple[int, int]]()
         with open(path, "r+b") as file:
             for unit, heads in self._by_unit().items():
                 memory = self._read_cells(unit, held)
                 for block in (b for b in heads if b.written):
-                    raw = take_head(memory[block.what], block.head, dim).view(torch.uint8).numpy().tobytes()
+                    raw = take_head(memory[block.what], block.head, block.dim).view(torch.uint8).numpy().tobytes()
                     file.seek(outline.offsets[block.number])
                     file.write(raw)
                     sums.append((block.number, zlib.crc32(raw)))
@@ -235,13 +239,13 @@ class KVStore:
         with open_regular(path) as opened:
             file = KVFile(opened, "text")
             tokens, lengths = self._check_outline(path, file.outline)
-            config, held = self._source.spec.config, take(len(tokens))
+            held = take(len(tokens))
             for unit, heads in self._by_unit().items():
                 memory = self._read_cells(unit, held)
                 for block in heads:
                     if raw := file.read_part(block.number, f"layer of {unit}"):
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
-                        put_head(memory[block.what], block.head, config.head_dim, values)
+                        put_head(memory[block.what], block.head, block.dim, values)
                 write_cells(self._executor.residents.state_now(unit), self._place(unit, held)[0], memory)
                 self._executor.device.synchronize()
             if not self._states or not lengths:
@@ -298,15 +302,26 @@ def _check_lengths(lengths: Any, cells: int) -> list[int]:
     return lengths
 
 
+def _one_or_all(values: list[int]) -> int | list[int]:
+    """What holds of all layers, or that of each."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _list_caches(spec: ModelSpec, shape: StateShape) -> list[tuple[Unit, int, int]]:
+    """The units that keep cells, each with its KV heads and the numbers of one."""
+    caches = (u for u in spec.units if (law := u.state(spec.config, shape)) and law.cell)
+    return [(u, config.n_kv_heads, config.head_dim) for u in caches for config in (u.kind.sees(spec.config),)]
+
+
 def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:
     """The blocks that a rank holds."""
-    heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    caches = (u for u in spec.units if (law := u.state(spec.config, shape)) and law.cell)
-    for layer, unit in enumerate(caches):
+    before = 0
+    for unit, heads, d in _list_caches(spec, shape):
         key = unit.by_role[KV_A if spec.config.latent else QKV[1]].name
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
         held = [range(start // d, stop // d) for start, stop, _, _ in rows]
         for at, head in enumerate(held[rank]):
             first = next(r for r, mine in enumerate(held) if head in mine)
             for i, what in enumerate("kv"):
-                yield HeadCells((2 * layer + i) * heads + head, unit.name, what, at, first == rank)
+                yield HeadCells(before + i * heads + head, unit.name, what, at, d, first == rank)
+        before += 2 * heads

@@ -22,6 +22,7 @@ from pshard.runtime.memory.host.host_arena import arrange_blobs
 from pshard.runtime.memory.host.host_memory import as_tensor, map_memory
 from pshard.tensor import TensorSpec
 from pshard.units.divide_unit import Portion, whole_unit
+from pshard.units.enter import LAYER_SCALE
 from pshard.units.unit import Unit
 
 
@@ -264,11 +265,20 @@ def pack_portion(source: WeightSource, portion: Portion, blob: torch.Tensor, ran
 
 
 def fill_sum_norms(source: WeightSource, spec: ModelSpec, rows: torch.Tensor) -> None:
-    """Write the weights that normalise sums over ranks to `rows` float32 [one for each of `spec.sum_norms`, width]."""
+    """Write the weights that normalise sums over ranks to `rows` float32 [one for each of `spec.sum_norms`, width + 4],
+    and behind each what the stream is multiplied by then."""
+    rows.fill_(1)
     for row, (unit, name) in zip(rows, spec.sum_norms, strict=True):
+        scale = source.spec.unit(unit).by_role.get(LAYER_SCALE)
         (tensor,) = (t for t in source.spec.unit(unit).tensors if t.name == name)
-        row.copy_(_vector(source.tensor_bytes(name), tensor.qtype))
-        source.forget_tensor(name)
+        _fill_vector(source, tensor, row[:-4])
+        if scale is not None:
+            _fill_vector(source, scale, row[-4:-3])
+
+
+def _fill_vector(source: WeightSource, tensor: TensorSpec, out: torch.Tensor) -> None:
+    out.copy_(_vector(source.tensor_bytes(tensor.name), tensor.qtype))
+    source.forget_tensor(tensor.name)
 
 
 def _pack_stack(

@@ -127,4 +127,6 @@ class UnitRuns:
             group.add_sum(hidden, part)
             return
         group.all_reduce(part)
-        side.kernels.rms_norm(part, side.space.tensors[SUM_NORMS][row], side.config.norm_eps, hidden, accumulate=True)
+        width = hidden.shape[1]
+        weight, scale, _ = side.space.tensors[SUM_NORMS][row].split((width, 1, 3))
+        side.kernels.rms_norm(part, weight, side.config.norm_eps, hidden, accumulate=True, scale=scale)

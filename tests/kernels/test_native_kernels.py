@@ -15,6 +15,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
 from pshard.runtime.kernels.layout import pack_reference
+from pshard.runtime.kernels.plain_rows import gate_of
 from pshard.runtime.memory.kv_cache import KV_DTYPES
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}")
@@ -271,6 +272,22 @@ def test_gelu_takes_the_place_of_silu(isa: str, types: tuple[str, str, str], tok
     assert relative_error(both[:, :inner].numpy(), wanted.numpy()) < 0.02
     if kernels.ffn(x, gate, up, down, out, False, "gelu"):
         assert relative_error(out.numpy(), (wanted @ d.T).numpy()) < 0.02
+
+
+def test_a_table_s_gelu_has_its_numbers_to_the_last_bit(isa: str) -> None:
+    """Of every half-precision number: what torch rounds of its own, but where a float32 lies between two."""
+    numbers = torch.arange(65536).to(torch.uint16).view(torch.float16).float()
+    numbers = numbers[numbers.isfinite()]
+    numbers = torch.cat([numbers, numbers * 1.0002, torch.tensor([-1e30, 1e30])])
+    x, out = torch.zeros(len(numbers), 32), torch.empty(len(numbers), 16)
+    x[:, 0], x[:, 1] = numbers, 1.0
+    both = [torch.zeros(16, 32) for _ in range(2)]
+    both[0][:, 0] = both[1][:, 1] = 1.0
+    gate, up = (Packed(rows.view(torch.uint8).flatten(), "F32", 16, 32) for rows in both)
+    native.gate_up(x, gate, up, out, len(x), gate_kind="gelu16")
+    want = gate_of("gelu16")(numbers)
+    near = (out[:, 0] == want) | ((out[:, 0] - want).abs() <= 2e-3 * want.abs() + 1e-7)
+    assert near.all() and (out[:, 0] == want).float().mean() > 0.98
 
 
 def attention_in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, before: int, scale: float) -> np.ndarray:

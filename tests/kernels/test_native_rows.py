@@ -50,8 +50,9 @@ def test_rms_norm_is_torchs(threads: int, tokens: int, width: int, accumulate: b
     out = torch.full((tokens, width + 3), torch.nan)
     want = torch.randn(tokens, width)
     out[:, :width] = want if accumulate else torch.nan
-    PlainKernels().rms_norm(wide[:, :width], weight, 1e-6, want, accumulate)
-    HostKernels().rms_norm(wide[:, :width], weight, 1e-6, out[:, :width], accumulate)
+    scale = torch.tensor([0.7]) if accumulate else None
+    PlainKernels().rms_norm(wide[:, :width], weight, 1e-6, want, accumulate, scale=scale)
+    HostKernels().rms_norm(wide[:, :width], weight, 1e-6, out[:, :width], accumulate, scale=scale)
     torch.testing.assert_close(out[:, :width], want, rtol=2e-6, atol=1e-6)
     assert out[:, width:].isnan().all()
 
@@ -73,7 +74,7 @@ def test_rotation_and_cells_are_torchs(
     found = []
     for kernels in (PlainKernels(), HostKernels()):
         ours, kv = qkv.clone(), make_cache(kv_types, n_kv, dim, 6)
-        kernels.rope_store(ours[:, :width], heads, *weights, 1e-6, rope, rows, kv)
+        kernels.rope_store(ours[:, :width], heads, *weights, 1e-6, rope, rows, kv, values=norm)
         found.append((ours, kv))
     (want, cells), (got, ours) = found
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -96,7 +96,7 @@ def test_gate_and_up(gate_type: str, up_type: str, gelu: bool) -> None:
     up, up_weights = matrix(up_type, inner, hidden, 2)
     x = np.random.default_rng(3).standard_normal((tokens, hidden), np.float32)
     out = poisoned(tokens, inner)
-    native.gate_up_tiled(x, gate, up, out, tokens, gelu=gelu)
+    native.gate_up_tiled(x, gate, up, out, tokens, gate_kind="gelu" if gelu else "silu")
     g, u = to_bf16(x) @ to_bf16(gate_weights).T, to_bf16(x) @ to_bf16(up_weights).T
     with np.errstate(over="ignore"):
         bent = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) if gelu else g / (1 + np.exp(-g))

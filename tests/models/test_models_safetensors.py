@@ -158,8 +158,8 @@ def set_keys(**keys: Any) -> Any:
     ("change", "says"),
     [
         (
-            set_keys(model_type="gemma4"),
-            "'gemma4' is not supported yet; take a model of one of these: cohere2, deepseek_v2, ",
+            set_keys(model_type="gemma9"),
+            "'gemma9' is not supported yet; take a model of one of these: cohere, cohere2, deepseek_v2, ",
         ),
         (set_keys(model_type=...), "architecture None"),
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),

@@ -12,6 +12,7 @@ from family_files import FAMILIES, RECIPES, write_family
 from family_forward import family_logits
 from thread_ranks import random_tiers, run_ranks
 
+pytestmark = pytest.mark.usefixtures("exact_gelu")
 CONTEXT = 128
 CLOSE = 1e-4  # of the logits' deviation
 RNG = random.Random(4)

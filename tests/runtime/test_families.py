@@ -17,6 +17,7 @@ from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("exact_gelu")
 RNG = random.Random(0)
 IDS = [RNG.randrange(320) for _ in range(140)]
 LONG = 512  # a context beyond what phi3's and mistral3's recipes were trained with

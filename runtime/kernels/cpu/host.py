@@ -113,7 +113,7 @@ class HostKernels(HostRows, PlainKernels):
         on_tiles = all(suits_tiles(tokens, weight.qtype, self._exact) for weight in (gate, up))
         if on_tiles or tokens <= _vector_tokens(gate.qtype):
             run = native.gate_up_tiled if on_tiles else native.gate_up
-            run(x, gate, up, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0), gelu=activation == "gelu")
+            run(x, gate, up, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0), gate_kind=activation)
             return
         self.linear(x, gate, both[:, :width], tile)
         self.linear(x, up, both[:, width:], tile)
@@ -133,8 +133,8 @@ class HostKernels(HostRows, PlainKernels):
         tokens = x.shape[0]
         if not all(_suits_vectors(tokens, weight.qtype, self._exact) for weight in (gate, up, down)):
             return False
-        strides, gelu = {"x_stride": x.stride(0), "out_stride": out.stride(0)}, activation == "gelu"
-        native.ffn(x, gate, up, down, out, tokens, **strides, accumulate=accumulate, gelu=gelu)
+        strides = {"x_stride": x.stride(0), "out_stride": out.stride(0)}
+        native.ffn(x, gate, up, down, out, tokens, **strides, accumulate=accumulate, gate_kind=activation)
         return True
 
     def route(
@@ -146,10 +146,11 @@ class HostKernels(HostRows, PlainKernels):
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
         begin: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.route`; x has no rows that only fill a micro-batch."""
         found, most = (routes.ids, routes.weights), routes.ids.shape[0]
-        biases = (bias, choice_bias)
+        biases = (bias, choice_bias, factors)
         native.route(x, router, rule, found, x.shape[0], x_stride=x.stride(0), biases=biases, rows=most)
 
     def experts(
@@ -264,9 +265,11 @@ class HostKernels(HostRows, PlainKernels):
         out: torch.Tensor,
         accumulate: bool = False,
         rounded: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> None:
         (tokens, width), strides = hidden.shape, (hidden.stride(0), out.stride(0))
-        native.rms_norm(hidden, weight, eps, tokens, width, out, strides=strides, accumulate=accumulate)
+        sizes = (tokens, width)
+        native.rms_norm(hidden, weight, eps, *sizes, out, strides=strides, accumulate=accumulate, scale=scale)
 
     def rope_store(
         self,
@@ -278,11 +281,13 @@ class HostKernels(HostRows, PlainKernels):
         rope: RopeTable,
         rows: RowIndex,
         kv: LayerKV,
+        values: bool = False,
     ) -> None:
         turn = (rope.cos, rope.sin, rope.cos.shape[-1], rope.pairing)
         index = (rows.begin, rows.position, rows.blocks)
         cache = (kv.k, kv.v, _kinds(kv), kv.k.shape[1])
-        native.rope_store(qkv, qkv.stride(0), rows.tokens, heads, (q_norm, k_norm, eps), turn, index, cache)
+        norms = (q_norm, k_norm, eps)
+        native.rope_store(qkv, qkv.stride(0), rows.tokens, heads, norms, turn, index, cache, values=values)
 
 
 def _add_bias(out: torch.Tensor, bias: torch.Tensor) -> None:

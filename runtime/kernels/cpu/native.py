@@ -66,16 +66,16 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "dequantize": ("v", "pillllpli"),
     "get_rows": ("v", "pillplp"),
     "attention": ("v", "plpplliiplpliiifpllp"),
-    "rms_norm": ("v", "plpfllpli"),
+    "rms_norm": ("v", "plpfllplip"),
     "add_bias": ("v", "plllp"),
     "warm_rows": ("v", "plllpp"),
     "centre_rows": ("v", "plll"),
     "gate_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
-    "rope_store": ("v", "plliiippfpplippplppllii"),
+    "rope_store": ("v", "plliiippfpplippplpplliii"),
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
-    "route": ("v", "plpiilpplliiiiifpp"),
+    "route": ("v", "plpiilppplliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiippppli"),
     "delta_net": ("v", "plplplplppppfiiiipppplpl"),
     "callable": ("i", "s"),
@@ -148,6 +148,9 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     return functions, None
 
 
+# what a gate's numbers pass before they multiply an up's: as csrc/kernels.h numbers them; "gelu16" is that of a table
+# of half-precision numbers by such numbers, as llama.cpp has it
+GATES = ("silu", "gelu", "gelu16", "clamped")
 _SCORES = ("softmax", "sigmoid", "chosen")  # as csrc/experts/route.cpp numbers them
 _RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
 _PATH = Path(__file__).with_name("_native.so")
@@ -343,15 +346,15 @@ def ffn(
     x_stride: int | None = None,
     out_stride: int | None = None,
     accumulate: bool = False,
-    gelu: bool = False,
+    gate_kind: str = "silu",
 ) -> None:
     """SwiGLU in one call: out = (silu(x Wg^T) * (x Wu^T)) Wd^T, x and out f32 [tokens, hidden].
 
-    With `accumulate` the result is added to `out`; with `gelu` its approximation by tanh takes silu's place. gate and
+    With `accumulate` the result is added to `out`; gate_kind: see `GATES`. gate and
     up are [inner, hidden], down is [hidden, inner]. Precision as in `linear`.
     """
     hidden, inner = down.rows, down.cols
-    result = (_at(out), out_stride or hidden, tokens, accumulate, gelu)
+    result = (_at(out), out_stride or hidden, tokens, accumulate, GATES.index(gate_kind))
     weights = (*_packed(gate), *_packed(up), *_packed(down))
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
@@ -365,12 +368,12 @@ def gate_up(
     *,
     x_stride: int | None = None,
     out_stride: int | None = None,
-    gelu: bool = False,
+    gate_kind: str = "silu",
 ) -> None:
     """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
     inner, hidden = gate.rows, gate.cols
     weights = (*_packed(gate), *_packed(up), None, -1)  # no down
-    result = (_at(out), out_stride or inner, tokens, False, gelu)
+    result = (_at(out), out_stride or inner, tokens, False, GATES.index(gate_kind))
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
 
@@ -403,13 +406,13 @@ def gate_up_tiled(
     *,
     x_stride: int | None = None,
     out_stride: int | None = None,
-    gelu: bool = False,
+    gate_kind: str = "silu",
 ) -> None:
     """As `gate_up`, with the precision of `linear_tiled`; silu is applied to the f32 sums."""
     _check_tiles()
     inner, hidden = gate.rows, gate.cols
-    weights = (*_packed(gate), *_packed(up), inner, hidden)
-    _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens, gelu)
+    weights, kind = (*_packed(gate), *_packed(up), inner, hidden), GATES.index(gate_kind)
+    _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens, kind)
 
 
 def dequantize(
@@ -502,11 +505,13 @@ def rms_norm(
     *,
     strides: tuple[int, int],
     accumulate: bool = False,
+    scale: Buffer | None = None,
 ) -> None:
     """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out,
-    which are not the same. With `accumulate` it is added to `out`."""
-    lengths = (tokens, width)
-    _function("rms_norm")(_at(x), strides[0], _at(weight), eps, *lengths, _at(out), strides[1], accumulate)
+    which are not the same. With `accumulate` it is added to `out`, which is then multiplied by `scale`, f32 [1]."""
+    lengths, factor = (tokens, width), None if scale is None else _at(scale)
+    result = _at(out), strides[1], accumulate, factor
+    _function("rms_norm")(_at(x), strides[0], _at(weight), eps, *lengths, *result)
 
 
 def add_bias(x: Buffer, shape: tuple[int, int], stride: int, bias: Buffer) -> None:
@@ -547,6 +552,8 @@ def rope_store(
     rope: tuple[Buffer, Buffer, int, str],
     rows: tuple[Buffer, Buffer, Buffer],
     cache: tuple[Buffer, Buffer, tuple[str, str], int],
+    *,
+    values: bool = False,
 ) -> None:
     """Normalise and rotate q and k heads in place, and write k and v into their cells.
 
@@ -557,6 +564,7 @@ def rope_store(
         rope: cos and sin f32 [context, half], half, and the pairing as in pshard.model.Rope.
         rows: begin, position and blocks, i32, as in api.RowIndex.
         cache: k and v, their KV types, and the cells of a block as in `attention`; without gaps.
+        values: each v head is normalised too, without weights.
     """
     q_norm, k_norm, eps = norms
     weights = (None if q_norm is None else _at(q_norm), None if k_norm is None else _at(k_norm), eps)
@@ -567,7 +575,7 @@ def rope_store(
     cell_nbytes = _cell_nbytes(kv_types, heads[1] * heads[2])
     index = (_at(begin), _at(position), _at(blocks), block_cells)
     cells = (*index, _at(k), _at(v), *cell_nbytes, *_cell_types(kv_types))
-    _function("rope_store")(_at(qkv), stride, tokens, *heads, *weights, *turn, *cells)
+    _function("rope_store")(_at(qkv), stride, tokens, *heads, *weights, *turn, *cells, values)
 
 
 def head_products(
@@ -620,17 +628,17 @@ def route(
     tokens: int,
     *,
     x_stride: int,
-    biases: tuple[Buffer | None, Buffer | None],
+    biases: tuple[Buffer | None, Buffer | None, Buffer | None],
     rows: int | None = None,
 ) -> None:
     """Which experts tokens take: ids i32 and weights f32 [tokens, used] by the rule, from scores x @ router.T + bias.
 
     x f32 [tokens, cols]; router is F32, F16 or BF16 [count, cols]; biases f32 [count] are of the scores, and of the
-    choice alone. A token with a NaN among its scores takes the first experts, with weights that are NaN. rows: of ids,
-    where they are more than the tokens: the rest becomes -1.
+    choice alone; the third is what weights are multiplied by at last. A token with a NaN among its scores
+    takes the first experts, with weights that are NaN. rows: of ids, where they are more than the tokens: the rest
+    becomes -1.
     """
-    bias, choice_bias = (None if b is None else _at(b) for b in biases)
-    matrix = (*_packed(router), rule.count, router.cols, bias, choice_bias)
+    matrix = (*_packed(router), rule.count, router.cols, *(None if b is None else _at(b) for b in biases))
     choice = (_SCORES.index(rule.scores), rule.normed, rule.groups, rule.groups_used, rule.scale)
     more = tokens if rows is None else rows
     _function("route")(_at(x), x_stride, *matrix, tokens, more, rule.used, *choice, *map(_at, routes))
@@ -664,7 +672,7 @@ def experts(
     biases = (None if bias is None else _at(bias) for bias in m.biases or (None, None, None))
     weights = (_at(m.addresses), rule.count, *map(_type, m.qtypes), m.hidden, m.inner, *biases)
     result = (*map(_at, scratch), _at(out), out_stride, accumulate)
-    least = (rule.activation == "clamped", *m.tiles_from)
+    least = (GATES.index(rule.activation), *m.tiles_from)
     _function("experts")(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
 
 

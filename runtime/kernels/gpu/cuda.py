@@ -204,6 +204,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         rope: RopeTable,
         rows: RowIndex,
         kv: LayerKV,
+        values: bool = False,
     ) -> None:
         """See `Kernels.rope_store`. Numbers of a cell are contiguous. q8_0 takes a launch more for each of k and v."""
         self._activations.ready = None
@@ -219,7 +220,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
             HALF=half, HP=triton.next_power_of_2(half),
             TP=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, HB=block, CELLS=kv.k.shape[1],
             ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-            num_warps=max(1, block // 2),
+            V_NORM=values, num_warps=max(1, block // 2),
         )  # fmt: skip
         for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
             if cache.dtype == torch.int8:

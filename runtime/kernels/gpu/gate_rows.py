@@ -34,7 +34,7 @@ class GatesOnGpu:
         tokens, cols = x.shape
         grid = (triton.cdiv(cols, 1024), tokens)
         triton_rows.gate_mul_kernel[grid](
-            x, up, x.stride(0), out, out.stride(0), cols, GELU=activation == "gelu", BLOCK=1024, num_warps=4
+            x, up, x.stride(0), out, out.stride(0), cols, GELU=activation != "silu", BLOCK=1024, num_warps=4
         )
 
     def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:

@@ -49,6 +49,7 @@ class NormsOnGpu:
         out: torch.Tensor,
         accumulate: bool = False,
         rounded: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.rms_norm`."""
         (tokens, cols), self._placed = hidden.shape, None
@@ -61,6 +62,7 @@ class NormsOnGpu:
         triton_rows.rms_norm_kernel[(tokens,)](
             hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED),
             again=rounded, again_stride=0 if rounded is None else rounded.stride(0), BLOCK=block, ADD=accumulate,
-            ROUND=rounded is not None, QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
+            ROUND=rounded is not None, times=scale, SCALE=scale is not None, QUANTISE=ready is not None,
+            num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
         self._placed = None if rounded is None else (out, rounded)

@@ -9,13 +9,13 @@ from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 
 @triton.jit
 def rms_norm_kernel(
-    hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums, again, again_stride,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, QUANTISE: tl.constexpr,
+    hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums, again, again_stride, times,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, QUANTISE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Program m: out[m] = hidden[m] * rsqrt(mean(hidden[m]^2) + eps) * weight, in float32. BLOCK >= cols.
 
-    ADD: it is added to what is there. ROUND: it is left in `again` as well, in another type.
-    QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
+    ADD: it is added to what is there; SCALE: the sum is multiplied by `times`. ROUND: it is left in `again` as well, in
+    another type. QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
     """
     m = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -25,6 +25,8 @@ def rms_norm_kernel(
     value = value * factor * tl.load(weight + column, mask=mask, other=0.0)
     if ADD:
         value += tl.load(out + m * out_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if SCALE:
+        value *= tl.load(times)
     rounded = value.to(out.dtype.element_ty)
     tl.store(out + m * out_stride + column, rounded, mask=mask)
     if ROUND:
@@ -109,13 +111,14 @@ def rope_store_kernel(
     qkv, stride, q_norm, k_norm, eps, cos, sin, begin, position, blocks, k, v, k_block, k_cell, v_block, v_cell,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
     TP: tl.constexpr, HB: tl.constexpr, CELLS: tl.constexpr, ADJACENT: tl.constexpr, Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
+    K_NORM: tl.constexpr, V_NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (HB heads of q, k and v, row). A thread owns both numbers of a pair, so q turns in place safely.
 
     CELLS are a block of the cache.
     HALF pairs are rotated (HP: HALF rounded up to a power of two); the D - 2 HALF numbers behind them pass (TP).
-    Keys for q8_0 cells (k is int8) turn in place too, and values for them stay: `store_cells_kernel` does the rest.
+    Keys for q8_0 cells (k is int8) turn in place too, and values for them stay, normed where these are:
+    `store_cells_kernel` does the rest.
     Of rows whose `begin` is below 0 nothing is stored.
     """
     m = tl.program_id(1)
@@ -147,6 +150,9 @@ def rope_store_kernel(
     if K_NORM:
         x0 = tl.where(is_k, x0 * factor * tl.load(k_norm + first, mask=pair < HALF, other=0.0), x0)
         x1 = tl.where(is_k, x1 * factor * tl.load(k_norm + second, mask=pair < HALF, other=0.0), x1)
+    if V_NORM:
+        x0 = tl.where(is_v, x0 * factor, x0)
+        x1 = tl.where(is_v, x1 * factor, x1)
     c = tl.load(cos + at_row * HALF + pair, mask=pair < HALF, other=0.0)
     s = tl.load(sin + at_row * HALF + pair, mask=pair < HALF, other=0.0)
     turned0 = tl.where(is_v, x0, x0 * c - x1 * s)
@@ -155,6 +161,8 @@ def rope_store_kernel(
     k_kind = k.dtype.element_ty
     v_kind = v.dtype.element_ty
     turns = is_q | is_k if k_kind == tl.int8 else is_q
+    if V_NORM and v_kind == tl.int8:
+        turns = turns | is_v
     own = tl.load(begin + m)
     at_block = tl.load(blocks + tl.maximum(own, 0) + at_row // CELLS).to(tl.int64)
     keeps_k, keeps_v = is_k & (own >= 0), is_v & (own >= 0)
@@ -173,6 +181,8 @@ def rope_store_kernel(
             rest = tl.where(is_q, rest * factor * tl.load(q_norm + tail, mask=tail < D, other=0.0), rest)
         if K_NORM:
             rest = tl.where(is_k, rest * factor * tl.load(k_norm + tail, mask=tail < D, other=0.0), rest)
+        if V_NORM:
+            rest = tl.where(is_v, rest * factor, rest)
         tl.store(source + tail, rest.to(kind), mask=passing & turns)
         if k_kind != tl.int8:
             tl.store(to_k + tail, rest.to(k_kind), mask=passing & keeps_k)

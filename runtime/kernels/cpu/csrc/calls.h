@@ -13,12 +13,12 @@ PSHARD_API void pshard_linear_group(const float* x, int64_t x_stride, const void
                                     int64_t tokens);
 PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                            int up_type, const void* down, int down_type, int64_t hidden, int64_t inner, float* out,
-                           int64_t out_stride, int64_t tokens, int accumulate, int gelu);
+                           int64_t out_stride, int64_t tokens, int accumulate, int gate_kind);
 PSHARD_API void pshard_linear_tiled(const float* x, int64_t x_stride, const void* w, int type, int64_t rows,
                                     int64_t cols, float* out, int64_t out_stride, int64_t tokens, int accumulate);
 PSHARD_API void pshard_gate_up_tiled(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                                      int up_type, int64_t rows, int64_t cols, float* out, int64_t out_stride,
-                                     int64_t tokens, int gelu);
+                                     int64_t tokens, int gate_kind);
 PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k, const void* v, int64_t k_stride,
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
@@ -27,7 +27,8 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
 PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t cols, const int64_t* ids, int64_t n,
                                 float* out);
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
-                                int64_t width, float* out, int64_t out_stride, int accumulate);
+                                int64_t width, float* out, int64_t out_stride, int accumulate,
+                                const float* scale);
 PSHARD_API void pshard_add_bias(float* x, int64_t stride, int64_t tokens, int64_t width, const float* bias);
 PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* table,
                                  const int32_t* position);
@@ -40,7 +41,8 @@ PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, in
                                   const float* q_norm, const float* k_norm, float eps, const float* cos,
                                   const float* sin, int64_t half, int halves, const int32_t* begin,
                                   const int32_t* position, const int32_t* blocks, int64_t block_cells, char* k,
-                                  char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type);
+                                  char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type,
+                                  int norm_values);
 PSHARD_API void pshard_head_products(const float* x, int64_t x_stride, int64_t x_head, const void* w, int type,
                                      int64_t heads, int64_t rows, int64_t cols, float* out, int64_t out_stride,
                                      int64_t out_head, int64_t tokens);
@@ -51,13 +53,13 @@ PSHARD_API void pshard_store_latent(const float* kv, int64_t kv_stride, const fl
                                     const int32_t* position, const int32_t* blocks, int64_t block_cells, char* cells,
                                     int64_t cell_stride, int type);
 PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* router, int type, int count, int64_t cols,
-                             const float* bias, const float* choice_bias, int64_t tokens, int64_t rows, int used,
-                             int scores, int normed, int groups, int groups_used, float scale, int32_t* ids,
-                             float* weights);
+                             const float* bias, const float* choice_bias, const float* factors, int64_t tokens,
+                             int64_t rows, int used, int scores, int normed, int groups, int groups_used, float scale,
+                             int32_t* ids, float* weights);
 PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* ids, const float* weights,
                                int64_t tokens, int used, const int64_t* addresses, int experts, int gate_type,
                                int up_type, int down_type, int64_t hidden, int64_t inner, const float* gate_bias,
-                               const float* up_bias, const float* down_bias, int clamped, int tiles_from,
+                               const float* up_bias, const float* down_bias, int gate_kind, int tiles_from,
                                int down_tiles_from, float* gated, float* picked, int32_t* order, float* out,
                                int64_t out_stride, int accumulate);
 PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const float* z, int64_t z_stride,

@@ -65,6 +65,7 @@ struct Kernels {
                              int64_t stride, bool bf16);
   void (*silu_mul)(float* gate, const float* up, int64_t n);  // gate = gate * sigmoid(gate) * up
   void (*gelu_mul)(float* gate, const float* up, int64_t n);  // gate = gelu(gate) * up, by tanh
+  void (*gelu16_mul)(float* gate, const float* up, int64_t n);  // the same as a table of f16 has it
   void (*sigmoid_mul)(float* x, const float* gate, int64_t n);  // x = x * sigmoid(gate)
   void (*clamped_mul)(float* gate, const float* up, int64_t n);  // the same for gpt-oss' clamped form
   void (*attention)(const AttentionTask& task);
@@ -80,6 +81,13 @@ struct Kernels {
   void (*stream)(uint8_t* to, const uint8_t* from, size_t nbytes);  // copies past the caches
   uint64_t (*sum)(const uint8_t* data, size_t nbytes);              // reads every byte once
 };
+
+enum GateKind : int { kSilu, kGelu, kGelu16, kClamped };  // as native.py numbers them
+
+// What makes of a gate's and an up's numbers what the product with down takes.
+inline auto gate_of(const Kernels& k, int kind) {
+  return kind == kSilu ? k.silu_mul : kind == kGelu ? k.gelu_mul : kind == kGelu16 ? k.gelu16_mul : k.clamped_mul;
+}
 
 const Kernels* kernels_portable();
 const Kernels* kernels_avx2();  // nullptr when this build or CPU cannot run it

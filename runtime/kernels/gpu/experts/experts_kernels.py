@@ -35,11 +35,12 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
         begin: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
         _, unscaled = self._activations.find(x)
         programs = share_programs(PROGRAMS, self._picker.limits)
-        biases, scratch = (bias, choice_bias), self._few_rows.scratch
+        biases, scratch = (bias, choice_bias, factors), self._few_rows.scratch
         route_tokens(x, router, rule, routes, biases, scratch, begin=begin, programs=programs, unscaled=unscaled)
 
     def experts(

@@ -58,10 +58,9 @@ def multiply_sorted(
     by_expert = _sort(routes, weights.addresses, scratch["order"])
     gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
     gate_at, up_at, down_at = weights.addresses
-    clamped = rule.activation == "clamped"
-    both = {"bias": gate_bias, "second_bias": up_bias, "CLAMPED": clamped}
+    both = {"bias": gate_bias, "second_bias": up_bias, "ACTIVATION": rule.activation}
     _multiply(by_expert, used, x, (kinds.gate, kinds.up), (gate_at, up_at), gated, both, picker=picker)
-    down = {"bias": down_bias, "second_bias": None, "CLAMPED": False}
+    down = {"bias": down_bias, "second_bias": None, "ACTIVATION": "silu"}
     _multiply(by_expert, used, gated, (kinds.down,), (down_at,), picked, down, picker=picker)
     return Picked(picked, routes.ids, routes.weights, down_at)
 

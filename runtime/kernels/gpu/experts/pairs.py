@@ -49,7 +49,7 @@ def add_pairs(
         *x[0], **chosen, squares=old.squares if old else None, eps=old.eps if old else 0.0,
         UNSCALED=triton.next_power_of_2(gate.cols // 32) if old else 0, addresses=gate_at, up_addresses=up_at,
         bias=gate_bias, up_bias=up_bias, new_words=gated.words,
-        new_scale=gated.scale, new_sums=gated.sums, CLAMPED=rule.activation == "clamped",
+        new_scale=gated.scale, new_sums=gated.sums, ACTIVATION=rule.activation,
         **_cut("pairs gate", gate, picker),
     )  # fmt: skip
     triton_pairs.down_pairs_kernel[(triton.cdiv(down.rows, 32), tokens * used)](

@@ -21,14 +21,14 @@ def route_tokens(
     router: Packed,
     rule: Experts,
     routes: Routes,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     scratch: tuple[torch.Tensor, torch.Tensor],
     begin: torch.Tensor | None,
     programs: int,
     unscaled: Unscaled | None = None,
 ) -> None:
-    """See `Kernels.route`. biases: the router's and that of the choice. scratch: floats, and counters that are zero.
-    programs: see PROGRAMS. unscaled: x is to be made of that, of up to FEW rows."""
+    """See `Kernels.route`. biases: the router's, that of the choice, and factors. scratch: floats, and counters that
+    are zero. programs: see PROGRAMS. unscaled: x is to be made of that, of up to FEW rows."""
     if router.qtype not in PLAIN:
         raise ValueError(f"a router of type {router.qtype}: the kernels take F32, F16 and BF16")
     if unscaled is not None:
@@ -47,12 +47,12 @@ def _route_part(
     router: Packed,
     rule: Experts,
     routes: Routes,
-    given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    given: tuple[torch.Tensor | None, ...],
     scratch: tuple[torch.Tensor, torch.Tensor],
     programs: int,
     unscaled: Unscaled | None = None,
 ) -> None:
-    """given: both biases, and `begin`."""
+    """given: both biases, factors, and `begin`."""
     tokens, (partial, counters) = x.shape[0], scratch
     few = tokens <= FEW  # each has programs of its own then, and routing is one launch
     together, block, depth = (1, 4, 256) if few else (64, 32, 32) if rule.count <= 32 else (128, 64, 32)

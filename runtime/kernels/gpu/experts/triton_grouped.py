@@ -55,7 +55,7 @@ def products_kernel(
     x, x_stride, addresses, second_addresses, order, tiles, slots, used, bias, second_bias, out, out_stride, rows, cols,
     places, second_places,
     QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SECOND_QTYPE: tl.constexpr, SECOND_LOW: tl.constexpr,
-    SECOND_HIGH: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
+    SECOND_HIGH: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (BN rows, slot): the products of a tile of pairs with its expert's rows.
@@ -94,7 +94,7 @@ def products_kernel(
     if GATED:
         if bias is not None:
             second += tl.load(second_bias + expert * rows + row, mask=row < rows, other=0.0)[None, :]
-        first = activate(first, second, CLAMPED)
+        first = activate(first, second, ACTIVATION)
         target = place
     else:
         target = pair

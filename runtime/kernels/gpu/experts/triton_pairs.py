@@ -37,7 +37,7 @@ def gate_up_pairs_kernel(
     words, scale, sums, ids, ids_stride, used, addresses, up_addresses, bias, up_bias, new_words, new_scale, new_sums,
     squares, eps, rows, chunks, places,
     DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, CLAMPED: tl.constexpr,
+    FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, ACTIVATION: tl.constexpr,
     UNSCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (32 rows, pair): act(gate . x + bias, up . x + bias), quantised: row `pair` of the new activations.
@@ -64,7 +64,7 @@ def gate_up_pairs_kernel(
         row = tile * 32 + tl.arange(0, 32)
         gate += tl.load(bias + expert * rows + row)[None, :]
         up += tl.load(up_bias + expert * rows + row)[None, :]
-    value = activate(gate, up, CLAMPED)
+    value = activate(gate, up, ACTIVATION)
     first = tl.arange(0, 4) == 0
     none = tl.zeros((4,), tl.int32)
     store_quantised(value, tile + none, first, pair + none, new_words, new_scale, new_sums, rows // 32, 4)

@@ -57,13 +57,13 @@ def _allow_groups(choice, group, member, groups, per, GROUPS_USED: tl.constexpr,
 
 @triton.jit
 def _choose(
-    partial, pieces, m, tokens, bias, choice_bias, begin, ids, ids_stride, weights, weights_stride, groups, per, used,
-    scale,
+    partial, pieces, m, tokens, bias, choice_bias, factors, begin, ids, ids_stride, weights, weights_stride, groups,
+    per, used, scale,
     SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
     KP: tl.constexpr,
 ):  # fmt: skip
-    """ids and weights of token m from partial[pieces, tokens, groups * per], by the rule of `Experts`; ids of -1 where
-    its `begin` is below 0."""
+    """ids and weights of token m from partial[pieces, tokens, groups * per], by the rule of `Experts`, weights times
+    `factors`; ids of -1 where its `begin` is below 0."""
     group = tl.arange(0, GP)[:, None]
     member = tl.arange(0, PP)[None, :]
     index = group * per + member
@@ -111,6 +111,8 @@ def _choose(
         weight = weight / tl.sum(weight, 0)
     elif NORMED:
         weight = weight / tl.sum(tl.where(place < used, weight, 0.0), 0)
+    if factors is not None:
+        weight *= tl.load(factors + chosen, mask=place < used, other=0.0)
     if begin is not None:
         chosen = tl.where(tl.load(begin + m) >= 0, chosen, -1)
     tl.store(ids + m.to(tl.int64) * ids_stride + place, chosen, mask=place < used)
@@ -120,7 +122,7 @@ def _choose(
 @triton.jit(do_not_specialize=["tokens", "pieces", "used", "groups"])
 def route_kernel(
     x, x_stride, router, partial, counters, squares, norm, eps, normed, normed_stride, cols, per_piece, tokens, pieces,
-    bias, choice_bias, begin, ids, ids_stride,
+    bias, choice_bias, factors, begin, ids, ids_stride,
     weights, weights_stride, groups, per, used, scale,
     SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
     KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, UNSCALED: tl.constexpr,
@@ -151,8 +153,8 @@ def route_kernel(
     at = partial + (tl.program_id(1) * tokens + m).to(tl.int64) * experts + expert
     tl.store(at, tl.sum(acc, axis=1), mask=expert < experts)
     if arrive(counters + m) == tl.num_programs(0) * tl.num_programs(1) - 1:
-        _choose(partial, pieces, m, tokens, bias, choice_bias, begin, ids, ids_stride, weights, weights_stride, groups,
-                per, used, scale, SCORES, NORMED, GROUPS_USED, GP, PP, KP)  # fmt: skip
+        _choose(partial, pieces, m, tokens, bias, choice_bias, factors, begin, ids, ids_stride, weights, weights_stride,
+                groups, per, used, scale, SCORES, NORMED, GROUPS_USED, GP, PP, KP)  # fmt: skip
         tl.store(counters + m, 0)
 
 
@@ -180,10 +182,11 @@ def logits_kernel(
 
 @triton.jit(do_not_specialize=["pieces", "used", "groups"])
 def choose_kernel(
-    partial, pieces, bias, choice_bias, begin, ids, ids_stride, weights, weights_stride, groups, per, used, scale,
+    partial, pieces, bias, choice_bias, factors, begin, ids, ids_stride, weights, weights_stride, groups, per, used,
+    scale,
     SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
     KP: tl.constexpr,
 ):  # fmt: skip
     """Program (token): chooses from what `logits_kernel` left."""
-    _choose(partial, pieces, tl.program_id(0), tl.num_programs(0), bias, choice_bias, begin, ids, ids_stride, weights,
-            weights_stride, groups, per, used, scale, SCORES, NORMED, GROUPS_USED, GP, PP, KP)  # fmt: skip
+    _choose(partial, pieces, tl.program_id(0), tl.num_programs(0), bias, choice_bias, factors, begin, ids, ids_stride,
+            weights, weights_stride, groups, per, used, scale, SCORES, NORMED, GROUPS_USED, GP, PP, KP)  # fmt: skip

@@ -144,9 +144,9 @@ class FewRows:
             TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
             MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, AHEAD=tile.stages - 1,
-            PARTS=1 if gate else len(weights), GATED=bool(gate), GELU=gate == "gelu", BIAS=addends[0] is not None,
-            ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(cut[0]), QUANTISE=ready is not None,
-            UNSCALED=normed, NEXT=following is not None,
+            PARTS=1 if gate else len(weights), GATED=bool(gate), GELU=gate not in ("", "silu"),
+            BIAS=addends[0] is not None, ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(cut[0]),
+            QUANTISE=ready is not None, UNSCALED=normed, NEXT=following is not None,
             num_warps=tile.warps, maxnreg=tile.registers, **push,
         )  # fmt: skip
 

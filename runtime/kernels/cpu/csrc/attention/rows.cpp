@@ -143,7 +143,8 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half, bool hal
 using namespace pshard;
 
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
-                                int64_t width, float* out, int64_t out_stride, int accumulate) {
+                                int64_t width, float* out, int64_t out_stride, int accumulate,
+                                const float* scale) {
   if (!accumulate) {
     for_rows(tokens, width, [&](int64_t t) { normalise(x + t * x_stride, weight, width, eps, out + t * out_stride); });
     return;
@@ -152,6 +153,8 @@ PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* w
     const float *from = x + t * x_stride, factor = rms_factor(from, width, eps);
     float* to = out + t * out_stride;
     for (int64_t i = 0; i < width; ++i) to[i] += from[i] * factor * weight[i];
+    if (scale)
+      for (int64_t i = 0; i < width; ++i) to[i] *= *scale;
   });
 }
 
@@ -210,7 +213,8 @@ PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, in
                                   const float* q_norm, const float* k_norm, float eps, const float* cos,
                                   const float* sin, int64_t half, int halves, const int32_t* begin,
                                   const int32_t* position, const int32_t* blocks, int64_t block_cells, char* k,
-                                  char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type) {
+                                  char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type,
+                                  int norm_values) {
   const int all = heads + 2 * kv_heads;
   const int64_t width = static_cast<int64_t>(all) * d;
   for_rows_in_place(qkv, stride, tokens, width, [&](int64_t t) {
@@ -221,6 +225,9 @@ PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, in
       if (head < heads + kv_heads) {
         if (const float* weight = is_k ? k_norm : q_norm) normalise(x, weight, d, eps, x);
         rotate(x, cos + at * half, sin + at * half, half, halves);
+      } else if (norm_values) {
+        const float factor = rms_factor(x, d, eps);
+        for (int i = 0; i < d; ++i) x[i] *= factor;
       }
       if (is_k) store_head(x, k_type, head - heads, kv_heads, d, k + cell * k_stride);
       else if (head >= heads) store_head(x, v_type, head - heads - kv_heads, kv_heads, d, v + cell * v_stride);

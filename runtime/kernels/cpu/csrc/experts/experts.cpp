@@ -101,7 +101,7 @@ using namespace pshard;
 PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* ids, const float* weights,
                                int64_t tokens, int used, const int64_t* addresses, int experts, int gate_type,
                                int up_type, int down_type, int64_t hidden, int64_t inner, const float* gate_bias,
-                               const float* up_bias, const float* down_bias, int clamped, int tiles_from,
+                               const float* up_bias, const float* down_bias, int gate_kind, int tiles_from,
                                int down_tiles_from, float* gated, float* picked, int32_t* order, float* out,
                                int64_t out_stride, int accumulate) {
   const Routed r{ids, weights, tokens, used, experts, addresses};
@@ -109,9 +109,9 @@ PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* 
   const Matrix down(nullptr, down_type, hidden, inner);
   int32_t* ends = order + r.pairs();
   auto* groups = reinterpret_cast<Group*>(ends + experts);
-  const Stage first{{gate, up}, 2, {addresses, addresses + experts}, {gate_bias, up_bias}, clamped != 0, x, x_stride,
+  const Stage first{{gate, up}, 2, {addresses, addresses + experts}, {gate_bias, up_bias}, gate_kind, x, x_stride,
                     gated, order, used};
-  const Stage second{{down, down}, 1, {addresses + 2 * experts, nullptr}, {down_bias, nullptr}, false, gated, inner,
+  const Stage second{{down, down}, 1, {addresses + 2 * experts, nullptr}, {down_bias, nullptr}, kSilu, gated, inner,
                      picked, order, used};
   const Output output{out, out_stride, hidden, accumulate != 0};
   size_t nbytes = output_bytes(r, output);

@@ -92,8 +92,8 @@ void leave_best_groups(const Rule& rule, const Room& room) {
       std::fill_n(room.choice + g * each, each, -std::numeric_limits<float>::infinity());
 }
 
-void choose(const Rule& rule, const float* logits, const float* choice_bias, const Room& room, int32_t* ids,
-            float* weights) {
+void choose(const Rule& rule, const float* logits, const float* choice_bias, const float* factors, const Room& room,
+            int32_t* ids, float* weights) {
   std::memcpy(room.scores, logits, rule.count * sizeof(float));
   if (rule.scores == kSoftmax) softmax(room.scores, rule.count);
   if (rule.scores == kSigmoid)
@@ -116,6 +116,8 @@ void choose(const Rule& rule, const float* logits, const float* choice_bias, con
   else if (rule.normed)
     for (int j = 0; j < rule.used; ++j) room.weights[j] /= sum;
   for (int j = 0; j < rule.used; ++j) ids[j] = room.best[j], weights[j] = room.weights[j] * rule.scale;
+  if (factors)
+    for (int j = 0; j < rule.used; ++j) weights[j] *= factors[ids[j]];
 }
 
 }  // namespace
@@ -124,9 +126,9 @@ void choose(const Rule& rule, const float* logits, const float* choice_bias, con
 using namespace pshard;
 
 PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* router, int type, int count, int64_t cols,
-                             const float* bias, const float* choice_bias, int64_t tokens, int64_t rows, int used,
-                             int scores, int normed, int groups, int groups_used, float scale, int32_t* ids,
-                             float* weights) {
+                             const float* bias, const float* choice_bias, const float* factors, int64_t tokens,
+                             int64_t rows, int used, int scores, int normed, int groups, int groups_used, float scale,
+                             int32_t* ids, float* weights) {
   const Matrix w(router, type, count, cols);
   std::fill(ids + tokens * used, ids + rows * used, -1);
   const Rule rule{count, used, scores, normed != 0, groups, groups_used, scale};
@@ -136,7 +138,8 @@ PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* route
       score(team, x, x_stride, tokens, w, bias, logits);
       const Around around{nullptr, nullptr, Room::nbytes(rule), tokens * count * 256};
       team.for_each_chunk(tokens, around, [&](const Chunk& c) {
-        choose(rule, logits + c.i * count, choice_bias, Room(c.room, rule), ids + c.i * used, weights + c.i * used);
+        choose(rule, logits + c.i * count, choice_bias, factors, Room(c.room, rule), ids + c.i * used,
+               weights + c.i * used);
       });
     });
   });

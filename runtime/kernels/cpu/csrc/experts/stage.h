@@ -22,7 +22,7 @@ struct Stage {
   int matrices;
   const int64_t* at[2];  // where each expert's records begin; 0: not here
   const float* bias[2];  // [experts][rows], or nullptr
-  bool clamped;
+  int gate_kind;
   const float* from;  // rows of tokens for gate and up, of pairs in their order for down
   int64_t from_stride;
   float* to;  // rows of pairs, in their order for gate and up, by their number for down
@@ -41,7 +41,7 @@ struct Stage {
     add_bias(0, sums, tokens, expert, r);
     if (matrices == 2) {
       add_bias(1, up, tokens, expert, r);
-      (clamped ? kernels().clamped_mul : kernels().silu_mul)(sums, up, tokens * 16);
+      gate_of(kernels(), gate_kind)(sums, up, tokens * 16);
     }
     for (int i = 0; i < tokens; ++i) std::memcpy(row_to(place + i) + r * 16, sums + i * 16, rows * sizeof(float));
   }

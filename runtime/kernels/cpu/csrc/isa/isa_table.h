@@ -35,6 +35,7 @@ Kernels make_kernels(const char* isa) {
   k.quantize = quantize;
   k.silu_mul = silu_mul;
   k.gelu_mul = gelu_mul;
+  k.gelu16_mul = gelu16_mul;
   k.sigmoid_mul = sigmoid_mul;
   k.clamped_mul = clamped_mul;
   k.attention = attention;

@@ -180,6 +180,8 @@ inline Floats load_e4m3_256th(const uint8_t* p) {  // what a float16 of the same
   const __m256i bits = _mm256_and_si256(v, _mm256_set1_epi16(~0x4000));
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
 }
+inline __m256 f16_half(__m256 v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
+inline Floats round_f16(Floats v) { return {f16_half(v.a), f16_half(v.b)}; }
 inline __m256 bf16_half(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
 }

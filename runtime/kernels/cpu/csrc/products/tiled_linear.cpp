@@ -27,9 +27,9 @@ void convert(Team& team, const TileKernels& k, const Slice& s, int64_t cols, uin
   });
 }
 
-// out (+)= x w^T of one matrix, or act(x w^T) * (x up^T) of two, of silu or gelu.
+// out (+)= x w^T of one matrix, or act(x w^T) * (x up^T) of two, see gate_of.
 void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w, const Matrix* up, const uint16_t* act,
-              float* out, int64_t out_stride, const float* base, bool gelu) {
+              float* out, int64_t out_stride, const float* base, int gate_kind) {
   const int matrices = up ? 2 : 1;
   const int64_t each = panel_records(team, w.records(), matrices);
   const Around around{k.enter, k.leave, kPanelRoom, w.nbytes() * matrices * s.tokens};
@@ -43,7 +43,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
     for (int t = 0; t < s.tiles(); ++t)
       for (int i = 0; i < n; ++i) {
         float* tile = p.sums + (t * p.count + i) * kTileSums;
-        if (up) (gelu ? kernels().gelu_mul : kernels().silu_mul)(tile, tile + n * kTileSums, kTileSums);
+        if (up) gate_of(kernels(), gate_kind)(tile, tile + n * kTileSums, kTileSums);
         store_tiles(tile, std::min(16, s.tokens - t * 16), w.rows_of(first + i),
                     out + t * 16 * out_stride + (first + i) * 16, out_stride,
                     base ? base + t * 16 * w.rows + (first + i) * 16 : nullptr, w.rows);
@@ -52,7 +52,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
 }
 
 void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, float* out, int64_t out_stride,
-         int64_t tokens, bool accumulate, bool gelu = false) {
+         int64_t tokens, bool accumulate, int gate_kind = kSilu) {
   const TileKernels& k = *tile_unit();
   const int64_t slice = std::min<int64_t>(tokens, 16 * kSliceTiles), tiles = (slice + 15) / 16;
   const size_t act_bytes = sizeof(uint16_t) * blocks_of(w.cols) * tiles * kBlockWords;
@@ -65,7 +65,7 @@ void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, fl
         float* rows = out + first * out_stride;
         multiply(team, k, s, w, up, act, rows, out_stride,
                  accumulate ? copy_base(team, rows, out_stride, s.tokens, w.rows, scratch + act_bytes) : nullptr,
-                 gelu);
+                 gate_kind);
       }
     });
   });
@@ -99,7 +99,7 @@ PSHARD_API void pshard_linear_tiled(const float* x, int64_t x_stride, const void
 
 PSHARD_API void pshard_gate_up_tiled(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                                      int up_type, int64_t rows, int64_t cols, float* out, int64_t out_stride,
-                                     int64_t tokens, int gelu) {
+                                     int64_t tokens, int gate_kind) {
   const Matrix u(up, up_type, rows, cols);
-  run(x, x_stride, Matrix(gate, gate_type, rows, cols), &u, out, out_stride, tokens, false, gelu);
+  run(x, x_stride, Matrix(gate, gate_type, rows, cols), &u, out, out_stride, tokens, false, gate_kind);
 }

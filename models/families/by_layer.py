@@ -1,0 +1,137 @@
+"""Models whose layers differ by more than their weights: heads of layers with a window, rows of FFNs, by file's arrays.
+
+Keys of GGUF metadata as llama.cpp reads them (gemma4.cpp), those of config.json as Gemma4TextConfig has them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pshard.model_config import ModelConfig, Rope
+from pshard.models.architectures import Architecture
+from pshard.models.families.hf_positions import hf_rope, split_positions
+from pshard.models.keys import BASES, FACTORS, Keys
+from pshard.models.stored import StoredTensor
+
+NO_TURN = 1e30  # what a frequency is divided by of pairs that are not turned
+_WINDOWED = "sliding_attention"
+T = TypeVar("T", int, bool)
+
+
+def list_by_layer(keys: Keys, key: str, kind: type[T], layers: int, least: int = 1) -> tuple[T, ...]:
+    """A value for each layer: of a list, or one for all. Raises UserError for another number of values, and for others
+    than whole numbers from `least` on, or than true and false."""
+    found = keys.values.get(keys.prefix + key)
+    values = found if isinstance(found, list) else [found] * layers
+    if len(values) != layers:
+        keys.refuse(key, f"has {len(values)} values for {layers} layers")
+    known = bool if kind is bool else int
+    if not all(type(v) is known and (known is bool or v >= least) for v in values):
+        keys.refuse(key, f"is no list of {'true and false' if kind is bool else f'whole numbers from {least} on'}")
+    return tuple(values)
+
+
+def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with what metadata says of single layers. Raises UserError that names the key."""
+    layers = config.n_layers
+    windows = list_by_layer(keys, "attention.sliding_window_pattern", bool, layers)
+    dim = keys.integer("attention.key_length_swa")
+    if keys.integer("attention.value_length_swa", dim) != dim:
+        keys.refuse("attention.value_length_swa", f"is not {dim}, as keys are long")
+    local = Rope(
+        keys.integer("rope.dimension_count_swa", dim), keys.real("rope.freq_base_swa", 1e4, BASES), config.rope.pairing
+    )
+    kv = list_by_layer(keys, "attention.head_count_kv", int, layers)
+    config = replace(
+        _with_heads(keys, "attention.head_count_kv", config, windows, kv),
+        window_head_dim=dim,
+        window_rope=local,
+        logit_cap=keys.real("final_logit_softcapping", span=FACTORS) if keys.get("final_logit_softcapping") else 0.0,
+    )
+    return _check(keys, "attention.head_count", config)
+
+
+def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with what config.json says of single layers. Raises UserError that names the key."""
+    kinds, layers = keys.values.get("layer_types"), config.n_layers
+    if kinds is None:  # as transformers has it: five of six see a window
+        kinds = [_WINDOWED if (i + 1) % 6 else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {_WINDOWED, "full_attention"}:
+        keys.refuse("layer_types", f"does not say of each of {layers} layers if it has sliding or full attention")
+    windows = tuple(kind == _WINDOWED for kind in kinds)
+    dims, kv = _hf_heads(keys, windows)
+    full, local = split_positions(keys.values, arch.window_base)
+    rope = _hf_rope(full, dims[0], config.context, keys.where)
+    windowed = hf_rope(local, arch.rotated, dims[1], config.context, keys.where)
+    cap = keys.real("final_logit_softcapping", span=FACTORS) if keys.get("final_logit_softcapping") else 0.0
+    config = replace(config, head_dim=dims[0], window_head_dim=dims[1], rope=rope, window_rope=windowed, logit_cap=cap)
+    return _check(keys, "num_attention_heads", _with_heads(keys, "layer_types", config, windows, kv))
+
+
+def _hf_heads(keys: Keys, windows: tuple[bool, ...]) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Numbers of a head of layers with full attention and of those with a window; KV heads of each layer."""
+    dim, kv = keys.integer("head_dim"), keys.integer("num_key_value_heads")
+    full_dim, full_kv = keys.integer("global_head_dim", 512), kv
+    if keys.values.get("attention_k_eq_v") is True and keys.get("num_global_key_value_heads") is not None:
+        full_kv = keys.integer("num_global_key_value_heads")
+    given = keys.values.get("per_layer_config") or {}  # as transformers 5.23 saves it
+    heads = [(dim, kv) if seen or given else (full_dim, full_kv) for seen in windows]
+    if not isinstance(given, dict):
+        keys.refuse("per_layer_config", "does not say what is of which layer")
+    for number, own in given.items():
+        known = isinstance(own, dict) and not own.keys() - {"head_dim", "num_key_value_heads"}
+        if not known or not number.isdecimal() or int(number) >= len(windows):
+            keys.refuse("per_layer_config", f"has settings of layer {number} that are not supported")
+        of_layer = Keys(own, f"{keys.where}: per_layer_config of layer {number}")
+        heads[int(number)] = of_layer.integer("head_dim", dim), of_layer.integer("num_key_value_heads", kv)
+    found = tuple({dim for (dim, _), seen in zip(heads, windows) if seen == kind} for kind in (False, True))
+    if any(len(each) != 1 for each in found):
+        keys.refuse("layer_types", "leaves no layer with a window, or without one, or heads of one sort differ")
+    return (found[0].pop(), found[1].pop()), tuple(heads for _, heads in heads)
+
+
+def _with_heads(
+    keys: Keys, key: str, config: ModelConfig, windows: tuple[bool, ...], kv: tuple[int, ...]
+) -> ModelConfig:
+    """KV heads of layers with a window and of the others, which must be alike among themselves."""
+    found = [{heads for heads, seen in zip(kv, windows) if seen == kind} for kind in (False, True)]
+    if any(len(each) != 1 for each in found):
+        keys.refuse(key, "differs among layers with a window, or among those without one, or leaves none of either")
+    return replace(config, windows_in=windows, n_kv_heads=found[0].pop(), window_kv_heads=found[1].pop())
+
+
+def _check(keys: Keys, key: str, config: ModelConfig) -> ModelConfig:
+    """The same config, whose heads of layers with a window fit too."""
+    own = config.windowed
+    assert own.window_rope
+    if own.n_heads % own.n_kv_heads:
+        keys.refuse(key, f"is {own.n_heads}, not a multiple of the {own.n_kv_heads} KV heads of layers with a window")
+    if own.head_dim % 2 or own.window_rope.dims != own.head_dim:
+        keys.refuse(key, f"belongs to heads of {own.head_dim} in layers with a window, which are not turned as a whole")
+    return config
+
+
+def _hf_rope(config: Mapping[str, Any], head_dim: int, context: int, where: str) -> Rope:
+    """Of heads of which a share is turned, each pair by the frequency that it has in a whole head: as a GGUF file of
+    the model says it by `rope_freqs`."""
+    given = config.get("rope_parameters")
+    if not isinstance(given, dict) or given.get("rope_type") != "proportional":
+        return hf_rope(config, 1.0, head_dim, context, where)
+    keys = Keys(given, f"{where}: rope_parameters")
+    share, base = keys.real("partial_rotary_factor", 1.0), keys.real("rope_theta", 1e6, BASES)
+    if share > 1:
+        keys.refuse("partial_rotary_factor", f"is {share}, more than the whole head")
+    pairs, turned = head_dim // 2, int(share * head_dim // 2)
+    factors = (keys.real("factor", 1.0, FACTORS),) * turned + (NO_TURN,) * (pairs - turned)
+    return Rope(head_dim, base, "halves", freq_factors=factors)
+
+
+def take_keys_as_values(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by GGUF name; layers without an `attn_v` have their `attn_k` under that name too: its product is made
+    twice, for 0.4% of a 31B's work. Layers without both stay so."""
+    found = dict(stored)
+    for i in range(config.n_layers):
+        key, value = (f"blk.{i}.attn_{part}.weight" for part in "kv")
+        if key in found and value not in found:
+            found[value] = found[key]
+    return found
