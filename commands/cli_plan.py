@@ -291,21 +291,27 @@ def _why_not_validate(
 def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: Tell) -> DraftQuestion | None:
     """Which drafts are asked for; tells where an acceptance is from that was not given."""
     from pshard.registries.acceptance_file import recall_acceptance
-    from pshard.speculation import ASSUMED, LOOKUP, RECORDED
+    from pshard.speculation import ASSUMED, AUTO, LOOKUP, MTP, RECORDED
 
     if args.spec == NONE:
         return None
-    recorded = recall_acceptance(registry_path(path, args.registry), model.fingerprint_inputs(), LOOKUP)
-    asked = ask_drafts(args, recorded)
+    kind = MTP if args.spec == MTP or (args.spec == AUTO and model.spec.head) else LOOKUP
+    if kind == MTP:
+        model.of_head()  # which says why there is none
+    recorded = recall_acceptance(registry_path(path, args.registry), model.fingerprint_inputs(), kind)
+    asked = ask_drafts(args, kind, recorded)
     if asked.acceptance.source == ASSUMED:
         tell(
-            f"note: no acceptance is recorded: {asked.acceptance} is assumed for drafts of {asked.kind}, as in a first "
-            "turn of chat; pshard-run --record-acceptance records it, --spec-rates gives it"
+            f"note: no acceptance is recorded: {asked.acceptance} is assumed for drafts of {asked.kind}, "
+            f"{SAID_OF[asked.kind]}; pshard-run --record-acceptance records it, --spec-rates gives it"
         )
     if asked.acceptance.source == RECORDED:
         held = asked.acceptance
         tell(f"note: drafts are accepted with {held} where there are some, in {held.share:.0%} of steps, as recorded")
     return asked
+
+
+SAID_OF = {"lookup": "as in a first turn of chat", "mtp": "as published of Qwen3.6-35B-A3B"}
 
 
 @dataclass(frozen=True)
@@ -322,7 +328,7 @@ def _plan(
 ) -> Made:
     """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
     from pshard.errors import NoPlan
-    from pshard.planner.choose_drafts import choose_drafts, time_rows
+    from pshard.planner.choose_drafts import choose_drafts, keep_drafts, time_rows
     from pshard.planner.choose_mode import plan_split
     from pshard.planner.make_plan import plan_baseline
 
@@ -336,10 +342,11 @@ def _plan(
             return _plan_places(args, model, profile, workload, how, tell)
         with planning_bar(f"planning {model.spec.name} with drafts"):
             chosen = choose_drafts(plan, model.spec, profile, workload, how.drafts)
-        asked = replace(workload, drafting=chosen.workload.drafting, acceptance=chosen.workload.acceptance)
+        drafts = {name: getattr(chosen.workload, name) for name in ("drafting", "acceptance", "drafter_mib")}
+        asked = replace(workload, **drafts)
         variant, trials = _plan_places(args, model, profile, asked, how, tell, chosen)
         assert variant is not None
-        return time_rows(model.spec, profile, replace(variant, speculation=chosen.speculation)), trials
+        return time_rows(model.spec, profile, keep_drafts(model.spec, variant, chosen)), trials
     except NoPlan as error:
         if args.sweep is None:
             raise

@@ -7,11 +7,13 @@ from typing import Any
 from pshard.commands.command_line import env_default, parse_context, parse_count, parse_mib_list, settle_context
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.model_flags import add_model_flags, choose_model
+from pshard.commands.parsing.spec_flags import read_spec_flags
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 from pshard.registries.profile_store import load_profile
 from pshard.session.readiness.unsaved import is_unsaved
 from pshard.session.run_request import RunRequest, places_of
 from pshard.session.start_engine import KERNELS
+from pshard.speculation import NONE
 from pshard.units.kv_cells import KV_TYPES
 
 
@@ -78,6 +80,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
         reduce_dtype=args.reduce_dtype,
         ubatch=min(sizes, default=None),
         plans=plans,
+        drafts=read_spec_flags(args).kind if "spec" in args else NONE,
         devices=count_nodes(args, load_profile(args.profile)) if args.numa else None,
     )
 

@@ -10,12 +10,13 @@ from pshard.errors import NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
+from pshard.planner.place_head import HeadPlan, plan_head, settle_head
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.predicted_times import round_seconds, step_bound, step_seconds
 from pshard.routing.followed import under_plan
-from pshard.speculation import NO_DRAFTS, Drafting, DraftQuestion, PlannedDrafts, Speculation
+from pshard.speculation import MTP, NO_DRAFTS, Drafting, DraftQuestion, PlannedDrafts, Speculation
 from pshard.workload import Workload
 
 
@@ -29,12 +30,11 @@ def choose_drafts(
     """What `plan` makes of the workload with the number of drafts that gives the shortest round, of equal ones the
     fewest; its `speculation` has all that were planned. Raises as `plan` does where none fits, UserError where an
     allowed number has too many rows."""
-    made, refused = list[Variant](), list[NoPlan]()
-    for asked in _list_workloads(workload, question):
-        try:
-            made.append(plan(asked))
-        except NoPlan as error:
-            refused.append(error)
+    made, refused, head = list[Variant](), list[NoPlan](), None
+    for head in _list_heads(spec, profile, workload, question):
+        made, refused = _plan_each(plan, workload, question, head)
+        if any(v.workload.drafting.drafts for v in made):
+            break
     allowed = [v for v in made if v.workload.drafting.drafts in question.allowed]
     if not allowed:
         if refused:
@@ -44,29 +44,59 @@ def choose_drafts(
             f"{min(question.allowed)} drafts need steps of {rows} rows for -np {workload.sequences}, and micro-batches "
             f"have {workload.largest} at most; give fewer drafts, or a larger -ub"
         )
-    keeping = _keep_seconds(spec, profile, workload)
-    planned = tuple(_describe_steps(v, keeping) for v in made)
+    keeping, each = _keep_seconds(spec, profile, workload), head.seconds if head else 0.0
+    planned = tuple(_describe_steps(v, keeping, each) for v in made)
     texts = workload.answer_tokens / workload.generated
     said = Speculation(question.kind, question.acceptance, texts, planned)
-    return min((replace(v, speculation=said) for v in allowed), key=round_seconds)
+    best = min((replace(v, speculation=said) for v in allowed), key=round_seconds)
+    return replace(best, drafter=head.plan) if head and best.workload.drafting.drafts else best
 
 
-def _list_workloads(workload: Workload, question: DraftQuestion) -> Iterator[Workload]:
+def _list_heads(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, question: DraftQuestion
+) -> Iterator[HeadPlan | None]:
+    """Plans of the head that drafts, the likely best first; None where drafts are others'."""
+    if question.kind != MTP:
+        yield None
+        return
+    if len(workload.vram_mib) > 1:
+        raise UserError("a multi-token head drafts on one device as yet, not over ranks; leave out -sm, or --spec")
+    for in_vram in (True, False):
+        yield plan_head(spec, profile, workload, in_vram)
+
+
+def _plan_each(
+    plan: Callable[[Workload], Variant], workload: Workload, question: DraftQuestion, head: HeadPlan | None
+) -> tuple[list[Variant], list[NoPlan]]:
+    """Plans of each number of drafts, and why others have none."""
+    made, refused = list[Variant](), list[NoPlan]()
+    for asked in _list_workloads(workload, question, head.plan.budget_mib if head else 0):
+        try:
+            made.append(plan(asked))
+        except NoPlan as error:
+            refused.append(error)
+    return made, refused
+
+
+def _list_workloads(workload: Workload, question: DraftQuestion, drafter_mib: int) -> Iterator[Workload]:
     """The workload with each number of drafts, without any first; none whose steps are larger than micro-batches may
     be."""
     for drafts in sorted({0, *question.allowed}):
         drafting = Drafting(question.kind, drafts) if drafts else NO_DRAFTS
         asked = replace(workload, drafting=drafting, acceptance=question.acceptance if drafts else None)
+        asked = replace(asked, drafter_mib=drafter_mib if drafts else 0)
         if asked.answer_rows <= asked.largest:
             yield asked
 
 
-def _describe_steps(variant: Variant, keeping: float) -> PlannedDrafts:
-    """keeping: seconds before a step of what cannot be cut back; 0 where all can, else what held is computed again."""
+def _describe_steps(variant: Variant, keeping: float, each: float) -> PlannedDrafts:
+    """keeping: seconds before a step of what cannot be cut back; 0 where all can, else what held is computed again.
+    each: seconds of a draft."""
     drafts, rows = variant.workload.drafting.drafts, variant.workload.drafting.rows
     step = step_seconds(variant, rows)
     alone, bound = step_seconds(variant, 1), step_bound(variant, rows)
-    return PlannedDrafts(drafts, alone, step, bound, *((keeping, step) if drafts and keeping else ()))
+    beside = keeping + each * drafts if drafts else 0.0
+    return PlannedDrafts(drafts, alone, step, bound, beside, step if drafts and keeping else 0.0)
 
 
 def _keep_seconds(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> float:
@@ -74,6 +104,13 @@ def _keep_seconds(spec: ModelSpec, profile: MachineProfile, workload: Workload) 
     laws = (unit.state(spec.config, workload.state_shape) for unit in spec.units)
     copy = find_tables(profile).copy
     return sum(copy("d2h", law.fetched(0, 1)) for law in laws if law and not law.can_be_cut)
+
+
+def keep_drafts(spec: ModelSpec, variant: Variant, chosen: Variant) -> Variant:
+    """A variant of the workload that was chosen with what was chosen of drafts."""
+    head, drafter = spec.head, chosen.drafter
+    settled = settle_head(head, drafter, variant) if head and drafter else None
+    return replace(variant, speculation=chosen.speculation, drafter=settled)
 
 
 def time_rows(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Variant:

@@ -58,6 +58,7 @@ def explain_gains(
 
 
 def _compare(change: str, before: Variant, after: Variant) -> WhatIf:
+    after = replace(after, speculation=before.speculation)  # what drafts take beside steps is alike
     return WhatIf(change, _speedups(before, after), round_seconds(before) / round_seconds(after))
 
 

@@ -1,5 +1,7 @@
 """A plan beside the published strategies, by prediction."""
 
+from dataclasses import replace
+
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
@@ -9,6 +11,7 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.published.strategies import PER_TIER, list_published
 from pshard.predicted_times import decode_rate, first_token_seconds, round_seconds
 from pshard.routing.record import RoutingRecord
+from pshard.speculation import MTP, NO_DRAFTS
 from pshard.times.outlook import Forecast, LeftOut, Outlook
 from pshard.workload import Workload
 
@@ -21,7 +24,10 @@ def foresee_strategies(
     record: RoutingRecord | None = None,
 ) -> Outlook:
     """What the variant and each published strategy are predicted to reach for the workload, by the variant's costs.
-    record: of which experts texts use. Raises UserError as `prepare_ranks` does."""
+    record: of which experts texts use. Published strategies have no head that drafts. Raises UserError as
+    `prepare_ranks` does."""
+    if workload.drafting.kind == MTP:
+        workload = replace(workload, drafting=NO_DRAFTS, acceptance=None, drafter_mib=0)
     found, left_out, tasks = (
         list[Forecast](),
         list[LeftOut](),

@@ -1,34 +1,90 @@
-"""Where a head that drafts lives: a program of its own, whole on one side, in a part of the budget that the model does
-not have."""
+"""Where a head that drafts lives, and what a draft takes: a program of its own, in a part of the budget that the model
+does not have."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from pshard.batch import Batch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import scratch_bytes
 from pshard.homes import HOST, ON_CPU, PINNED, VRAM
+from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan
+from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
+from pshard.planner.price.profile_tables import find_tables
+from pshard.planner.price.tier_costs import tier_costs
+from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.units.state import StateShape
+from pshard.units.unit import Unit
+from pshard.workload import Workload
 
+USUAL = 2  # drafts a step, by which it is decided whether a unit pays for its room in VRAM
 _UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
 _BY_RULE = Solve("by rule", 0.0, 0.0, "", "head")
 
 
+@dataclass(frozen=True)
+class HeadPlan:
+    """A head's plan, and predicted seconds of one draft: a token through all its units."""
+
+    plan: RankPlan
+    seconds: float
+
+
+def plan_head(spec: ModelSpec, profile: MachineProfile, workload: Workload, in_vram: bool) -> HeadPlan:
+    """The plan of a model's head. in_vram: what pays for its room there is in VRAM; else the CPU has it all, but for
+    the output that the model has in VRAM."""
+    head, tables = spec.head, find_tables(profile)
+    assert head is not None
+    past = min(workload.prompt + workload.generated // 2, max(0, workload.share - SMALL_BATCH))
+    costs = tier_costs(head, tables, TierLoad(Batch.even(1, 1, past)), workload)
+    whole = spec.packed_nbytes + sum(spec.state_sizes(workload.state_shape).values()) < workload.vram_mib[0] << 20
+
+    def stays(unit: Unit) -> bool:
+        cost, nbytes = costs.units[unit.name], unit.packed_nbytes + unit.state_nbytes(head.config, workload.state_shape)
+        gained = USUAL * (cost.cpu - cost.acc)
+        return tables.kind == "cpu" or whole or gained > tables.copy("h2d", nbytes)
+
+    resident = {unit.name for unit in head.units if unit.lent and not unit.kind.is_looked_up}
+    here = {unit.name for unit in head.units if in_vram and not unit.kind.is_looked_up and stays(unit)}
+    plan = place_head(head, workload.state_shape, tables.act_bytes, resident, lambda unit: unit.name in here, 0)
+    places = plan.tiers[0].placements
+    seconds = sum(
+        (costs.units[p.unit].acc if p.is_on_acc else costs.units[p.unit].cpu)
+        for p in places
+        if not head.unit(p.unit).kind.is_looked_up
+    )
+    changes = 1 + sum(a.is_on_acc != b.is_on_acc for a, b in pairwise(places))
+    return HeadPlan(plan, seconds + changes * costs.handoff("acc", costs.vector_bytes))
+
+
 def place_head(
-    head: ModelSpec, states: StateShape, act_bytes: int, resident: Collection[str], on_acc: bool, reserve_mib: int
+    head: ModelSpec,
+    states: StateShape,
+    act_bytes: int,
+    resident: Collection[str],
+    on_acc: bool | Callable[[Unit], bool],
+    reserve_mib: int,
 ) -> RankPlan:
-    """The plan of a head: all of it in VRAM, or all on the CPU.
+    """The plan of a head whose units are in VRAM or on the CPU.
 
     states: those of the model's plan. act_bytes: of an activation on the accelerator. resident: units of the model that
-    are in VRAM under all its tiers, which a head in VRAM can be lent there. reserve_mib: as of the model's plan.
+    are in VRAM under all its tiers, where those that a head is lent are. reserve_mib: as of the model's plan.
     """
-    placements = tuple(_place(head, unit.name, resident, on_acc) for unit in head.units)
-    pins = tuple(place.unit for place in placements if place.in_arena)
-    kept = tuple(place.unit for place in placements if place.has_state_in_vram)
+
+    def place(unit: Unit) -> Placement:
+        here = unit.name in resident if unit.lent else on_acc(unit) if callable(on_acc) else on_acc
+        state = (VRAM if here else HOST).name if unit.kind.state else None
+        return Placement(unit.name, PINNED if here else ON_CPU, state)
+
+    placements = tuple(map(place, head.units))
+    pins = tuple(p.unit for p in placements if p.in_arena)
+    kept = tuple(p.unit for p in placements if p.has_state_in_vram)
     sizes = head.state_sizes(states)
     tiers = []
-    for tokens in sorted({min(SMALL_BATCH, states.batch or states.context), 1}):
+    for tokens in sorted({1, min(SMALL_BATCH, states.batch or states.context)}):
         buffers = Buffers(
             pinned=sum(align(head.unit(name).packed_nbytes, TENSOR_ALIGN) for name in pins),
             scratch=scratch_bytes(head, tokens, states, act_bytes),
@@ -41,8 +97,15 @@ def place_head(
     return RankPlan(0, budget, 1.0, pins, kept, tuple(tiers), reserve_mib=reserve_mib)
 
 
-def _place(head: ModelSpec, name: str, resident: Collection[str], on_acc: bool) -> Placement:
-    unit = head.unit(name)
-    here = on_acc and (not unit.lent or name in resident)
-    state = (VRAM if here else HOST).name if unit.kind.state else None
-    return Placement(name, PINNED if here else ON_CPU, state)
+def settle_head(head: ModelSpec, plan: RankPlan, variant: Variant) -> RankPlan:
+    """A head's plan with what it is lent where the model's finished plan has it."""
+    resident = variant.ranks[0].resident
+
+    def settle(place: Placement) -> Placement:
+        if not head.unit(place.unit).lent:
+            return place
+        return replace(place, where=PINNED if place.unit in resident else ON_CPU)
+
+    tiers = tuple(replace(tier, placements=tuple(map(settle, tier.placements))) for tier in plan.tiers)
+    pins = tuple(place.unit for place in tiers[0].placements if place.in_arena)
+    return replace(plan, pin_order=pins, tiers=tiers)

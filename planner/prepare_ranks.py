@@ -25,9 +25,11 @@ from pshard.planner.search.candidates import (
 )
 from pshard.planner.search.rounds.choose_ubatch import choose_ubatch
 from pshard.reserve import reserve_mib
+from pshard.speculation import MTP
 from pshard.units.kernel_names import kernel_names
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
+from pshard.units.output import hold_output
 from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
@@ -44,9 +46,18 @@ def prepare_ranks(
     if workload.split_mode == "tensor":
         _check_cut(spec, profile, workload)
     tables = find_tables(profile, correction)
-    tiers = fitting_tiers(cut_ranks(spec, split_of(workload)), workload, tables)
+    tiers = fitting_tiers(cut_ranks(for_drafts(spec, workload), split_of(workload)), workload, tables)
     tasks = price_roughly(spec, tables, workload, tiers)
     return _weigh(tasks, workload, choose_ubatch(tasks, workload))
+
+
+def for_drafts(spec: ModelSpec, workload: Workload) -> ModelSpec:
+    """The model as it is planned where its head drafts: it keeps states for it, and the output that both use stays in
+    VRAM."""
+    if workload.drafting.kind != MTP:
+        return spec
+    units = tuple(hold_output(u) if u is spec.output else u for u in spec.units)
+    return replace(spec, units=units, keeps_states=True)
 
 
 def check_kernels(spec: ModelSpec, profile: MachineProfile, devices: int) -> None:
@@ -134,7 +145,7 @@ class Part:
 
 def take_parts(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> Iterator[Part]:
     """The ranks' parts of the model in turn."""
-    specs = cut_ranks(spec, split_of(workload))
+    specs = cut_ranks(for_drafts(spec, workload), split_of(workload))
     rooms = share_host(_rooms(specs, workload, workload.vram_mib, tables), tables.profile, tiers[-1])
     for rank, (share, room) in enumerate(zip(rank_shares(workload), rooms)):
         own = tables.of_accelerator(workload.device + rank)

@@ -11,6 +11,7 @@ from operator import mul
 from pshard.errors import UserError
 
 NONE, LOOKUP, MTP, DRAFT = "none", "lookup", "mtp", "draft"  # drafters
+AUTO = "auto"  # the best of these that there is
 DRAFTERS = (NONE, LOOKUP, MTP, DRAFT)
 GIVEN, RECORDED, ASSUMED = "given", "recorded", "assumed"  # where an acceptance is from
 SOURCES = (GIVEN, RECORDED, ASSUMED)
@@ -102,7 +103,7 @@ class Acceptance:
 # what is taken where nothing is known, by who drafts (docs/speculation.md says where the figures are from)
 ASSUMED_ACCEPTANCE = {
     LOOKUP: Acceptance((0.27,), ASSUMED),
-    MTP: Acceptance((0.65,), ASSUMED),
+    MTP: Acceptance((0.88, 0.7, 0.55), ASSUMED),
     DRAFT: Acceptance((0.5,), ASSUMED),
 }
 

@@ -65,7 +65,8 @@ class Workload:
     context are the cells of the KV cache, which the sequences share as they need them. prompt and generated are the
     expected lengths per sequence; they weigh the tiers against each other. concurrency: of a server's load, how many
     of the sequences run on average (`running_shares`); 0 where all of them always do. drafting: who drafts, and how
-    many drafts a text's step has; acceptance: how likely they hold, where there are drafts.
+    many drafts a text's step has; acceptance: how likely they hold, where there are drafts. drafter_mib: of each
+    budget, what a second program takes that drafts.
     """
 
     vram_mib: tuple[int, ...]
@@ -84,6 +85,7 @@ class Workload:
     concurrency: int = 0
     drafting: Drafting = NO_DRAFTS
     acceptance: Acceptance | None = None
+    drafter_mib: int = 0
 
     def under(self, split: Split) -> "Workload":
         """The same with another split."""

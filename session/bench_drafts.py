@@ -33,8 +33,10 @@ def run_drafted(
 ) -> Measurement:
     """Measure greedy decoding of a test with drafts, and in turns with it without. alone: what `run_test` measured of
     it, whose other fields hold here too. Sampling is part of both."""
+    from pshard.runtime.speculation.speculator import DraftSeconds
+
     warm_up(lambda: _take_turns(engine, test, settings))
-    counted = replace(settings, record=AcceptanceRecord(settings.kind))
+    counted = replace(settings, record=AcceptanceRecord(settings.kind), spent=DraftSeconds())
     samples, without = list[int](), list[int]()
     link = 0
     for _ in range(repetitions):
@@ -44,6 +46,7 @@ def run_drafted(
         link += engine.link_bytes - before
         progress()
     record = counted.record
+    each = counted.spent.seconds / max(1, counted.spent.drafts)
     made_up = settings.made_up.rates if settings.made_up else ()
     base = summarise_samples(tuple(without), test.n_gen)["avg_ts"]
     return replace(
@@ -52,7 +55,7 @@ def run_drafted(
         **summarise_samples(tuple(samples), test.n_gen),
         predicted_ts=_predict(engine, settings),
         link_bytes=link // repetitions,
-        drafts=BenchedDrafts(settings.kind, settings.most, record.steps, record.shares, base, made_up),
+        drafts=BenchedDrafts(settings.kind, settings.most, record.steps, record.shares, base, made_up, each),
     )
 
 
@@ -86,4 +89,5 @@ def _predict(engine: "Engine", settings: "DraftSettings") -> float | None:
         return None
     seconds = tier_seconds(engine.plan)
     alone, step = (seconds_covering(seconds, rows) for rows in (1, settings.most + 1))
-    return settings.made_up.rate(settings.most, alone, step)
+    said = engine.plan.speculation
+    return settings.made_up.rate(settings.most, alone, step, said.beside(settings.most) if said else 0.0)

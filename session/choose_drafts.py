@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from pshard.errors import UserError
 from pshard.plan import Variant
 from pshard.predicted_times import seconds_covering, tier_seconds
-from pshard.speculation import ASSUMED_ACCEPTANCE, LOOKUP, NONE, Acceptance, best_drafts
+from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, LOOKUP, MTP, NONE, Acceptance, AcceptanceRecord, best_drafts
 
 if TYPE_CHECKING:
     from pshard.runtime.speculation.speculator import DraftSettings
@@ -36,17 +36,22 @@ def choose_drafts(ask: DraftAsk, variant: Variant) -> "tuple[DraftSettings | Non
             "give fewer, or plan a larger -ub"
         )
     if len(variant.ranks) > 1:
-        if ask.kind == LOOKUP:
+        if ask.kind != AUTO:
             raise UserError("drafts over several ranks: not yet; leave out --spec")
         return None, "no drafts: over several ranks there are none yet"
+    if ask.kind == MTP and variant.drafter is None:
+        raise UserError(
+            "the plan has no multi-token head; plan again with pshard plan --spec mtp, or give --spec lookup"
+        )
+    kind = MTP if variant.drafter and ask.kind != LOOKUP else LOOKUP
     planned = variant.workload.drafting.drafts
     most = min(ask.most or planned or USUAL_DRAFTS, rows - 1)
-    if ask.kind != LOOKUP and not planned and not ask.made_up and not find_paying(variant, most):
+    if ask.kind == AUTO and not planned and not ask.made_up and not find_paying(variant, most):
         return None, "no drafts: the plan says that steps of several rows cost more than lookup brings"
     from pshard.runtime.speculation.speculator import DraftSettings
 
     why = "acceptance is made up: the text means nothing" if ask.made_up else ""
-    return DraftSettings(LOOKUP, most, ask.made_up is not None, ask.made_up), why
+    return DraftSettings(kind, most, ask.made_up is not None, ask.made_up, AcceptanceRecord(kind)), why
 
 
 def find_paying(variant: Variant, most: int) -> int:
@@ -63,8 +68,11 @@ def describe_drafts(settings: "DraftSettings") -> str:
     shares = " ".join(f"{share:.2f}" for share in record.shares)
     each = f", by position {shares}" if shares else ""
     made_up = "; made up, the text means nothing" if settings.made_up else ""
-    tokens = record.steps + held
+    tokens, spent = record.steps + held, settings.spent
+    took = (
+        f"; a draft took {1e3 * spent.seconds / spent.drafts:.2f} ms" if settings.kind == MTP and spent.drafts else ""
+    )
     return (
         f"drafts of {settings.kind}, at most {settings.most} a step: {tokens} tokens in {record.steps} steps; "
-        f"{held} of the {tried} that were compared held{each}{made_up}"
+        f"{held} of the {tried} that were compared held{each}{took}{made_up}"
     )

@@ -15,6 +15,7 @@ from pshard.routing.order_experts import order_experts
 from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
 from pshard.session.run_request import RunRequest, full_workload, places_of, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine, doubt_free_memory, free_host_bytes
+from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, MTP, PLANNED_DRAFTS, DraftQuestion
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
 
@@ -58,6 +59,8 @@ def open_plan(request: RunRequest) -> Opened:
     want = wanted_workload(request, profile)
     path = registry_path(request.model, request.registry)
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
+    if request.drafts == MTP:
+        file.of_head()  # which says why there is none
     full = full_workload(request, want, file.spec)
     if not request.vram_mib:
         full = suggest_budget(full, file.spec, profile)
@@ -69,6 +72,7 @@ def open_plan(request: RunRequest) -> Opened:
         small = [v for v in plans.variants if request.ubatch is None or v.workload.max_ubatch <= request.ubatch]
         if plans.variants and not small:
             raise NotPlanned(f"no plan keeps its micro-batches to {request.ubatch} tokens; run: {command}")
+        small = _those_for(small, request.drafts, command)
         found = choose_variant(replace(plans, variants=tuple(small)), want, command)
         if other := describe_other_locks(registry, found.variant, inputs):
             tell_once(f"note: the plan was made for another limit ({other}); for a plan for this one run: {command}")
@@ -103,6 +107,16 @@ def open_plan(request: RunRequest) -> Opened:
     return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
 
 
+def _those_for(variants: list[Variant], drafts: str, command: str) -> list[Variant]:
+    """Of plans those for who is to draft, as --spec says. Raises NotPlanned where none has the head that is to."""
+    headed = [v for v in variants if v.drafter]
+    if drafts == MTP and variants and not headed:
+        raise NotPlanned(f"no plan has the model's multi-token head; run: {command}")
+    if drafts in (MTP, AUTO):
+        return headed or variants
+    return [v for v in variants if not v.drafter] or variants
+
+
 def replan_command(request: RunRequest, workload: Workload) -> str:
     """The pshard-plan command for a workload, with this request's places and choices."""
     from pshard.registries.choose import plan_command
@@ -111,6 +125,7 @@ def replan_command(request: RunRequest, workload: Workload) -> str:
     for flag, place in places_of(request):
         if place is not None and not is_unsaved(place):
             command += f" {flag} {shlex.quote(str(place))}"
+    command += f" --spec {MTP}" * (request.drafts == MTP)
     return command + (" -ts auto" if request.auto_ratios and request.split_mode != "auto" else "")
 
 
@@ -119,6 +134,7 @@ def _plan_again(
 ) -> tuple[Variant, Path]:
     """Plan the workload, by the popularity of experts that the registry at `path` knows and by the record that is kept
     beside it, and keep its variant there; returns it and where it is. A run goes on with a plan that cannot be kept."""
+    from pshard.planner.choose_drafts import keep_drafts
     from pshard.planner.choose_mode import plan_split
     from pshard.planner.routing.plan_slots import plan_slots
     from pshard.registries.store import recall_popularity, save_variants
@@ -128,9 +144,11 @@ def _plan_again(
     spec = order_experts(file.spec, known)
     record = _recall_record(path, file) if known else None
     with planning_bar(f"planning {spec.name}"):
-        planned = plan_split(spec, profile, workload, request.auto_ratios)
+        drafted = _plan_head(request, spec, profile, workload, path, file) if request.drafts == MTP else None
+        planned = drafted or plan_split(spec, profile, workload, request.auto_ratios)
         asked = replace(planned.workload, max_ubatch=workload.max_ubatch)
         planned = plan_slots(spec, profile, asked, planned, record)
+        planned = keep_drafts(spec, planned, drafted) if drafted else planned
     try:
         saved = save_variants(path, spec.name, inputs, [planned])
     except CannotWrite as error:
@@ -142,6 +160,28 @@ def _plan_again(
     for note in saved.notes:
         print(f"note: {note}", file=sys.stderr)
     return planned, path
+
+
+def _plan_head(
+    request: RunRequest,
+    spec: "ModelSpec",
+    profile: MachineProfile,
+    workload: Workload,
+    registry: Path,
+    file: "ModelFile",
+) -> Variant:
+    """The plan with the number of the head's drafts that is predicted to be the fastest, one at least."""
+    from pshard.planner.choose_drafts import choose_drafts
+    from pshard.planner.choose_mode import plan_split
+    from pshard.registries.acceptance_file import recall_acceptance
+
+    recorded = recall_acceptance(registry, file.fingerprint_inputs(), MTP)
+    question = DraftQuestion(MTP, recorded or ASSUMED_ACCEPTANCE[MTP], PLANNED_DRAFTS)
+
+    def plan(asked: Workload) -> Variant:
+        return plan_split(spec, profile, asked, request.auto_ratios)
+
+    return choose_drafts(plan, spec, profile, workload, question)
 
 
 def _recall_record(registry: Path, file: "ModelFile") -> "RoutingRecord | None":
@@ -236,5 +276,6 @@ def check_plan(spec: "ModelSpec", variant: Variant, profile: MachineProfile) -> 
     like a plan."""
     from pshard.cuts.rank_parts import cut_ranks
     from pshard.planner.check_plan import check_runnable
+    from pshard.planner.prepare_ranks import for_drafts
 
-    check_runnable(cut_ranks(spec, variant.split), variant, profile.accelerators[0].kind)
+    check_runnable(cut_ranks(for_drafts(spec, variant.workload), variant.split), variant, profile.accelerators[0].kind)

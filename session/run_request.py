@@ -10,6 +10,7 @@ from pshard.machine import MachineProfile
 from pshard.planner.serving.size_load import size_load
 from pshard.reserve import reserve_mib
 from pshard.session.this_machine import free_vram_mib
+from pshard.speculation import NONE
 from pshard.workload import MIB, Limits, Workload, binding_limits, usual_ubatch
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class RunRequest:
     reduce_dtype: str | None = None
     devices: int | None = None  # how many, where neither budgets nor ratios say it
     concurrency: int = 0  # of a server's load, how many requests run on average; 0: no server
+    drafts: str = NONE  # who is to draft, as --spec says
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
     @property

@@ -7,8 +7,10 @@ from pshard.commands.command_line import parse_count
 from pshard.errors import UserError
 from pshard.speculation import (
     ASSUMED_ACCEPTANCE,
+    AUTO,
     LOOKUP,
     MOST_DRAFTS,
+    MTP,
     NONE,
     PLANNED_DRAFTS,
     Acceptance,
@@ -16,15 +18,14 @@ from pshard.speculation import (
     parse_acceptance,
 )
 
-AUTO = "auto"
-
 
 def add_draft_flags(group: Any) -> None:
     """Add them to a parser or a group of it."""
     group.add_argument(
-        "--spec", choices=(NONE, AUTO, LOOKUP), default=NONE,
-        help="plan steps that verify drafts: lookup drafts what followed the last tokens earlier in the text, auto "
-        "does so where that is predicted faster (default: none)",
+        "--spec", choices=(NONE, AUTO, LOOKUP, MTP), default=NONE,
+        help="plan steps that verify drafts: mtp has the model's multi-token head draft, lookup drafts what followed "
+        "the last tokens earlier in the text; auto takes the head, else lookup, where that is predicted faster "
+        "(default: none)",
     )  # fmt: skip
     group.add_argument(
         "--spec-n", "--spec-draft-n-max", dest="spec_n", type=parse_count, metavar="K",
@@ -62,8 +63,9 @@ def check_draft_count(flag: str, drafts: int | None) -> None:
         raise UserError(f"{flag} {drafts}: a step has up to {MOST_DRAFTS} drafts; give fewer")
 
 
-def ask_drafts(args: argparse.Namespace, recorded: Acceptance | None) -> DraftQuestion:
-    """What is to be chosen where drafts are asked for, by the acceptance that is given, else recorded, else assumed."""
+def ask_drafts(args: argparse.Namespace, kind: str, recorded: Acceptance | None) -> DraftQuestion:
+    """What is to be chosen where drafts of a kind are asked for, by the acceptance that is given, else recorded, else
+    assumed."""
     given = read_draft_flags(args)
     counts = (args.spec_n,) if args.spec_n else (*([0] if args.spec == AUTO else []), *PLANNED_DRAFTS)
-    return DraftQuestion(LOOKUP, given or recorded or ASSUMED_ACCEPTANCE[LOOKUP], counts)
+    return DraftQuestion(kind, given or recorded or ASSUMED_ACCEPTANCE[kind], counts)

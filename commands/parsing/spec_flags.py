@@ -4,10 +4,10 @@ import argparse
 from typing import Any
 
 from pshard.commands.command_line import parse_count
-from pshard.commands.parsing.draft_flags import AUTO, check_draft_count, refuse_without_drafts
+from pshard.commands.parsing.draft_flags import check_draft_count, refuse_without_drafts
 from pshard.errors import UserError
 from pshard.session.choose_drafts import USUAL_DRAFTS, DraftAsk
-from pshard.speculation import DRAFT, LOOKUP, MTP, NONE, parse_acceptance
+from pshard.speculation import AUTO, DRAFT, LOOKUP, MTP, NONE, parse_acceptance
 
 LLAMA_TYPES = {
     "none": NONE, "ngram-simple": LOOKUP, "draft-mtp": MTP, "draft-simple": DRAFT,
@@ -19,8 +19,9 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     group: Any = parser.add_argument_group("drafts (docs/speculation.md)")
     group.add_argument(
         "--spec", choices=(NONE, AUTO, LOOKUP, MTP, DRAFT), default=None,
-        help="lookup: draft what followed the last tokens earlier in the text, and verify several drafts a step; the "
-        "text stays the same. auto: where the plan says that it can pay. mtp, draft: not yet (default: none)",
+        help="verify several drafts a step; the text stays the same. mtp: the model's multi-token head drafts. lookup: "
+        "draft what followed the last tokens earlier in the text. auto: the head where the plan has it, else lookup "
+        "where the plan says that it can pay. draft: not yet (default: none)",
     )  # fmt: skip
     group.add_argument("--spec-type", metavar="TYPE", help="llama.cpp's name of it: ngram-simple is lookup")
     group.add_argument(
@@ -44,9 +45,8 @@ def read_spec_flags(args: argparse.Namespace) -> DraftAsk:
         if kind not in (None, LLAMA_TYPES[args.spec_type]):
             raise UserError(f"--spec {kind} and --spec-type {args.spec_type} exclude each other; give one")
         kind = LLAMA_TYPES[args.spec_type]
-    if kind in (MTP, DRAFT):
-        what = {MTP: "multi-token heads", DRAFT: "draft models"}[kind]
-        raise UserError(f"{what} cannot draft yet; give --spec {LOOKUP}, or leave it out")
+    if kind == DRAFT:
+        raise UserError(f"draft models cannot draft yet; give --spec {LOOKUP} or {MTP}, or leave it out")
     made_up = None
     if args.spec_synth_rates is not None:
         made_up = parse_acceptance(args.spec_synth_rates, "--spec-synth-rates")

@@ -94,6 +94,7 @@ class Room:
         """Bytes of the largest unit that must be on the accelerator, and be streamed if it is not pinned."""
         each = (units[0] for units in self.spec.alike)
         bound = [u for u in each if all(SITES[site].is_on_acc for site, _ in places_of(u.kind, self.sums))]
+        bound = [u for u in bound if any(SITES[site].moves_each_step for site, _ in places_of(u.kind, self.sums))]
         return max((align(u.packed_nbytes, TENSOR_ALIGN) for u in bound), default=0)
 
     @cached_property
@@ -130,7 +131,7 @@ def rank_room(
     reserve_mib: int = TORCH_RESERVE_MIB,
 ) -> Room:
     """The room that a budget gives one rank; of a GPU's, `reserve_mib` are left to torch and the kernels."""
-    arena = arena_bytes(budget_mib, kind, reserve_mib)
+    arena = arena_bytes(budget_mib - workload.drafter_mib, kind, reserve_mib)
     return Room(spec, workload, arena, act_bytes, ranks, reserve_mib=reserve_mib)
 
 

@@ -81,14 +81,14 @@ def place_per_tier(
     listed: dict[int, list[Choice]] | None = None,
 ) -> Candidate | None:
     """The round's fastest mix of schemes; None when none takes less than `most` seconds or fits, when the micro-batches
-    of every mix surely take `steps` seconds or more, and for one of several ranks, which the published planner does not
-    know.
+    of every mix surely take `steps` seconds or more, and for one of several ranks or beside a program that drafts,
+    which the published planner does not know.
 
     A choice is simulated when a mix that has it looks best by what counts take at least. Tiers that the round hardly
     enters choose once the others can be fast enough. bounds: by tier, seconds that nothing beats. listed: choices by
     tier of earlier calls with the same costs; these are added.
     """
-    if room.ranks > 1 or room.spec.neighbours:
+    if room.ranks > 1 or room.spec.neighbours or room.spec.keeps_states:
         return None
     entered = [cost for cost in costs if not cost.load.rare]
     others = sum(cost.load.weight * bound for cost, bound in zip(costs, bounds) if cost.load.rare)

@@ -1,12 +1,15 @@
 """The output: final norm and head; logits of the rows that are wanted. A tied head is the embedding's table."""
 
+from dataclasses import replace
+
+from pshard.homes import PINNED
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK
 from pshard.units.operands import FOUND
 from pshard.units.operations import Norm, Operation, Product
 from pshard.units.ports import GIVES_LOGITS
 from pshard.units.ranges import Targets, place_rows
-from pshard.units.unit import ANYWHERE, Cut, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE, Cut, Tensors, Unit, UnitKind
 
 NORM, HEADS = "output_norm.weight", ("output.weight", "token_embd.weight")
 
@@ -36,3 +39,11 @@ OUTPUT = UnitKind(
     contends="weights",
     lock_order=2,
 )
+
+_PINNED = replace(OUTPUT, places=((PINNED, None),))
+
+
+def hold_output(unit: Unit) -> Unit:
+    """A model's output that is to stay in VRAM, as its head drafts by it: were it streamed, each draft would take a
+    copy of it."""
+    return replace(unit, kind=_PINNED)

@@ -25,9 +25,9 @@ def planned(world: World) -> World:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--spec", "mtp"], "multi-token heads cannot draft yet"),
+        (["--spec", "mtp"], "there is no multi-token head to draft with: the file has none"),
         (["--spec", "draft"], "draft models cannot draft yet"),
-        (["--spec-type", "draft-mtp"], "multi-token heads cannot draft yet"),
+        (["--spec-type", "draft-mtp"], "there is no multi-token head to draft with"),
         (["--spec-type", "ngram-mod"], "--spec-type ngram-mod: not here"),
         (["--spec", "auto", "--spec-type", "none"], "exclude each other"),
         (["--spec-n", "3"], "--spec-draft-n-max is about drafts, and there are none"),

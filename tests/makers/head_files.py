@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cli_world import World, make_world, tokenizer_metadata
 from hybrid_files import LIKE, random_hybrid, read_hybrid_gguf, write_hybrid_gguf
 from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
@@ -32,6 +33,15 @@ def write_headed(
         head = head_tensors(read_hybrid_gguf(path), 1, 2, seed, own)
         write_gguf(path, "glm4moe", **_GLM, extra=head, metadata=_keys("glm4moe", 3) | dict(metadata or {}))
     return read_hybrid_gguf(path)
+
+
+def make_headed_world(folder: Path) -> World:
+    """As `make_world`, of a mixture like GLM's with a head that has its own table and output."""
+    keys = tokenizer_metadata() | _keys("glm4moe", 3)
+    sizes: dict[str, Any] = {"arch": "glm4moe", "n_layers": 2, "vocab": 258}
+    world = make_world(folder, **sizes)
+    extra = head_tensors(read_hybrid_gguf(world.model), 1, 2, own=True)
+    return make_world(folder, **sizes, metadata=keys, extra=extra)
 
 
 def head_tensors(

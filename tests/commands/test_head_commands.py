@@ -1,0 +1,38 @@
+"""Commands with a model's multi-token head: planned with it, run with it, and measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_world import World
+from head_files import make_headed_world
+
+from pshard.commands import cli_bench, cli_plan, cli_run
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return make_headed_world(tmp_path)
+
+
+def test_a_head_is_planned_run_and_benched(world: World, capsys) -> None:
+    model = ["-m", str(world.model)]
+    assert cli_run.main([*model, "--vram", "64", "-p", "hello", "-n", "20", "-no-cnv", "--seed", "3"]) == 0
+    alone, err = capsys.readouterr()
+    assert "multi-token" not in err
+    head = ["--spec", "mtp", "--spec-rates", ".8,.64,.51", "--spec-n", "3"]
+    assert cli_plan.main([*model, "--vram", "64", "-c", "256", *head]) == 0
+    capsys.readouterr()
+    (plans,) = json.loads(world.registry.read_text())["sets"]
+    (plan,) = [variant for variant in plans["variants"] if variant["drafter"]]
+    assert plan["workload"]["drafting"] == {"kind": "mtp", "drafts": 3} and plan["workload"]["drafter_mib"] > 0
+    run = [*model, "-p", "hello", "-n", "20", "-no-cnv", "--seed", "3"]
+    for flags in (["--spec", "mtp"], ["--spec-type", "draft-mtp", "--spec-draft-n-max", "1"], ["--spec", "auto"]):
+        assert cli_run.main([*run, *flags]) == 0
+        out, err = capsys.readouterr()
+        assert out == alone and "drafts of mtp, at most" in err and "a draft took" in err
+    flags = ["--spec", "mtp", "--spec-n", "3", "--spec-synth-rates", ".8,.64,.51"]
+    assert cli_bench.main([*model, "-p", "0", "-n", "30", "-r", "1", "-o", "json", *flags]) == 0
+    _, drafted = json.loads(capsys.readouterr().out)
+    assert drafted["test"] == "tg30 mtp 3 made up" and drafted["drafts"]["kind"] == "mtp"
+    assert drafted["drafts"]["draft_seconds"] > 0 and drafted["drafts"]["steps"] < 25
