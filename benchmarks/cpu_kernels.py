@@ -16,14 +16,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 
 import pshard
 from pshard.commands.command_line import new_parser, parse_ints, run_cli
 from pshard.errors import UserError
-from pshard.quant import QUANT_TYPES, packed_nbytes
+from pshard.profile.timed.operands import random_record
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes
 from pshard.runtime.devices.threads import use_threads
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
@@ -96,24 +96,8 @@ def time_type(qtype: str, args: argparse.Namespace) -> list[dict]:
 
 def make_operands(qtype: str, rows: int, cols: int, copies: int) -> list[Packed]:
     """Matrices of random weights in memory that was touched once, one after the other."""
-    rng = np.random.default_rng(0)
-    some = min(PATTERN_ROWS, rows)
-    q = QUANT_TYPES[qtype]
-    if q.planes:
-        raw = rng.integers(0, 256, (some, cols // q.block, q.nbytes), dtype=np.uint8)
-        if qtype == "MXFP4":
-            raw[..., 0] = 120
-        elif qtype in ("Q2_K", "Q3_K", "Q6_K"):
-            raw[..., -4:] = np.frombuffer(np.array([0.01, 0.01], np.float16).tobytes(), np.uint8)
-        else:
-            raw[..., :4] = np.frombuffer(np.array([0.01, 0.01], np.float16).tobytes(), np.uint8)
-        if qtype in ("Q3_K", "Q6_K"):
-            raw[..., -4:-2] = rng.integers(0, 256, (*raw.shape[:2], 2), dtype=np.uint8)
-    else:
-        values = rng.standard_normal((some, cols), np.float32)
-        raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[qtype]).view(np.uint8)
-    part = np.empty(packed_nbytes(qtype, some, cols), np.uint8)
-    native.pack(raw, qtype, some, cols, part)
+    some = min(PATTERN_ROWS, rows) // ROW_BLOCK
+    part = np.concatenate([random_record(qtype, cols, i) for i in range(some)])
     nbytes = packed_nbytes(qtype, rows, cols)
     memory = np.empty(copies * nbytes, np.uint8)
     for at in range(0, memory.size, part.size):

@@ -27,7 +27,8 @@ import triton
 
 from pshard.buffers import DEQUANT_BYTES
 from pshard.model_config import ModelConfig, Rope
-from pshard.quant import QUANT_TYPES, align, packed_nbytes
+from pshard.profile.timed.operands import random_record
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, align, packed_nbytes
 from pshard.runtime.blocks.block import ALONE, Side, Work
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.blocks.listed_block import Listed
@@ -35,10 +36,9 @@ from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowI
 from pshard.runtime.kernels.gpu.card_limits import card_limits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
-from pshard.runtime.kernels.layout import pack_reference, unpack_reference
+from pshard.runtime.kernels.layout import unpack_reference
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
-from pshard.runtime.kernels.unpack import PLAIN
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.tensor import TensorSpec
@@ -54,8 +54,6 @@ GIB = 1 << 30
 PERIOD = 64  # rows after which a benchmark matrix repeats
 HEADS = (64, 8, 128)  # query heads, KV heads, head dim of a 32B model
 QUANTISED = [name for name, q in QUANT_TYPES.items() if q.planes]
-SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2),
-             "Q5_1": (0, 2)}  # fmt: skip
 
 
 @dataclass
@@ -115,26 +113,9 @@ def time_us(calls: list[Callable[[], Any]], repeats: int = 9) -> float:
     return statistics.median(times)
 
 
-def random_blocks(qtype: str, rows: int, cols: int, seed: int) -> np.ndarray:
-    """Random code bytes and scales of ordinary size, as in a model file."""
-    rng = np.random.default_rng(seed)
-    q = QUANT_TYPES[qtype]
-    if not q.planes:
-        values = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)).to(PLAIN[qtype])
-        return values.view(torch.uint8).numpy()
-    raw = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
-    if qtype == "MXFP4":
-        raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
-    else:
-        for at in SCALES_AT.get(qtype, (0,)):
-            scale = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
-            raw[..., at : at + 2] = scale[..., None].view(np.uint8)
-    return raw.reshape(rows, -1)
-
-
 def make_weights(qtype: str, rows: int, cols: int, total: int = GIB + (GIB >> 3)) -> tuple[list[Packed], torch.Tensor]:
     """Copies of a matrix that together exceed `total` bytes, and float64 values of its first PERIOD rows."""
-    data = pack_reference(random_blocks(qtype, PERIOD, cols, seed=rows), qtype, PERIOD, cols)
+    data = np.concatenate([random_record(qtype, cols, rows + i) for i in range(PERIOD // ROW_BLOCK)])
     values = torch.from_numpy(unpack_reference(data, qtype, PERIOD, cols)).cuda().double()
     one = torch.from_numpy(data).cuda().repeat(rows // PERIOD)
     assert one.numel() == packed_nbytes(qtype, rows, cols)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import run_cli
+from pshard.commands.compare_folder import compare_folder
 from pshard.commands.parsing.draft_flags import ask_drafts
 from pshard.commands.parsing.model_flags import check_model_place, choose_model, named_model
 from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
@@ -28,7 +29,7 @@ from pshard.commands.plan_output import (
 )
 from pshard.commands.split_flags import wants_ratios
 from pshard.errors import StaleRegistry, UserError
-from pshard.hub.offer import find_offered
+from pshard.hub.offer import find_offered, find_quants
 from pshard.jsonio import to_json, write_text_atomically
 from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
@@ -85,6 +86,11 @@ def _run(argv: list[str]) -> int:
         assert offered is not None
         _plan_offered(args, offered, profile, bool(elsewhere), tell)
         return 0
+    if quants := find_quants(path):
+        if len(quants) > 1:
+            compare_folder(args, path, quants, profile)
+            return 0
+        path = path / quants[0].files[0].name
     registry = _find_registry(args, path, bool(elsewhere))
     planned = _plan_all(args, path, profile, bool(elsewhere), tell)
     said = _prepare_output(args, planned, bool(elsewhere), tell)

@@ -10,7 +10,7 @@ from pshard.errors import UserError
 from pshard.hub.cached import find_cached
 from pshard.hub.fetch_headers import Headers, fetch_headers
 from pshard.hub.reference import HubReference, parse_reference
-from pshard.hub.repository import HubModel, list_repository, pick_model
+from pshard.hub.repository import HubFile, HubModel, list_repository, pick_model, sort_files
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,14 @@ def find_offered(model: str | None) -> HubReference | None:
     """The model that a user names, if it is one of the Hub's and not on this machine."""
     reference = parse_reference(model) if model else None
     return None if reference is None or find_cached(reference) else reference
+
+
+def find_quants(folder: Path) -> tuple[HubModel, ...]:
+    """The models among the GGUF files of a folder, from small to large; none where it is a model itself."""
+    if (folder / "config.json").exists() or not folder.is_dir():
+        return ()
+    files = sorted(p for p in folder.glob("*.gguf") if p.is_file())
+    return sort_files(HubFile(p.name, p.stat().st_size) for p in files)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ FOLDER = "safetensors"  # the label of a model that is a folder
 LISTING_SECONDS = 10.0
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 _LABEL = re.compile(
-    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d|TQ\d|BF16|F16|F32|FP16|FP32|MXFP4)(?:_\w+)?)(?=$|[-./])", re.IGNORECASE
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d|TQ\d|BF16|F16|F32|FP16|FP32|MXFP4|NVFP4)(?:_\w+)?)(?=$|[-./])", re.IGNORECASE
 )
 _ASIDE = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix|mtp|draft|vocab)(?=$|[-._/])", re.IGNORECASE)  # no models
 _TEXTS = re.compile(r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json")

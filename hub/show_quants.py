@@ -7,16 +7,25 @@ from pshard.hub.compare_quants import QuantOutlook, choose_quant
 from pshard.hub.repository import HubModel
 
 Waiting = Callable[[str], AbstractContextManager[None]]  # told what is waited for
+QUALITY = (
+    "Quality by bits a weight, as a rule: from 6 on nobody tells it from the original; 4 to 6 cost little; 3 to 4 show "
+    "in long answers; below 3 answers get worse, of small models first. IQ types lose less than others of their bits."
+)
 COLUMNS = ("file GiB", "bits", "prompt tok/s", "first token s", "decode tok/s", "budget MiB", "host MiB")
 
 
 def print_quants(
-    offered: tuple[str, str], models: Sequence[HubModel], outlooks: Iterator[QuantOutlook], terms: str, wait: Waiting
+    offered: tuple[str, str],
+    models: Sequence[HubModel],
+    outlooks: Iterator[QuantOutlook],
+    terms: str,
+    wait: Waiting,
+    advise: Callable[[str], str] | None = None,
 ) -> None:
-    """One row a quantisation as soon as it is known, then which one we would take, and how to fetch it.
+    """One row a quantisation as soon as it is known, what bits do to quality, then which one we would take.
 
-    offered: the repository, and the quantisation that was asked for. outlooks: one for each model. wait: what is around
-    the wait for each of them.
+    offered: the repository or folder, and the quantisation that was asked for. outlooks: one for each model. wait: what
+    is around the wait for each of them. advise: what to do with a model by its label; without it, to fetch and run it.
     """
     from rich.console import Console
 
@@ -34,11 +43,14 @@ def print_quants(
     for o in found:
         if o.why_not:
             out.print(f"{o.label} does not run here: {o.why_not}")
+    if any(not o.why_not for o in found):
+        out.print(QUALITY)
     chosen, why = choose_quant(found)
     if chosen is None:
         out.print(f"We would take none: {why}.")
         return
-    out.print(f"We would take {chosen.label}: {why}. Fetch and run it: pshard run {repo}:{chosen.label}")
+    what = advise(chosen.label) if advise else f"Fetch and run it: pshard run {repo}:{chosen.label}"
+    out.print(f"We would take {chosen.label}: {why}. {what}")
 
 
 def _cells(o: QuantOutlook) -> tuple[str, ...]:

@@ -205,6 +205,9 @@ def _open_gguf(path: Path) -> ModelFile:
 
 
 def _open_folder(folder: Path) -> ModelFile:
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    if names and not (folder / "config.json").exists():
+        raise UserError(f"{folder}: a folder of GGUF files; give one of them: {', '.join(names[:8])}")
     metadata, where = take_text_settings(read_json(folder / "config.json")), str(folder / "config.json")
     arch = find_hf_architecture(metadata.get("model_type"), where)
     scheme = read_scheme(metadata, arch.sinks, where)

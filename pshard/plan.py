@@ -306,14 +306,7 @@ class Variant:
     @property
     def terms(self) -> str:
         """What it was planned for beside budgets and split, in words: plans that differ there have other terms."""
-        w = self.workload
-        users = f" for {w.sequences} sequences" if w.sequences > 1 else ""
-        users += f", of which {w.concurrency} run on average" if w.concurrency else ""
-        kv = w.type_k if w.type_k == w.type_v else f"{w.type_k} keys and {w.type_v} values"
-        return (
-            f"context {w.context}{users}, KV {kv}, ubatch {w.max_ubatch}, prompts of {w.prompt}, "
-            f"answers of {w.generated}" + (f", {w.drafting} accepted by {w.acceptance}" if w.drafting.drafts else "")
-        )
+        return self.workload.terms
 
     @property
     def validated(self) -> bool:

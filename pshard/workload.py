@@ -97,6 +97,18 @@ class Workload:
         return StateShape(self.context, self.sequences, self.type_k, self.type_v, self.largest)
 
     @property
+    def terms(self) -> str:
+        """All but budgets and split, in words."""
+        users = f" for {self.sequences} sequences" if self.sequences > 1 else ""
+        users += f", of which {self.concurrency} run on average" if self.concurrency else ""
+        kv = self.type_k if self.type_k == self.type_v else f"{self.type_k} keys and {self.type_v} values"
+        drafts = f", {self.drafting} accepted by {self.acceptance}" if self.drafting.drafts else ""
+        return (
+            f"context {self.context}{users}, KV {kv}, ubatch {self.max_ubatch}, prompts of {self.prompt}, "
+            f"answers of {self.generated}{drafts}"
+        )
+
+    @property
     def largest(self) -> int:
         """Tokens of the largest micro-batch."""
         return min(self.max_ubatch, self.context)

@@ -19,13 +19,12 @@ from pshard.machine import (
 from pshard.planner.price.delta_sheet import delta_rows
 from pshard.planner.price.experts.expert_sheet import expert_rows, route_rows
 from pshard.planner.price.kernel_rates import CardRates, Work, seconds_of
-from pshard.quant import packed_nbytes
+from pshard.quant import QUANT_TYPES, packed_nbytes
 
 SHAPES = ((1024, 1024), (4096, 4096), (25600, 5120), (152064, 5120))
 TOKENS = (1, 4, 16, 64, 128, 512, 2048, 4096)
 CONTEXTS = (128, 1024, 8192, 65536)
 COPY_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
-QTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
     fixed = rates.kernel_seconds
     matmuls, attention, elementwise = [], [], []
     for device, memory, flops, attended, unpack in sides:
-        for qtype in QTYPES:
+        for qtype in QUANT_TYPES:
             for rows, cols in SHAPES:
                 for tokens in TOKENS:
                     nbytes = packed_nbytes(qtype, rows, cols) + 4 * tokens * (rows + cols)

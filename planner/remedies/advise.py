@@ -21,7 +21,11 @@ USUAL = {
     "Q5_K_M": ("Q6_K", "Q5_K"),
     "Q4_K_M": ("Q5_K", "Q4_K"),
     "Q3_K_M": ("Q4_K", "Q3_K"),
+    "IQ3_XXS": ("IQ3_S",),
     "Q2_K": ("Q3_K", "Q2_K"),
+    "IQ2_M": ("IQ3_XXS", "IQ2_S"),
+    "IQ2_XXS": ("IQ2_S", "IQ2_XXS"),
+    "IQ1_M": ("IQ2_XXS", "IQ1_M"),
 }
 
 _Made = TypeVar("_Made")

@@ -13,6 +13,7 @@ from hub_server import Faults, HubServer
 from model_files import write_gguf
 
 from pshard.commands.cli_plan import main as plan
+from pshard.errors import UserError
 from pshard.hub.compare_quants import QuantOutlook
 from pshard.hub.fetch_headers import FIRST, fetch_headers
 from pshard.hub.fetch_model import fetch_model
@@ -195,3 +196,34 @@ def test_registries_of_cached_models_lie_in_pshards_own_cache(hub, files, capsys
     written = tmp_path / "cache/registries/someone--small-GGUF--small-Q4_0.gguf.pshard.json"
     assert written.is_file()
     assert not list((tmp_path / "hf").rglob("*.pshard.json"))
+
+
+def write_quants(folder: Path, *qtypes: str) -> None:
+    folder.mkdir()
+    for qtype in qtypes:
+        write_gguf(folder / f"small-{qtype}.gguf", qtype=qtype, n_layers=1)
+    save_profile(made_up_profile(), default_profile_path())
+
+
+def test_a_folder_of_several_quantisations_is_compared(hub, capsys, tmp_path) -> None:
+    write_quants(tmp_path / "q", "IQ3_S", "Q4_0", "Q8_0")
+    (tmp_path / "q/small-Q6_K.gguf").write_bytes(b"GGUF")
+    assert plan([str(tmp_path / "q"), "--vram", "8", "-c", "512"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[0] for line in out.splitlines() if line.split()[1:2] and line.split()[1][0].isdigit()]
+    assert rows == ["Q6_K", "IQ3_S", "Q4_0", "Q8_0"] and "Q6_K does not run here: " in out
+    assert "Quality by bits a weight" in out and f"Plan it: pshard plan {tmp_path}/q/small-Q8_0.gguf" in out
+    assert not list((tmp_path / "q").glob("*.json"))
+    assert plan([str(tmp_path / "q"), "--vram", "8", "-c", "512", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["we_would_take"] == "Q8_0" and len(said["offered"]) == 4
+    assert plan([str(tmp_path / "q"), "--vram", "8", "--explain"]) == 2
+    assert "--explain needs one model, and" in capsys.readouterr().err
+
+
+def test_a_folder_of_one_gguf_file_is_planned_as_the_file(hub, capsys, tmp_path) -> None:
+    write_quants(tmp_path / "q", "Q4_0")
+    assert plan([str(tmp_path / "q"), "--vram", "8", "-c", "512"]) == 0
+    assert "small-Q4_0.gguf.pshard.json" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"a folder of GGUF files; give one of them: small-Q4_0.gguf"):
+        open_model(tmp_path / "q")

@@ -1,0 +1,62 @@
+"""pshard-plan of a folder that holds several GGUF files: what each quantisation would do on this machine."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pshard.commands.plan_flags import make_workloads
+from pshard.errors import UserError
+from pshard.jsonio import to_json
+from pshard.machine import MachineProfile
+from pshard.session.planning_bar import planning_bar
+from pshard.workload import Workload
+
+if TYPE_CHECKING:
+    from pshard.hub.repository import HubModel
+    from pshard.model import ModelSpec
+
+_FOR_ONE = ("registry", "validate", "routing", "emit", "explain", "why", "steps", "write_lp", "sweep")
+
+
+def compare_folder(
+    args: argparse.Namespace, folder: Path, models: Sequence["HubModel"], profile: MachineProfile
+) -> None:
+    """Print an outlook for each model of the folder, and which one we would take. No plan is written.
+
+    Raises UserError for flags that need one model.
+    """
+    from pshard.hub.compare_quants import choose_quant, compare_quants
+    from pshard.hub.show_quants import print_quants
+
+    files = {model.label: folder / model.files[0].name for model in models}
+    for flag in _FOR_ONE:
+        if getattr(args, flag, None):
+            named = f"--{flag.replace('_', '-')}"
+            raise UserError(
+                f"{named} needs one model, and {folder} holds {len(files)}; give {next(iter(files.values()))}"
+            )
+    asked: list[Workload] = []
+
+    def workload_of(spec: "ModelSpec") -> Workload:
+        asked.append(make_workloads(args, spec, profile)[0])
+        return asked[-1]
+
+    outlooks = compare_quants(models, files, profile, workload_of, {})
+    with planning_bar(f"planning what {folder} has"):
+        found = tuple(outlooks)
+    if args.json:
+        chosen, why = choose_quant(found)
+        label = chosen.label if chosen else None
+        print(json.dumps({"offered": to_json(found), "we_would_take": label, "because": why}, indent=1))
+        return
+    terms = asked[0].terms if asked else "none of them can be read"
+    print_quants(
+        (str(folder), ""),
+        models,
+        iter(found),
+        terms,
+        planning_bar,
+        lambda label: f"Plan it: pshard plan {files[label]}",
+    )
