@@ -83,18 +83,17 @@ def place_head(
     pins = tuple(p.unit for p in placements if p.in_arena)
     kept = tuple(p.unit for p in placements if p.has_state_in_vram)
     sizes = head.state_sizes(states)
-    tiers = []
-    for tokens in sorted({1, min(SMALL_BATCH, states.batch or states.context)}):
-        buffers = Buffers(
-            pinned=sum(align(head.unit(name).packed_nbytes, TENSOR_ALIGN) for name in pins),
-            scratch=scratch_bytes(head, tokens, states, act_bytes),
-            slots=0,
-            slot_bytes=0,
-            kv=sum(sizes[name] for name in kept),
-        )
-        tiers.append(TierPlan(tokens, placements, buffers, _UNPREDICTED, _BY_RULE))
-    budget = -(-max(tier.buffers.total + TENSOR_ALIGN for tier in tiers) >> 20) + reserve_mib
-    return RankPlan(0, budget, 1.0, pins, kept, tuple(tiers), reserve_mib=reserve_mib)
+    tokens = min(SMALL_BATCH, states.batch or states.context)  # one tier: going from one to another takes milliseconds
+    buffers = Buffers(
+        pinned=sum(align(head.unit(name).packed_nbytes, TENSOR_ALIGN) for name in pins),
+        scratch=scratch_bytes(head, tokens, states, act_bytes),
+        slots=0,
+        slot_bytes=0,
+        kv=sum(sizes[name] for name in kept),
+    )
+    tier = TierPlan(tokens, placements, buffers, _UNPREDICTED, _BY_RULE)
+    budget = -(-(buffers.total + TENSOR_ALIGN) >> 20) + reserve_mib
+    return RankPlan(0, budget, 1.0, pins, kept, (tier,), reserve_mib=reserve_mib)
 
 
 def settle_head(head: ModelSpec, plan: RankPlan, variant: Variant) -> RankPlan:

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from engines import pinned_everywhere
 from head_files import write_headed
-from plan_samples import make_variant, with_workload
+from plan_samples import make_tier, make_variant, with_workload
 
+from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models import open_model
-from pshard.plan import Variant
+from pshard.plan import TierPlan, Variant
 from pshard.planner.place_head import place_head
 from pshard.runtime.best_logits import choose_best, find_best
 from pshard.runtime.build_engine import build_engine
@@ -56,11 +57,19 @@ def open_headed(
     """An engine of a file with a head; head: whether the plan has it."""
     file = open_model(path)
     spec = replace(file.spec, keeps_states=head)
-    variant = make_variant(spec, pinned_everywhere(spec, tokens, context, sequences), context, sequences)
+    tiers = pinned_everywhere(spec, tokens, context, sequences)
+    if on_acc:  # as plans have it: rows are looked up on the host
+        tiers = tuple(_look_up_on_host(spec, tier, context, sequences) for tier in tiers)
+    variant = make_variant(spec, tiers, context, sequences)
     variant = with_workload(variant, type_k="f32", type_v="f32")
     if head:
         variant = add_head(variant, file.spec, on_acc, reserve_mib)
     return build_engine(file, variant, open_device(device), kernels=kernels, checkpoint_bytes=1 << 24)
+
+
+def _look_up_on_host(spec: ModelSpec, tier: TierPlan, context: int, sequences: int) -> TierPlan:
+    places = {p.unit: (p.where, p.kv) for p in tier.placements} | {"embedding": ("cpu", None)}
+    return make_tier(spec, tier.tokens, places, 0, context, sequences)
 
 
 def add_head(variant: Variant, spec: Any, on_acc: bool, reserve_mib: int = 0) -> Variant:
