@@ -180,6 +180,19 @@ def _hybrid(name: str, gguf: str, delta: str, routing: Routing | None = None) ->
     )
 
 
+_GEMMA4_DENSE = Architecture(
+    "gemma4_text",
+    "gemma4",
+    "halves",
+    qk_norm=True,
+    activation="gelu",
+    norms="both",
+    embedded_by_root=True,
+    windows=True,
+    window_base=10000.0,
+    by_layer=True,
+    defaults=_GEMMA4,
+)
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
     Architecture("mistral", "llama", "adjacent", windows=True),
@@ -370,19 +383,8 @@ ARCHITECTURES = (
         norms_less_one=True,
         defaults=_GEMMA,
     ),
-    Architecture(
-        "gemma4_text",
-        "gemma4",
-        "halves",
-        qk_norm=True,
-        activation="gelu",
-        norms="both",
-        embedded_by_root=True,
-        windows=True,
-        window_base=10000.0,
-        by_layer=True,
-        defaults=_GEMMA4,
-    ),
+    _GEMMA4_DENSE,
+    replace(_GEMMA4_DENSE, routing=Routing(norm_fixed=True)),
     Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
     Architecture("paddleocr_vl_text", "paddleocr", "halves", defaults=_ERNIE),
     *(
@@ -408,9 +410,12 @@ def find_gguf_architecture(name: object, where: str, has_experts: bool = False) 
     return _find(by_name, name, where)
 
 
-def find_hf_architecture(name: object, where: str) -> Architecture:
-    """The architecture that a config.json calls `name` (model_type). Raises UserError that lists the supported ones."""
-    return _find({a.name: a for a in ARCHITECTURES if not a.remote}, name, where)
+def find_hf_architecture(name: object, where: str, has_experts: bool = False) -> Architecture:
+    """The architecture that a config.json calls `name` (model_type); a name that two have is that of the one with
+    experts or without. Raises UserError that lists the supported ones."""
+    here = [a for a in ARCHITECTURES if not a.remote]
+    by_name = {a.name: a for a in here} | {a.name: a for a in here if bool(a.routing) == has_experts}
+    return _find(by_name, name, where)
 
 
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:

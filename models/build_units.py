@@ -13,13 +13,16 @@ from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTIO
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.enter import LAYER_SCALE
-from pshard.units.ffn import FFN
+from pshard.units.ffn import BESIDE_EXPERTS, FFN
 from pshard.units.latent_attention import LATENT_ATTENTION
+from pshard.units.moe.blend import BLEND
 from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.router import FACTORS as ROUTER_FACTORS
+from pshard.units.moe.router import NORMS as ROUTER_NORMS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
-from pshard.units.ports import ENTERS, FOLLOWS, Ports
+from pshard.units.ports import ENTERS, FOLLOWS, GIVES_DENSE, GIVES_EXPERTED, Ports
 from pshard.units.unit import Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -90,12 +93,17 @@ class UnitMaker:
             yield unit(block + "attention", kind, i, tensors, ports)
         if config.experts is None or not config.experts.are_in(i):
             ports = FOLLOWS if config.parallel else None
-            yield unit(block + "ffn", FFN, i, _ffn(config, block, LAYER_SCALE in self._roles), ports)
+            yield unit(block + "ffn", FFN, i, _ffn(config, i, LAYER_SCALE in self._roles), ports)
             return
-        yield unit(block + "router", ROUTER, i, _router(config.experts, config.d_model, block))
-        if config.experts.d_shared:
-            yield unit(block + "shared", SHARED_EXPERTS, i, _shared(config.experts, config.d_model, block))
-        yield unit(block + "experts", EXPERTS, i, _experts(config.experts, config.d_model, block))
+        rule, d = config.experts, config.d_model
+        yield unit(block + "router", ROUTER, i, _router(rule, d, block, ROUTER_FACTORS in self._roles))
+        if rule.apart:
+            yield unit(block + "ffn", FFN, i, _ffn(config, i, False), GIVES_DENSE)
+        if rule.d_shared:
+            yield unit(block + "shared", SHARED_EXPERTS, i, _shared(rule, d, block))
+        yield unit(block + "experts", EXPERTS, i, _experts(rule, d, block), GIVES_EXPERTED if rule.apart else None)
+        if rule.apart:
+            yield unit(block + "blend", BLEND, i, _blend(d, block, LAYER_SCALE in self._roles))
 
 
 def _kind(config: ModelConfig, layer: int) -> UnitKind:
@@ -158,26 +166,38 @@ def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
     yield Expected(block + "ssm_norm.weight", (delta.head,))
 
 
-def _ffn(config: ModelConfig, block: str, scaled: bool) -> Iterator[Expected]:
+def _ffn(config: ModelConfig, layer: int, scaled: bool) -> Iterator[Expected]:
+    block, d, rows = f"blk.{layer}.", config.d_model, config.ffn_rows[layer] if config.ffn_rows else config.d_ffn
+    beside = config.experts is not None and config.experts.apart
     if config.normed_before and not config.parallel:
-        yield Expected(block + "ffn_norm.weight", (config.d_model,))
-    yield Expected(block + "ffn_gate.weight", (config.d_ffn, config.d_model))
-    yield Expected(block + "ffn_up.weight", (config.d_ffn, config.d_model))
-    yield Expected(block + "ffn_down.weight", (config.d_model, config.d_ffn))
+        yield Expected(block + "ffn_norm.weight", (d,))
+    yield Expected(block + "ffn_gate.weight", (rows, d))
+    yield Expected(block + "ffn_up.weight", (rows, d))
+    yield Expected(block + "ffn_down.weight", (d, rows))
     if config.normed_after:
-        yield Expected(block + "post_ffw_norm.weight", (config.d_model,))
-        if scaled:
-            yield Expected(block + LAYER_SCALE, (1,))
+        yield Expected(block + (BESIDE_EXPERTS if beside else "post_ffw_norm.weight"), (d,))
+    if scaled:
+        yield Expected(block + LAYER_SCALE, (1,))
 
 
-def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+def _blend(d_model: int, block: str, scaled: bool) -> Iterator[Expected]:
+    """The norms behind experts and the FFN beside them."""
+    yield Expected(block + "post_ffw_norm_2.weight", (d_model,))
+    yield Expected(block + "post_ffw_norm.weight", (d_model,))
+    if scaled:
+        yield Expected(block + LAYER_SCALE, (1,))
+
+
+def _router(experts: Experts, d_model: int, block: str, factors: bool) -> Iterator[Expected]:
     """The norm before experts, and what the choice among them takes."""
-    yield Expected(block + "ffn_norm.weight", (d_model,))
+    yield Expected(block + ROUTER_NORMS[experts.apart], (d_model,))
     yield Expected(block + "ffn_gate_inp.weight", (experts.count, d_model))
     if experts.biases:
         yield Expected(block + "ffn_gate_inp.bias", (experts.count,))
     if experts.choice_bias:
         yield Expected(block + "exp_probs_b.bias", (experts.count,))
+    if factors:
+        yield Expected(block + ROUTER_FACTORS, (experts.count,))
 
 
 def _shared(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:

@@ -66,7 +66,7 @@ def gguf_config(
         n_heads=n_heads,
         n_kv_heads=_count_kv_heads(arch, keys, n_heads),
         head_dim=head_dim,
-        d_ffn=0 if experts and experts.are_in(0) else keys.integer("feed_forward_length"),
+        d_ffn=0 if arch.by_layer or (experts and experts.are_in(0)) else keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
         norm_eps=keys.real(f"attention.layer_norm_{'' if arch.centred else 'rms_'}epsilon", span=EPSILONS),
         context=keys.integer("context_length"),

@@ -24,7 +24,7 @@ from pshard.models.arrange_tensors import (
     stack_experts,
 )
 from pshard.models.build_units import HEAD, build_units
-from pshard.models.families.by_layer import take_keys_as_values
+from pshard.models.families.by_layer import arrange_layers, rename_scales
 from pshard.models.families.stored_rows import add_one_to_norms, split_fused
 from pshard.models.families.text_part import take_gguf_text, take_text_settings, take_text_tensors
 from pshard.models.families.turned_experts import arrange_turned
@@ -184,7 +184,7 @@ def _open_gguf(path: Path) -> ModelFile:
     tensors, drafting = part_gguf_drafters(arch, config.n_layers, metadata, stored, where)
     arranged = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
     tensors, more = split_keys(config, arranged)
-    tensors = take_keys_as_values(config, tensors) if arch.by_layer else tensors
+    tensors = arrange_layers(config, tensors) if arch.by_layer else tensors
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
     head, of_head, notes = read_head(arch, spec, drafting, where)
@@ -209,7 +209,8 @@ def _open_folder(folder: Path) -> ModelFile:
     if names and not (folder / "config.json").exists():
         raise UserError(f"{folder}: a folder of GGUF files; give one of them: {', '.join(names[:8])}")
     metadata, where = take_text_settings(read_json(folder / "config.json")), str(folder / "config.json")
-    arch = find_hf_architecture(metadata.get("model_type"), where)
+    mixes = metadata.get("enable_moe_block") is True
+    arch = find_hf_architecture(metadata.get("model_type"), where, has_experts=mixes)
     scheme = read_scheme(metadata, arch.sinks, where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
@@ -227,7 +228,7 @@ def _open_folder(folder: Path) -> ModelFile:
     tensors, _ = split_keys(config, renamed)  # folders have no quantised ones
     tensors = split_fused(arch, config, tensors)
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
-    tensors = take_keys_as_values(config, tensors) if arch.by_layer else tensors
+    tensors = arrange_layers(config, tensors) if arch.by_layer else tensors
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
     if arch.optional_biases and settings.get("attention_bias") is True and "blk.0.attn_q.bias" not in tensors:
@@ -268,9 +269,9 @@ def _rename(
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
+        key = rename_scales(key)
         key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key
-        name = f"{name}.weight" if name.endswith(".layer_output_scale") else name
         renamed[rename_role(arch, name)] = flatten_row(name, tensor)
     return renamed

@@ -47,8 +47,8 @@ class Experts:
     router's `scores`: "softmax" over all experts, "sigmoid" of each, or "chosen", a softmax over those that are chosen.
     `normed`: they are divided by their sum, then multiplied by `scale`. A `choice_bias` is added to scores for the
     choice alone. Of `groups` equal groups of experts those of the best `groups_used` may be chosen; a group's score is
-    the sum of its best two. `activation`: "silu", as in a SwiGLU, or "clamped", as gpt-oss has it. `biases`: the router
-    and the experts have some.
+    the sum of its best two. `activation`: "silu", as in a SwiGLU, a gelu as in `ModelConfig`, or "clamped", as gpt-oss
+    has it. `biases`: the router and the experts have some.
 
     `d_shared`: rows of the FFN that every token takes beside its experts; `shared_gate`: it is multiplied by the
     sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead, and of the
@@ -70,6 +70,7 @@ class Experts:
     shared_gate: bool = False
     dense_layers: int = 0
     every: int = 1
+    apart: bool = False  # a layer has an FFN too; both results are normalised, and their sum again
 
     def are_in(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -169,6 +170,7 @@ class ModelConfig:
     windows_in: tuple[bool, ...] = ()  # whether each layer has the window; (): see full_every and window_every
     window_head_dim: int = 0  # of layers with a window; 0: as of the others
     window_kv_heads: int = 0  # of layers with a window; 0: as of the others
+    ffn_rows: tuple[int, ...] = ()  # of each layer; (): d_ffn, which is the most of any
     values_normed: bool = False  # each head's values are normalised, without weights
     logit_cap: float = 0.0  # logits become cap tanh(logits / cap); 0: they stay
 

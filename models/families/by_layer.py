@@ -3,16 +3,23 @@
 Keys of GGUF metadata as llama.cpp reads them (gemma4.cpp), those of config.json as Gemma4TextConfig has them.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, split_positions
+from pshard.models.hybrid.made_tensors import make_numbers, read_numbers
 from pshard.models.keys import BASES, FACTORS, Keys
 from pshard.models.stored import StoredTensor
 
+_OF_EXPERTS = "pre_ffw_norm_2.weight"
+NEARLY_NONE = 1e-30  # of a norm's weights that are 0, by which its numbers can be divided
+PLAIN = ("F32", "F16", "BF16")
 NO_TURN = 1e30  # what a frequency is divided by of pairs that are not turned
 _WINDOWED = "sliding_attention"
 T = TypeVar("T", int, bool)
@@ -42,6 +49,7 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
         keys.integer("rope.dimension_count_swa", dim), keys.real("rope.freq_base_swa", 1e4, BASES), config.rope.pairing
     )
     kv = list_by_layer(keys, "attention.head_count_kv", int, layers)
+    config = _with_rows(config, list_by_layer(keys, "feed_forward_length", int, layers))
     config = replace(
         _with_heads(keys, "attention.head_count_kv", config, windows, kv),
         window_head_dim=dim,
@@ -64,8 +72,16 @@ def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfi
     rope = _hf_rope(full, dims[0], config.context, keys.where)
     windowed = hf_rope(local, arch.rotated, dims[1], config.context, keys.where)
     cap = keys.real("final_logit_softcapping", span=FACTORS) if keys.get("final_logit_softcapping") else 0.0
+    config = _with_rows(config, (config.d_ffn or keys.integer("intermediate_size"),) * layers)
     config = replace(config, head_dim=dims[0], window_head_dim=dims[1], rope=rope, window_rope=windowed, logit_cap=cap)
     return _check(keys, "num_attention_heads", _with_heads(keys, "layer_types", config, windows, kv))
+
+
+def _with_rows(config: ModelConfig, rows: tuple[int, ...]) -> ModelConfig:
+    """With so many rows of each layer's FFN; experts are beside it."""
+    experts = config.experts and replace(config.experts, apart=True, activation=config.activation)
+    own = rows if len(set(rows)) > 1 else ()
+    return replace(config, d_ffn=max(rows), ffn_rows=own, experts=experts)
 
 
 def _hf_heads(keys: Keys, windows: tuple[bool, ...]) -> tuple[tuple[int, int], tuple[int, ...]]:
@@ -126,12 +142,67 @@ def _hf_rope(config: Mapping[str, Any], head_dim: int, context: int, where: str)
     return Rope(head_dim, base, "halves", freq_factors=factors)
 
 
-def take_keys_as_values(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors by GGUF name; layers without an `attn_v` have their `attn_k` under that name too: its product is made
-    twice, for 0.4% of a 31B's work. Layers without both stay so."""
+_SCALES = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+}
+
+
+def rename_scales(name: str) -> str:
+    """By GGUF name, what in a folder multiplies something and has a name that the gguf package does not know."""
+    found = re.fullmatch(r"model\.layers\.(\d{1,9})\.(.+)", name)
+    return f"blk.{found[1]}.{_SCALES[found[2]]}" if found and found[2] in _SCALES else name
+
+
+def arrange_layers(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by GGUF name as units have them.
+
+    Layers without an `attn_v` have their `attn_k` under that name too: its product is made twice, for 0.4% of a 31B's
+    work. A router reads the residual stream by a norm of its own, which only its matrix can tell from that of experts.
+    """
     found = dict(stored)
     for i in range(config.n_layers):
         key, value = (f"blk.{i}.attn_{part}.weight" for part in "kv")
         if key in found and value not in found:
             found[value] = found[key]
+        router, scale, norm = (f"blk.{i}.{role}" for role in ("ffn_gate_inp.weight", "ffn_gate_inp.scale", _OF_EXPERTS))
+        if scale in found and router in found and norm in found:
+            found[router] = TurnedRouter.make(found[router], found.pop(scale), found[norm])
+            found[norm] = make_numbers(found[norm], lambda values: np.where(values == 0, NEARLY_NONE, values))
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnedRouter(StoredTensor):
+    """The matrix `source` [experts, width] for what `norm` has multiplied, instead of `scale` / sqrt(width)."""
+
+    source: StoredTensor
+    scale: StoredTensor
+    norm: StoredTensor
+
+    @staticmethod
+    def make(source: StoredTensor, scale: StoredTensor, norm: StoredTensor) -> "TurnedRouter":
+        """Raises UserError for tensors of other shapes or types."""
+        for vector in (scale, norm):
+            vector.check_shape(source.shape[-1:])
+            if vector.qtype not in PLAIN:
+                vector.fail(f"is a vector of type {vector.qtype}, and vectors are F32, F16 or BF16")
+        if source.qtype not in PLAIN:
+            source.fail(f"is a router of type {source.qtype}, and routers are F32, F16 or BF16")
+        where = source.name, "F32", source.shape, source.file, source.offset
+        return TurnedRouter(*where, source=source, scale=scale, norm=norm)
+
+    def read(self) -> np.ndarray:
+        matrix, scale, norm = (read_numbers(t).astype(np.float64) for t in (self.source, self.scale, self.norm))
+        tiny = np.where(norm == 0, NEARLY_NONE, norm)  # as `norm` itself then is, see arrange_layers
+        made = matrix.reshape(self.shape) * (scale / (np.sqrt(self.shape[-1]) * tiny))
+        flat = np.ascontiguousarray(made.astype("<f4")).reshape(-1).view(np.uint8)
+        flat.flags.writeable = False
+        return flat
+
+    def expect(self) -> None:
+        self.source.expect()
+
+    def forget(self) -> None:
+        self.source.forget()

@@ -1,7 +1,7 @@
 """Experts of a folder that has gate and up in one tensor, and all matrices the other way round than they multiply.
 
 Folders of Qwen3-VL hold [experts, inputs, outputs]; some that were saved again hold [experts, outputs, inputs], as
-all of Granite do.
+all of Granite and Gemma 4 do.
 """
 
 import re
@@ -13,6 +13,7 @@ from pshard.model_config import Experts, ModelConfig
 from pshard.models.stored import StoredTensor
 
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+_BESIDE = re.compile(r"model\.layers\.(\d+)\.experts\.(gate_up|down)_proj")  # of Gemma 4
 _LINEAR = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 _NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
 
@@ -45,7 +46,7 @@ def arrange_turned(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict
         return stored
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        match = _EXPERTS.fullmatch(name) or _LINEAR.fullmatch(name)
+        match = _EXPERTS.fullmatch(name) or _LINEAR.fullmatch(name) or _BESIDE.fullmatch(name)
         if match is None:
             found[name] = tensor
             continue

@@ -40,18 +40,21 @@ class MadeNumbers(StoredTensor):
     make: Callable[[np.ndarray], np.ndarray]
 
     def read(self) -> np.ndarray:
-        raw = self.source.read()
-        if self.source.qtype == "BF16":
-            values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = raw.view({"F32": "<f4", "F16": "<f2"}[self.source.qtype]).astype(np.float32)
-        return _freeze(self.make(values).astype(np.float32).view(np.uint8))
+        return _freeze(self.make(read_numbers(self.source)).astype(np.float32).view(np.uint8))
 
     def expect(self) -> None:
         self.source.expect()
 
     def forget(self) -> None:
         self.source.forget()
+
+
+def read_numbers(tensor: StoredTensor) -> np.ndarray:
+    """The numbers of a tensor of F32, F16 or BF16, flat float32."""
+    raw = tensor.read()
+    if tensor.qtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view({"F32": "<f4", "F16": "<f2"}[tensor.qtype]).astype(np.float32)
 
 
 def take_rows(name: str, source: StoredTensor, spans: Spans) -> StoredTensor:

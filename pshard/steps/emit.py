@@ -26,7 +26,7 @@ from pshard.steps.move import (
 from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.routed import routed_words
-from pshard.units.ports import BESIDE, ENTERED, HIDDEN, ROUTED, Ports
+from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, ROUTED, Ports
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 
@@ -249,7 +249,7 @@ class _Whereabouts:
     def __init__(self, spec: ModelSpec, tokens: int, stays: bool, at: _At) -> None:
         self.hidden, beside, self._part = at
         self._beside = set(beside)
-        self._stays, self._nbytes = stays, dict.fromkeys((HIDDEN, PART, ENTERED), 4 * tokens * spec.config.d_model)
+        self._stays, self._nbytes = stays, dict.fromkeys((HIDDEN, PART, *AS_WIDE), 4 * tokens * spec.config.d_model)
         if spec.config.experts:
             self._nbytes[ROUTED] = 4 * tokens * routed_words(spec.config)
 
@@ -279,7 +279,8 @@ class _Whereabouts:
 
     def leave(self, on: str, ports: Ports, part_grows: bool) -> None:
         """A unit has run there; of a divided one the accelerator has all. part_grows: the next one adds to its part."""
-        if not (self._stays and ports.adds):
+        has_stream = ports.adds or HIDDEN in (*ports.reads, *ports.writes)
+        if has_stream and not (self._stays and ports.adds):
             self.hidden = on
         self._part = on if part_grows else ""
         written = [port for port in BESIDE if port in ports.writes]

@@ -7,8 +7,9 @@ else lies in the arena.
 
 from pshard.model_config import ModelConfig
 from pshard.units.enter import LAYER_SCALE, enter, leave
-from pshard.units.operands import Rows
-from pshard.units.operations import GatedProduct, Operation, PlaceRows
+from pshard.units.operands import BRANCH, Rows
+from pshard.units.operations import GatedProduct, Norm, Operation, PlaceRows, Product
+from pshard.units.ports import DENSE
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
@@ -17,6 +18,7 @@ from pshard.units.unit import ANYWHERE, Cut, Division, Tensors, UnitKind
 NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
 GATED = "gate_up"  # scratch: gate's and up's products side by side, of which the gated one takes the first half
 AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
+BESIDE_EXPERTS = "post_ffw_norm_1.weight"  # of what joins that of experts: see BLEND
 
 
 def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
@@ -30,6 +32,9 @@ def _gate(tensors: Tensors, first: int = 0) -> GatedProduct:
 
 def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     x = Rows(GATED, 0, tensors[DOWN].cols)
+    if BESIDE_EXPERTS in tensors:
+        norm = Norm(tensors[BESIDE_EXPERTS], config.d_model, x=BRANCH, out=Rows(DENSE))
+        return Product(tensors[DOWN], x=x, out=BRANCH), norm
     return leave(tensors[DOWN], None, tensors.get(AFTER), x, tensors.get(LAYER_SCALE))
 
 
@@ -86,4 +91,5 @@ FFN = UnitKind(
     contends="weights",
     phase=0.65,
     lock_order=0,
+    listed=True,
 )

@@ -6,6 +6,7 @@ from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
+from pshard.units.moe.blend import BLEND
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -15,7 +16,7 @@ from pshard.units.unit import UnitKind, UnitKinds
 KINDS = UnitKinds()
 for _kind in (
     EMBEDDING, JOIN, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, DELTA_NET, FFN, ROUTER,
-    SHARED_EXPERTS, EXPERTS, OUTPUT,
+    SHARED_EXPERTS, EXPERTS, BLEND, OUTPUT,
 ):  # fmt: skip
     KINDS.add(_kind)
 

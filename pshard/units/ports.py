@@ -11,7 +11,10 @@ HIDDEN = "hidden"  # the residual stream, float32 [M, d_model]
 ENTERED = "entered"  # what a parallel layer's units take: the residual stream as normalised, float32 [M, d_model]
 ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/moe/routed.py)
 PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
-BESIDE = (ENTERED, ROUTED)  # those that stand beside the residual stream until a unit of a later layer writes them anew
+DENSE, EXPERTED = "dense", "experted"  # what an FFN and the experts beside it give, float32 [M, d_model]: see BLEND
+AS_WIDE = (ENTERED, DENSE, EXPERTED)  # as the residual stream
+# those that stand beside the residual stream until a unit of a later layer writes them anew
+BESIDE = (*AS_WIDE, ROUTED)
 
 
 @dataclass(frozen=True)
@@ -33,4 +36,9 @@ ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel
 FOLLOWS = Ports((ENTERED,), adds=True)  # the others
 ROUTES = Ports((HIDDEN,), (ROUTED,))
 IS_ROUTED = Ports((ROUTED,), adds=True)
+# What the CPU takes comes to it by one hand-off before it computes: so the first of these that it computes takes what
+# the next one needs, and only an accelerator blends.
+GIVES_DENSE = Ports((HIDDEN, ROUTED), (DENSE,))
+GIVES_EXPERTED = Ports((ROUTED, DENSE), (EXPERTED,))
+BLENDS = Ports((DENSE, EXPERTED), adds=True)
 GIVES_LOGITS = Ports((HIDDEN,), (LOGITS,))

@@ -13,6 +13,7 @@ from pshard.homes import HOST, ON_CPU, PINNED, SITES, STREAMED, VRAM, list_far_h
 from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
+from pshard.units.operands import STREAM
 from pshard.units.operations import Norm, Operation
 from pshard.units.ports import ADDS, ENTERED, HIDDEN, IDS, LOGITS, ROUTED, Ports
 from pshard.units.ranges import place_rows
@@ -21,6 +22,7 @@ from pshard.units.state import State, StateShape
 
 Place = tuple[str, str | None]  # the site of weights and the home of the state, by their names
 ANYWHERE: tuple[Place, ...] = ((PINNED, None), (STREAMED, None), (ON_CPU, None))
+ON_ACCELERATOR: tuple[Place, ...] = ((PINNED, None), (STREAMED, None))
 ANYWHERE_WITH_STATE: tuple[Place, ...] = (
     *((site, home.name) for site in (PINNED, STREAMED) for home in (VRAM, HOST)),
     (ON_CPU, HOST.name),
@@ -97,6 +99,7 @@ class UnitKind:
         contends: with what its host work holds up copies: "state" for what may read slowly, "weights", "" for nothing.
         phase: in (0, 1), where in a layer evenly spaced units of the kind that are left out of VRAM stand.
         lock_order: units of low numbers are page-locked first; None for what is never copied.
+        listed: it is carried out from its operations, and needs nothing else of the runtime.
     """
 
     name: str
@@ -120,6 +123,7 @@ class UnitKind:
     contends: str = ""
     phase: float = 0.5
     lock_order: int | None = None
+    listed: bool = False
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -203,7 +207,7 @@ class Unit:
     def opens_with_norm(self, config: ModelConfig) -> bool:
         """Whether it begins with a norm of the whole residual stream, which may be made as something is added there."""
         first = next(iter(self.operations(config)), None)
-        alone = isinstance(first, Norm) and not first.centred
+        alone = isinstance(first, Norm) and first.x == STREAM and not first.centred
         return alone and not {LOGITS, ENTERED} & set(self.ports.writes)  # logits are of wanted rows only
 
     def state(self, config: ModelConfig, shape: StateShape) -> State | None:

@@ -16,9 +16,8 @@ class AttentionBlock(ListedBlock):
     """Its state is a LayerKV."""
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> LayerKV:
-        config = unit.kind.sees(config)
+        law, config = unit.state(config, shape), unit.kind.sees(config)
         _, n_kv_heads = count_heads(unit.by_role, config)  # a rank's slice may hold fewer than in its widest layer
-        law = unit.state(config, shape)
         return view_layer(memory, n_kv_heads, config.head_dim, shape, law.window if law else 0)
 
     def state_parts(self, state: LayerKV) -> tuple[torch.Tensor, ...]:

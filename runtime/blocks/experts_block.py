@@ -8,8 +8,9 @@ from pshard.quant import packed_nbytes
 from pshard.runtime.blocks.block import Block, Laid, Residual, Side, Work
 from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.kernels.api import ExpertWeights, NormKernels, Packed, SumKernels
-from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner
+from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner, target
 from pshard.units.moe.routed import expert_buffers, rule_of
+from pshard.units.operands import STREAM
 
 
 class ExpertsBlock(Block):
@@ -39,7 +40,7 @@ class ExpertsBlock(Block):
 
     def run(self, work: Work, weights: ExpertWeights, state: None, residual: Residual) -> None:
         side, n = work.side, work.rows.tokens
-        out, accumulate = residual.target(side, n)
+        out, accumulate = _target(side, n, residual)
         if residual.leaving is None or accumulate:
             _add_experts(work, weights, out, accumulate, residual.following)
         else:
@@ -49,12 +50,18 @@ class ExpertsBlock(Block):
             )
 
     def run_share(self, work: Work, weights: ExpertWeights, residual: Residual, out: torch.Tensor | None) -> None:
-        target = residual.target(work.side, work.rows.tokens) if out is None else (out, False)
+        target = _target(work.side, work.rows.tokens, residual) if out is None else (out, False)
         _add_experts(work, weights, *target)
 
     def run_rest(self, work: Work, weights: ExpertWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
-        out, _ = residual.target(work.side, work.rows.tokens)
+        out, _ = _target(work.side, work.rows.tokens, residual)
         out.add_(from_cpu)
+
+
+def _target(side: Side, n: int, residual: Residual) -> tuple[torch.Tensor, bool]:
+    """Where the sum of each token's experts goes, float32 [n, D], and whether it is added to what is there."""
+    out = target(side.config)
+    return residual.target(side, n) if out == STREAM else (side.space.rows(out.buffer, n), False)
 
 
 def _cut_stack(stack: Packed, rows: int) -> list[Packed]:

@@ -1,4 +1,5 @@
-"""Which block computes units of which kind: one table, by the kind's name."""
+"""Which block computes units of which kind: one table, by the kind's name, but for those that are
+carried out from their operations alone."""
 
 from pshard.runtime.blocks.attention_block import AttentionBlock
 from pshard.runtime.blocks.block import Block
@@ -14,7 +15,6 @@ from pshard.runtime.blocks.shared_block import SharedBlock
 from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
-from pshard.units.ffn import FFN
 from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
@@ -23,6 +23,7 @@ from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
 from pshard.units.unit import UnitKind
 
+LISTED = ListedBlock()
 BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
     JOIN.name: JoinBlock(),
@@ -31,7 +32,6 @@ BLOCKS: dict[str, Block] = {
     STILL_ATTENTION.name: AttentionBlock(),
     LATENT_ATTENTION.name: LatentBlock(),
     DELTA_NET.name: DeltaBlock(),
-    FFN.name: ListedBlock(),
     ROUTER.name: RouterBlock(),
     SHARED_EXPERTS.name: SharedBlock(),
     EXPERTS.name: ExpertsBlock(),
@@ -41,6 +41,8 @@ BLOCKS: dict[str, Block] = {
 
 def find_block(kind: UnitKind) -> Block:
     """The block of a kind. Raises NotImplementedError for one that has none."""
+    if kind.listed:
+        return LISTED
     if kind.name not in BLOCKS:
         raise NotImplementedError(f"no block computes units of kind {kind.name!r}; there are {', '.join(BLOCKS)}")
     return BLOCKS[kind.name]

@@ -9,7 +9,7 @@ from pshard.runtime.blocks.routed_rows import view_choices, view_routed
 from pshard.runtime.kernels.api import Routes
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.routed import rule_of
-from pshard.units.moe.router import BIAS, CHOICE_BIAS, NORM, WEIGHT
+from pshard.units.moe.router import BIAS, CHOICE_BIAS, FACTORS, NORMS, WEIGHT
 
 DIVIDED_TOKENS = 2048  # from here on half of the scores take longer than bringing the other half's choices
 
@@ -19,20 +19,24 @@ class RouterBlock(Block):
     exchange them make some rows' choices each, of prompts; all must choose the same, whoever does."""
 
     def first_norm(self, weights: UnitWeights) -> torch.Tensor | None:
-        return weights.vectors[NORM]
+        return _find_norm(weights)
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, vectors = work.side, work.rows.tokens, weights.vectors
         x, routes = view_routed(side, work.rows, filled=True)
-        normalise(side, vectors[NORM], n, residual, x)
+        normalise(side, _find_norm(weights), n, residual, x)
         rule, begin = rule_of(side.config), work.rows.begin
-        biases = vectors.get(BIAS), vectors.get(CHOICE_BIAS)
+        biases, factors = (vectors.get(BIAS), vectors.get(CHOICE_BIAS)), vectors.get(FACTORS)
         if work.exchange is None or n < DIVIDED_TOKENS:
-            side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, *biases, begin=begin)
+            side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, *biases, begin=begin, factors=factors)
             return
         ends = [n * rank // work.exchange.size for rank in range(work.exchange.size + 1)]
         own = slice(*ends[work.exchange.rank :][:2])
         part = Routes(routes.ids[own], routes.weights[own])
-        side.kernels.route(x[own], weights.matrices[WEIGHT], rule, part, *biases, begin=begin[own])
+        side.kernels.route(x[own], weights.matrices[WEIGHT], rule, part, *biases, begin=begin[own], factors=factors)
         widths = tuple(rule.used * (end - start) for start, end in pairwise(ends))
         work.exchange.gather(view_choices(side, work.rows), widths)
+
+
+def _find_norm(weights: UnitWeights) -> torch.Tensor:
+    return next(weights.vectors[role] for role in NORMS if role in weights.vectors)

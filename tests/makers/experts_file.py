@@ -11,7 +11,7 @@ from pshard.runtime.kernels.plain_experts import activate
 from pshard.units.attention import ATTENTION
 from pshard.units.ffn import FFN
 from pshard.units.moe.experts import BIASES, DOWN, EXPERTS, GATE, UP
-from pshard.units.moe.router import BIAS, CHOICE_BIAS, NORM, ROUTER, WEIGHT
+from pshard.units.moe.router import BIAS, CHOICE_BIAS, NORMS, ROUTER, WEIGHT
 from pshard.units.moe.shared_experts import DOWN as SHARED_DOWN
 from pshard.units.moe.shared_experts import GATE as SHARED_GATE
 from pshard.units.moe.shared_experts import SCALE, SHARED_EXPERTS
@@ -76,7 +76,7 @@ class ExpertsFile(ToyFile):
                 gate, up = y @ own["ffn_gate.weight"].T, y @ own["ffn_up.weight"].T
                 x = x + activate(gate, up, "silu") @ own["ffn_down.weight"].T
             elif unit.kind is ROUTER:
-                y = norm(x, own[NORM])
+                y = norm(x, own[NORMS[0]])
                 picks = [_choose(row, own, config.experts) for row in y]
                 if chosen is not None:
                     chosen.append([list(pick) for pick in picks])
@@ -120,7 +120,7 @@ def _mix(row: torch.Tensor, pick: dict[int, float], own: dict[str, torch.Tensor]
 
 def _list_units(rule: Experts, layer: int, d: int) -> list[Unit]:
     e, f, s = rule.count, rule.d_expert, rule.d_shared
-    router: dict[str, tuple[int, ...]] = {WEIGHT: (e, d), NORM: (d,)}
+    router: dict[str, tuple[int, ...]] = {WEIGHT: (e, d), NORMS[0]: (d,)}
     router |= {BIAS: (e,)} if rule.biases else {}
     router |= {CHOICE_BIAS: (e,)} if rule.choice_bias else {}
     units = [make_unit(f"blk.{layer}.router", ROUTER, layer, router)]

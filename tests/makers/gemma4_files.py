@@ -63,7 +63,7 @@ SMALL = Gemma4(
     windows=(True, False, True, False, True, True, False), rows=(96,) * 4 + (192,) * 3, each=32, shared=3, same=False,
     kv=1, full_kv=1,
 )  # fmt: skip
-GEMMAS = {"dense": DENSE}
+GEMMAS = {"dense": DENSE, "mixed": MIXED}
 
 
 def make_gemma4(r: Gemma4, seed: int = 0) -> Weights:
@@ -74,8 +74,8 @@ def make_gemma4(r: Gemma4, seed: int = 0) -> Weights:
     def matrix(name: str, *shape: int, by: float = 1.0) -> None:
         made[f"{name}.weight"] = by * shape[-1] ** -0.5 * rng.standard_normal(shape)
 
-    def norm(name: str, n: int) -> None:
-        made[f"{name}.weight"] = 1 + 0.3 * rng.standard_normal(n)
+    def norm(name: str, n: int, by: float = 1.0) -> None:
+        made[f"{name}.weight"] = by * (1 + 0.3 * rng.standard_normal(n))
 
     matrix("token_embd", r.vocab, r.d, by=r.d**0.5 / 4)
     if r.each:
@@ -87,7 +87,7 @@ def make_gemma4(r: Gemma4, seed: int = 0) -> Weights:
         for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             norm(b + name, r.d)
         matrix(b + "attn_q", r.heads * head, r.d)
-        norm(b + "attn_q_norm", head)
+        norm(b + "attn_q_norm", head, by=0.4)  # scores are not scaled: larger ones make rounding grow
         if r.owner(i) == i:
             matrix(b + "attn_k", kv * head, r.d)
             norm(b + "attn_k_norm", head)

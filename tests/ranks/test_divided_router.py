@@ -13,7 +13,7 @@ from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.units.moe.routed import ROUTED
-from pshard.units.moe.router import NORM, WEIGHT
+from pshard.units.moe.router import NORMS, WEIGHT
 
 D, RULE = 32, Experts(8, 3, 16)
 
@@ -43,7 +43,7 @@ def test_choices_of_all_ranks_are_those_of_one(ranks: int, monkeypatch: pytest.M
     n = 10
     matrix = torch.randn(RULE.count, D, generator=torch.Generator().manual_seed(2))
     router = Packed(matrix.view(torch.uint8).flatten(), "F32", RULE.count, D)
-    weights: Any = SimpleNamespace(vectors={NORM: torch.rand(D) + 0.5}, matrices={WEIGHT: router})
+    weights: Any = SimpleNamespace(vectors={NORMS[0]: torch.rand(D) + 0.5}, matrices={WEIGHT: router})
     rows = SimpleNamespace(tokens=n, filled=0, begin=torch.tensor([0] * (n - 1) + [-1], dtype=torch.int32))
 
     def route(exchange: Any) -> Any:

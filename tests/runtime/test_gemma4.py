@@ -19,8 +19,9 @@ from gemma4_files import (
     write_published_config,
 )
 from plan_samples import make_tier
-from thread_ranks import random_tiers, run_ranks
+from thread_ranks import mixed_tiers, random_tiers, run_ranks, split_tiers
 
+from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.engine import Engine
 
@@ -121,11 +122,17 @@ def test_logits_equal_transformers(recipe: Gemma4, weights: Weights, tmp_path: P
 
 
 @pytest.mark.parametrize(("shares", "mode"), [((1.0, 0.0, 3.0), "tensor"), ((2.0, 1.0), "layer")], ids=str)
-def test_ranks_give_the_same_logits(shares: tuple[float, ...], mode: str, tmp_path: Path) -> None:
-    recipe, weights = GEMMAS["dense"], make_gemma4(GEMMAS["dense"])
+def test_ranks_give_the_same_logits(
+    shares: tuple[float, ...], mode: str, name: str, recipe: Gemma4, weights: Weights, tmp_path: Path
+) -> None:
     path, expected = write_gemma4(tmp_path / "m.gguf", recipe, weights), gemma4_logits(recipe, weights, IDS)
-    for found in run_ranks(path, shares, run, LONG, random_tiers(5, LONG), mode=mode):
-        assert difference(found, expected) < CLOSE
+    if mode == "tensor" and name != "dense":
+        with pytest.raises(UserError, match="cannot run tensor-parallel; use -sm none"):
+            run_ranks(path, shares, run, LONG, random_tiers(5, LONG), mode=mode)
+        return
+    for tiers in (random_tiers(5, LONG), split_tiers(1, LONG), mixed_tiers(1, LONG))[: 1 if mode == "tensor" else 3]:
+        for found in run_ranks(path, shares, run, LONG, tiers, mode=mode):
+            assert difference(found, expected) < CLOSE
 
 
 def test_several_texts_of_a_file_of_small_types_stay_apart(tmp_path: Path) -> None:

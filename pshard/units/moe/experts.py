@@ -6,9 +6,9 @@ same micro-batch: each side adds up what the experts that it has give. A rank ha
 
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import expert_buffers, rule_of
-from pshard.units.operands import STREAM
+from pshard.units.operands import STREAM, Rows
 from pshard.units.operations import ExpertProducts, Operation, PlaceRows
-from pshard.units.ports import IS_ROUTED
+from pshard.units.ports import EXPERTED, IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
@@ -18,15 +18,21 @@ GATE, UP, DOWN = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
 BIASES = tuple(f"ffn_{part}_exps.bias" for part in ("gate", "up", "down"))
 
 
+def target(config: ModelConfig) -> Rows:
+    """Where the sum of a token's experts goes: onto the residual stream, or where it is normalised."""
+    return Rows(EXPERTED) if rule_of(config).apart else STREAM
+
+
 def _operations(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Operation, ...]:
     rule = rule_of(config)
     biases = tuple(tensors[role] for role in BIASES if role in tensors)
-    return (ExpertProducts(tensors[GATE], tensors[UP], tensors[DOWN], rule.used, rule.count, biases, first),)
+    out = target(config)
+    return (ExpertProducts(tensors[GATE], tensors[UP], tensors[DOWN], rule.used, rule.count, biases, first, out),)
 
 
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
     last = _operations(on_cpu, config, on_acc[GATE].parts)
-    return Division(_operations(on_acc, config), last, (PlaceRows(config.d_model, STREAM),))
+    return Division(_operations(on_acc, config), last, (PlaceRows(config.d_model, target(config)),))
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:

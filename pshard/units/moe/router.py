@@ -14,12 +14,15 @@ from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import ANYWHERE, Tensors, UnitKind, keep_whole
 
-NORM, WEIGHT, BIAS, CHOICE_BIAS = "ffn_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias"
+NORMS = ("ffn_norm.weight", "pre_ffw_norm_2.weight")  # the latter where an FFN beside experts has the former
+FACTORS = "ffn_down_exps.scale"  # by which the weights of single experts are multiplied
+WEIGHT, BIAS, CHOICE_BIAS = "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias"
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    biases = tuple(tensors[role] for role in (BIAS, CHOICE_BIAS) if role in tensors)
-    return Norm(tensors[NORM], config.d_model, out=CHOSEN), Route(tensors[WEIGHT], rule_of(config).used, biases)
+    biases = tuple(tensors[role] for role in (BIAS, CHOICE_BIAS, FACTORS) if role in tensors)
+    norm = next(tensors[role] for role in NORMS if role in tensors)
+    return Norm(norm, config.d_model, out=CHOSEN), Route(tensors[WEIGHT], rule_of(config).used, biases)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -31,10 +34,10 @@ ROUTER = UnitKind(
     position="layer",
     places=ANYWHERE,
     operations=_operations,
-    cut=keep_whole(NORM, WEIGHT, BIAS, CHOICE_BIAS),
+    cut=keep_whole(*NORMS, WEIGHT, BIAS, CHOICE_BIAS, FACTORS),
     scratch=_scratch,
     ports=ROUTES,
-    llama_cpp="(ffn_norm|ffn_gate_inp|exp_probs_b).*",
+    llama_cpp="(ffn_norm|ffn_gate_inp|exp_probs_b|pre_ffw_norm_2).*",
     strategy="first",
     contends="weights",
     phase=0.5,
