@@ -15,9 +15,10 @@ from pshard.batch import DECODE, PROMPT, Batch, Span
 from pshard.buffers import STATES
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
+from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
-from pshard.units.kv_cells import KV_BLOCK
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.ports import PRIOR
 
 
@@ -66,11 +67,15 @@ class _Rows:
 class HeadProgram:
     """That of one engine."""
 
+    name = "head"
+
     def __init__(self, head: Executor, model: Executor, blocks: TextBlocks) -> None:
         self._head, self._model, self._blocks = head, model, blocks
         self._most = head.plan.tiers[-1].tokens
         self._held: dict[Text, Held] = {}
-        self._ends: dict[int, torch.Tensor] = {}  # by KV block, the state after its last token
+        # by KV block, the model's state after its last token
+        shape, width = model.states, model.spec.config.d_model
+        self._ends = torch.zeros(kv_blocks(shape.context, shape.sequences), width)
 
     # --- beside the model -----------------------------------------------------------------------------------------
 
@@ -93,11 +98,10 @@ class HeadProgram:
     def _hold(self, text: Text, segment: Segment) -> Held:
         held = self._held.get(text)
         if held is None or held.known < segment.past:  # it begins, or with blocks that others have made
-            past, width = segment.past, self._model.spec.config.d_model
-            state = self._ends.get(segment.blocks[past // KV_BLOCK - 1]) if past and past % KV_BLOCK == 0 else None
-            like = _states_of(self._model)
-            row = like.new_zeros((1, width)) if state is None else state.to(like.device)
-            held = self._held[text] = Held(past, past - 1, row)
+            past, device = segment.past, _states_of(self._model).device
+            known = past > 0 and past % KV_BLOCK == 0
+            row = self._ends[segment.blocks[past // KV_BLOCK - 1]] if known else torch.zeros_like(self._ends[0])
+            held = self._held[text] = Held(past, past - 1, row[None].to(device, copy=True))
         return held
 
     def _keep_ends(self, segment: Segment, new: int, found: torch.Tensor) -> None:
@@ -105,7 +109,7 @@ class HeadProgram:
         first, end = segment.past + new, segment.past + segment.tokens
         for length in range(-(-(first + 1) // KV_BLOCK) * KV_BLOCK, end + 1, KV_BLOCK):
             row = segment.start + length - 1 - segment.past
-            self._ends[segment.blocks[length // KV_BLOCK - 1]] = found[row : row + 1].cpu()
+            self._ends[segment.blocks[length // KV_BLOCK - 1]].copy_(found[row])
 
     def _catch_up(self, texts: Sequence[Text]) -> None:
         """Make the cells of all tokens that texts have, as far as the states before them are known."""
@@ -124,10 +128,11 @@ class HeadProgram:
         held = self._held.get(text)
         if held is None or (held.known <= length and held.cells <= length):
             return
-        if length == 0 or held.first >= length:  # nothing is left, or the state before the next token is lost
+        if length == 0:
             del self._held[text]
             return
-        held.states, held.cells = held.states[: length - held.first], min(held.cells, length)
+        held.states, held.cells = held.states[: max(0, length - held.first)], min(held.cells, length)
+        held.first = min(held.first, length - 1)  # where the state there is lost, the last token is computed again
 
     def can_go_on(self, text: Text, length: int) -> bool:
         """See Follower."""
@@ -137,6 +142,11 @@ class HeadProgram:
     def forget(self, text: Text) -> None:
         """See Follower."""
         self._held.pop(text, None)
+
+    def caches(self) -> Iterator[torch.Tensor]:
+        """See Follower."""
+        yield from BlockCopies(self._head).caches(window=False)
+        yield self._ends
 
     def close(self) -> None:
         """See Follower."""

@@ -1,13 +1,22 @@
 """What a pool of texts tells a program that drafts beside it: which tokens were computed, and what was cut."""
 
+from collections.abc import Iterator
 from typing import Protocol
+
+import torch
 
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens
 
 
 class Follower(Protocol):
-    """A second program over the same texts and KV blocks."""
+    """A second program over the same texts and KV blocks.
+
+    Attributes:
+        name: of what it keeps of blocks; "" for nothing.
+    """
+
+    name: str
 
     def follow(self, batch: NewTokens) -> None:
         """A micro-batch was computed; its texts have its tokens."""
@@ -25,6 +34,10 @@ class Follower(Protocol):
         """A text is closed."""
         ...
 
+    def caches(self) -> Iterator[torch.Tensor]:
+        """What it keeps of every block, [blocks, ...]."""
+        ...
+
     def close(self) -> None:
         """Give back what it has."""
         ...
@@ -32,6 +45,8 @@ class Follower(Protocol):
 
 class NoFollower:
     """Where nothing drafts beside the texts."""
+
+    name = ""
 
     def follow(self, batch: NewTokens) -> None:
         """Nothing: see Follower."""
@@ -45,6 +60,10 @@ class NoFollower:
 
     def forget(self, text: Text) -> None:
         """Nothing: see Follower."""
+
+    def caches(self) -> Iterator[torch.Tensor]:
+        """None: see Follower."""
+        return iter(())
 
     def close(self) -> None:
         """Nothing: see Follower."""

@@ -48,8 +48,8 @@ class TextPool:
         self._executor, self._blocks, self._checkpoints, self._guard = executor, blocks, checkpoints, guard
         self._store, states = store, executor.states
         self._root = lru_cache(1024)(lambda salt: root_key(store.fingerprint, states.type_k, states.type_v, salt))
-        self._own_name = lambda: root_key(store.slice_fingerprint, states.type_k, states.type_v, "").hex()
-        self._copies = BlockCopies(executor)
+        self._own_name = lambda: root_key(store.slice_fingerprint, states.type_k, states.type_v, follower.name).hex()
+        self._copies = BlockCopies(executor, follower)
         self._prefix_cache = PrefixCache(self._copies, executor, blocks, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
         self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower)

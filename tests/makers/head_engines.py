@@ -15,6 +15,7 @@ from pshard.model_config import ModelConfig
 from pshard.models import open_model
 from pshard.plan import TierPlan, Variant
 from pshard.planner.place_head import place_head
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime.best_logits import choose_best, find_best
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
@@ -52,7 +53,6 @@ def open_headed(
     sequences: int = 1,
     context: int = 512,
     tokens: tuple[int, ...] = (1, 16, 64),
-    reserve_mib: int = 0,
 ) -> Engine:
     """An engine of a file with a head; head: whether the plan has it."""
     file = open_model(path)
@@ -60,10 +60,11 @@ def open_headed(
     tiers = pinned_everywhere(spec, tokens, context, sequences)
     if on_acc:  # as plans have it: rows are looked up on the host
         tiers = tuple(_look_up_on_host(spec, tier, context, sequences) for tier in tiers)
-    variant = make_variant(spec, tiers, context, sequences)
+    reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
+    variant = make_variant(spec, tiers, context, sequences, reserve_mib=reserve)
     variant = with_workload(variant, type_k="f32", type_v="f32")
     if head:
-        variant = add_head(variant, file.spec, on_acc, reserve_mib)
+        variant = add_head(variant, file.spec, on_acc)
     return build_engine(file, variant, open_device(device), kernels=kernels, checkpoint_bytes=1 << 24)
 
 
@@ -72,10 +73,10 @@ def _look_up_on_host(spec: ModelSpec, tier: TierPlan, context: int, sequences: i
     return make_tier(spec, tier.tokens, places, 0, context, sequences)
 
 
-def add_head(variant: Variant, spec: Any, on_acc: bool, reserve_mib: int = 0) -> Variant:
+def add_head(variant: Variant, spec: Any, on_acc: bool) -> Variant:
     """The variant with a plan for the head."""
     (rank,) = variant.ranks
-    drafter = place_head(spec.head, variant.workload.state_shape, 4, rank.resident, on_acc, reserve_mib)
+    drafter = place_head(spec.head, variant.workload.state_shape, 4, rank.resident, on_acc, 0)
     return replace(variant, drafter=drafter)
 
 

@@ -1,6 +1,7 @@
 """Multi-token heads: their logits are those of an independent forward, and texts are those without them."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ from head_engines import HeadedEngines, record_logits
 from head_files import HEADED
 from head_forward import LATER, MISTAKES, OF_OWN, head_logits
 
+from pshard.batch import VERIFY
 from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.head_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.runtime.texts.text import Piece, Text
 from pshard.speculation import MTP
 
 DRAFTS = 4
@@ -66,3 +69,43 @@ def tell(engine: Engine, sampling: Sampling, drafts: int, most: int = 24) -> lis
     settings = DraftSettings(MTP, drafts, True) if drafts else None
     engine.reset()
     return list(engine.generate(some_ids(30), most, sampling, False, None, settings))
+
+
+def drafts_behind(engine: Engine, text: Text, token: int) -> tuple[list[int], torch.Tensor]:
+    """Three drafts behind a token that a text does not have, and the logits that they are from."""
+    found = record_logits(engine)
+    (drafts,) = engine.drafter.draft([Ask(text, (token,), 3)])
+    return list(drafts), torch.stack(found[-3:])
+
+
+def test_drafts_do_not_depend_on_how_a_text_came(tmp_path: Path) -> None:
+    """In one micro-batch or several; after drafts that did not hold, a cut, and in blocks that another text made."""
+    engines, ids = HeadedEngines(tmp_path / "m.gguf", "latent"), some_ids(150, 4)
+    with engines.open(kernels="plain", sequences=3) as engine:
+        texts = engine.texts
+        first = texts.open(ids[:140])
+        texts.extend([(first, ids[:140])])
+        right = drafts_behind(engine, first, ids[140])
+
+        def check(text: Text) -> None:
+            drafts, logits = drafts_behind(engine, text, ids[140])
+            assert drafts == right[0] and torch.allclose(logits, right[1], atol=1e-4)
+
+        adopted = texts.open(ids[:140])
+        assert adopted.cached == 128
+        texts.extend([(adopted, ids[128:140])])
+        check(adopted)
+        guessed = texts.begin()
+        texts.extend([(guessed, ids[:137])])
+        engine.drafter.draft([Ask(guessed, (ids[137],), 7)])
+        texts.step([Piece(guessed, (ids[137], 5, 6, 7), "all", best=1, kind=VERIFY)])
+        assert texts.commit(guessed, 138) == []
+        texts.extend([(guessed, ids[138:139])])
+        texts.extend([(guessed, ids[139:140])])
+        check(guessed)
+        texts.extend([(guessed, [1, 2, 3])])
+        assert texts.cut(guessed, 140) == [] or texts.extend([(guessed, ids[139:140])])
+        check(guessed)
+        again = texts.cut(adopted, 100)
+        texts.extend([(adopted, [*again, *ids[100:140]])])
+        check(adopted)

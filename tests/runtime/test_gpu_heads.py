@@ -1,0 +1,42 @@
+"""Multi-token heads on a CUDA GPU: logits, and texts by graphs. Skipped without one."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from head_engines import HeadedEngines, record_logits
+from head_files import HEADED
+from head_forward import head_logits
+
+from pshard.runtime.sampling import Sampling
+from pshard.runtime.speculation.head_program import Ask
+from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.speculation import MTP, Acceptance
+
+pytestmark = pytest.mark.gpu
+ROUNDED = 2e-2  # of the logits' mean square
+
+
+@pytest.mark.parametrize("like", HEADED)
+@pytest.mark.parametrize("on_acc", [True, False])
+def test_a_head_drafts_as_the_reference_does(tmp_path: Path, like: str, on_acc: bool) -> None:
+    engines = HeadedEngines(tmp_path / "m.gguf", like, own=like == "glm")
+    rng = random.Random(1)
+    ids = [rng.randrange(90) for _ in range(31)]
+    with engines.open(on_acc=on_acc, device="cuda") as engine:
+        found, text = record_logits(engine), engine.texts.begin()
+        engine.texts.extend([(text, ids[:21])])
+        for at in range(21, 30):
+            engine.texts.extend([(text, ids[at : at + 1])])
+        engine.drafter.draft([Ask(text, (ids[30],), 1)])
+        right = torch.from_numpy(head_logits(engines.config, engines.tensors, ids, 1))
+        got = torch.stack(found).double()
+        assert ((got - right) ** 2).mean() < ROUNDED * (right**2).mean()
+        prompt = ids[:20]
+        for drafts in (1, 3, 7):  # as graphs that are captured for other texts
+            engine.texts.close(text)
+            engine.reset()
+            settings = DraftSettings(MTP, drafts, True, Acceptance((0.8, 0.64)))
+            told = list(engine.generate(prompt, 40, Sampling(temperature=0), False, None, settings))
+            assert len(told) == 40 and sum(settings.record.held) > 0
