@@ -17,14 +17,28 @@ COMMANDS = {
     "temp": "X      the temperature from now on; 0 is greedy",
     "reset": "       forget all turns",
     "undo": "       forget the last turn",
+    "regen": "       say the last message again, for another answer",
     "save": "FILE   write the chat to a file",
     "load": "FILE   go on with the chat of a file",
     "stats": "       rates, context used, what came from the cache",
     "help": "       this list",
-    "exit": "       end the chat, as Ctrl-D does",
+    "exit": "       end the chat, as /bye and Ctrl-D do",
+    "bye": "       the same",
 }
 
 Tell = Callable[[str], None]
+Confirm = Callable[[str], bool]
+
+
+def fit_status(chat: "Conversation", width: int) -> str:
+    """The status in a window of so many columns: what matters least is left out first."""
+    parts = describe_status(chat).split(" | ")
+    order = sorted(range(len(parts)), key=lambda i: (1, 0, 2)[i] if len(parts) == 3 else i)  # the context matters most
+    kept: list[int] = []
+    for i in order:
+        if len(" | ".join(parts[j] for j in sorted([*kept, i]))) <= width:
+            kept.append(i)
+    return " | ".join(parts[i] for i in sorted(kept)) or f"{chat.context_used}/{chat.engine.longest}"[:width]
 
 
 def describe_status(chat: "Conversation") -> str:
@@ -37,8 +51,9 @@ def describe_status(chat: "Conversation") -> str:
     return f"{rates} | {context} | {total.reused / total.prompt:.0%} of prompts from the cache"
 
 
-def run_command(chat: "Conversation", line: str, tell: Tell) -> bool:
-    """Do what the line says; `tell` hears what came of it, also of a mistake. False: the chat is to end."""
+def run_command(chat: "Conversation", line: str, tell: Tell, confirm: Confirm) -> bool | str:
+    """Do what the line says; `tell` hears what came of it, also of a mistake; `confirm` asks a question. False: the
+    chat is to end; a text: it is to be said now."""
     name, _, rest = line[1:].partition(" ")
     rest = rest.strip()
     try:
@@ -60,8 +75,12 @@ def run_command(chat: "Conversation", line: str, tell: Tell) -> bool:
         elif name == "undo":
             said = chat.undo()
             tell("there is no turn to forget" if said is None else f"forgotten: {said}")
-        elif name in ("save", "load"):
-            (_save if name == "save" else _load)(chat, rest, tell)
+        elif name == "regen":
+            return _say_again(chat, tell)
+        elif name == "save":
+            _save(chat, rest, tell, confirm)
+        elif name == "load":
+            _load(chat, rest, tell)
         else:
             tell(f"there is no /{name}; /help lists what there is (a message cannot begin with a slash)")
     except UserError as error:
@@ -78,8 +97,21 @@ def _set_temperature(chat: "Conversation", text: str, tell: Tell) -> None:
     tell(f"the temperature is {value:g}")
 
 
-def _save(chat: "Conversation", name: str, tell: Tell) -> None:
+def _say_again(chat: "Conversation", tell: Tell) -> bool | str:
+    said = chat.undo()
+    if said is None:
+        tell("there is no message to say again")
+        return True
+    if chat.sampling.temperature == 0 or chat.sampling.seed is not None:
+        tell("a temperature of 0 and a seed give the same answer; /temp 0.7 without --seed gives others")
+    return said
+
+
+def _save(chat: "Conversation", name: str, tell: Tell, confirm: Confirm) -> None:
     path = _path(name, "save")
+    folder = path.absolute().parent
+    if not folder.exists() and not confirm(f"there is no folder {folder}; make it?"):
+        raise UserError(f"there is no folder {folder}, and nothing was saved; make it first, or choose another place")
     try:
         write_text_atomically(path, json.dumps({"messages": chat.messages}, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pshard.commands.everyday.chat_commands import describe_status, run_command
+from pshard.commands.everyday.chat_commands import fit_status, run_command
 from pshard.commands.everyday.chat_terminal import Terminal
 from pshard.commands.parsing.sampling_flags import make_sampling, read_grammar
 from pshard.commands.parsing.spec_flags import read_spec_flags
@@ -125,12 +125,16 @@ def _talk(chat: "Conversation", terminal: Terminal, first: str | None, args: arg
     said, interrupt = first, _Interrupt()
     with interrupt if terminal.typed else nullcontext():  # who types means the answer, also between two lines
         while True:
-            line = said if said is not None else terminal.read_line(lambda: describe_status(chat))
+            line = said if said is not None else terminal.read_line(lambda: fit_status(chat, terminal.width))
             if line is None:
                 return
             if said is None and line.startswith("/"):
-                if not run_command(chat, line, terminal.tell):
+                found = run_command(chat, line, terminal.tell, terminal.confirm)
+                if not found:
                     return
+                if isinstance(found, str):
+                    said = found
+                    continue
             elif line.strip():
                 interrupt.pressed = False
                 with nullcontext() if terminal.typed else interrupt:

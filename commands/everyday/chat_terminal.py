@@ -1,11 +1,13 @@
 """Where a chat is typed and read: an edited line on a terminal, plain lines from a pipe."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.everyday.chat_commands import COMMANDS
+from pshard.commands.everyday.word_wrap import WordWrap
 from pshard.commands.parsing.text_flags import NO_TEXT, check_text
 from pshard.errors import UserError
 
@@ -20,9 +22,11 @@ class Terminal:
 
     def __init__(self, name: str) -> None:
         self.typed = sys.stdin.isatty() and sys.stdout.isatty()
+        self._wraps = sys.stdout.isatty()
         self._coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._session: Any = None
         self._ends = "\n"  # what the answer's last letter is
+        self._wrap, self._dim = WordWrap(lambda: self.width), False
         if self.typed:
             self.tell(f"chat with {name}: /help lists what else you can say, Ctrl-D ends it, Ctrl-C stops an answer")
 
@@ -37,18 +41,46 @@ class Terminal:
                 return "\n".join([*lines, line])
             lines.append(line[:-1])
 
+    @property
+    def width(self) -> int:
+        """Columns of the window."""
+        return shutil.get_terminal_size().columns
+
     def show(self, piece: "Piece") -> None:
-        """Some of an answer; what is an aside is dim on a terminal."""
-        if piece.text:
-            dim = piece.aside and self._coloured
-            print(f"{DIM}{piece.text}{PLAIN}" if dim else piece.text, end="", flush=True)
-            self._ends = piece.text[-1]
+        """Some of an answer; what is an aside is dim on a terminal, where lines break between words."""
+        if not piece.text:
+            return
+        if not self._wraps:
+            self._write(piece.text, piece.aside)
+        else:
+            if piece.aside != self._dim:
+                self._write(self._wrap.finish(), self._dim)
+                self._dim = piece.aside
+            self._write(self._wrap.push(piece.text), piece.aside)
 
     def end_answer(self) -> None:
         """The answer is over."""
+        self._write(self._wrap.finish(), self._dim)
+        self._wrap.restart()
         if self._ends != "\n":
             print(flush=True)
         self._ends = "\n"
+
+    def confirm(self, question: str) -> bool:
+        """Whether who types says yes; nobody does where lines are piped in."""
+        if not self.typed:
+            return False
+        from prompt_toolkit import prompt
+
+        try:
+            return prompt(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except (KeyboardInterrupt, EOFError):
+            return False
+
+    def _write(self, text: str, aside: bool) -> None:
+        if text:
+            print(f"{DIM}{text}{PLAIN}" if aside and self._coloured else text, end="", flush=True)
+            self._ends = text[-1]
 
     def tell(self, line: str) -> None:
         """A line about the chat."""

@@ -1,10 +1,13 @@
 """pshard doctor: what of this machine keeps models from running, or from running fast, and what to do about it."""
 
+import json
 import sys
 from argparse import ArgumentParser
 
 from pshard.commands.command_line import new_parser, run_cli
 from pshard.commands.parsing.card_flags import add_card_flag
+from pshard.errors import UserError
+from pshard.jsonio import to_json
 
 SIGNS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "wrong": ("WRONG", "bold red")}
 
@@ -21,12 +24,15 @@ def make_parser() -> ArgumentParser:
         "--gpu", action="store_true",
         help="run each GPU kernel once against the plain one, and print a table to paste into an issue",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     add_card_flag(parser)
     return parser
 
 
 def _main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
+    if args.gpu and args.json:
+        raise UserError("--gpu and --json exclude each other, as the table is for people; give one")
     if args.gpu:
         return _check_gpu()
     from rich.console import Console
@@ -35,6 +41,11 @@ def _main(argv: list[str]) -> int:
     from pshard.session.readiness.diagnose import diagnose
     from pshard.session.readiness.say_version import describe_version
 
+    if args.json:
+        every = list(diagnose())
+        told = {"version": describe_version(), "wrong": any(f.state == "wrong" for f in every), "found": to_json(every)}
+        print(json.dumps(told, indent=1))
+        return int(told["wrong"])
     out, wrong = Console(), False
     out.print(describe_version(), highlight=False, soft_wrap=True)
     for found in diagnose():

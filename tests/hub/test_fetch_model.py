@@ -13,6 +13,7 @@ from hub_server import COMMIT, Faults, HubServer
 from model_files import write_gguf
 
 from pshard import file_lock
+from pshard.commands.program import one_program
 from pshard.errors import UserError
 from pshard.hub.fetch_model import fetch_model
 from pshard.models import open_model
@@ -36,6 +37,12 @@ def list_cache(tmp_path: Path) -> list[str]:
     """Files that the cache calls whole."""
     folder = tmp_path / "hf" / "hub"
     return [p.name for p in folder.rglob("*") if p.is_file() and p.suffix in ("", ".gguf") and "blobs" in p.parts]
+
+
+def test_a_model_is_pulled_and_its_place_is_printed(hub, files, tmp_path, capsys) -> None:
+    assert one_program.main(["pull", f"{REPO}:Q8_0"]) == 0
+    assert Path(capsys.readouterr().out.strip()).read_bytes() == files["tiny-Q8_0.gguf"]
+    assert one_program.main(["pull", str(tmp_path)]) == 2 and "org/repo" in capsys.readouterr().err
 
 
 def test_a_quantisation_is_fetched_once_and_opened_from_the_hubs_own_cache(hub, files, tmp_path) -> None:

@@ -5,12 +5,15 @@ import json
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from cli_world import World, make_world, tokenizer_metadata
 from warm_python import run_warm
 
+from pshard.commands.everyday.chat_commands import fit_status
+from pshard.commands.everyday.word_wrap import WordWrap, count_columns
 from pshard.commands.program import one_program
 
 TURNS = "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}<s>a"
@@ -54,6 +57,37 @@ def test_a_single_turn_answers_the_prompt_of_a_flag(
     first = capsys.readouterr().out
     assert chat(world, "", monkeypatch, "-st", "-sys", "Be brief.", "-p", "Hi", command="run") == 0
     assert capsys.readouterr().out == first != ""
+
+
+def test_another_answer_and_a_folder_that_is_not_there(world: World, tmp_path, monkeypatch, capsys) -> None:
+    lines = f"/regen\nHi\n/regen\n/stats\n/save {tmp_path / 'new' / 'chat.json'}\n/bye\nnot read\n"
+    assert chat(world, lines, monkeypatch) == 0
+    said = capsys.readouterr()
+    first, again = said.out.splitlines()
+    assert first == again and "there is no message to say again" in said.err and "the same answer" in said.err
+    assert "so far 8 tokens of answers" in said.err  # both were made
+    assert "there is no folder" in said.err and not (tmp_path / "new").exists()  # nobody typed yes
+
+
+def test_a_status_fits_any_window() -> None:
+    stats = Namespace(rate=12.5, prompt_rate=100.0, prompt=10, reused=5)
+    said = Namespace(last=stats, total=stats, context_used=40, engine=Namespace(longest=8192))
+    whole = fit_status(said, 200)
+    assert whole.count(" | ") == 2 and "40 of 8192 tokens of context" in fit_status(said, 60)
+    for width in range(1, 100):
+        assert len(fit_status(said, width)) <= width and whole.startswith("12.5")
+
+
+def test_lines_break_between_words_however_a_text_comes() -> None:
+    text = "The quick brown fox\njumps over a laziest-of-all-dogs today. 日本語の文章です  end"
+    for size in (1, 3, len(text)):
+        wrap = WordWrap(lambda: 12)
+        told = "".join(wrap.push(text[i : i + size]) for i in range(0, len(text), size)) + wrap.finish()
+        assert told.replace("\n", " ").split() == text.replace("\n", " ").split() or "日本" in told
+        lines = told.split("\n")
+        assert lines[:4] == ["The quick", "brown fox", "jumps over a", "laziest-of-all-dogs"]
+        assert all(count_columns(line) <= 12 or " " not in line.strip() for line in lines)
+        assert "".join(told.split()) == "".join(text.split())
 
 
 def test_thinking_is_left_out_where_the_template_can(world: World, monkeypatch, capsys: pytest.CaptureFixture) -> None:

@@ -1,15 +1,22 @@
 """What there is, and what is wrong: the lists of pshard models and pshard doctor."""
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from cli_world import World, edit_json, make_world
+from http_client import serve
+from quick_service import QuickService
+from small_service import demo_model
 
 from pshard.commands import cli_plan
 from pshard.commands.program import one_program
+from pshard.server.http.guards import Door
+from pshard.server.routes.make_app import make_app
 from pshard.session.readiness import diagnose
 from pshard.session.readiness.name_reinstall import name_reinstall
 
@@ -76,6 +83,44 @@ def test_models_of_the_hub_s_cache_have_the_names_of_their_repositories(
     assert found == {"org/folder": 50, "org/some-model:m-Q4_0.gguf": 300}
 
 
+def cached_model(hub: Path, repo: str, *files: str) -> Path:
+    """Files of a repository in the Hub's cache, as links to blobs; the snapshot's folder."""
+    snapshot = hub / f"models--{repo.replace('/', '--')}" / "snapshots" / "1"
+    blobs = snapshot.parents[1] / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for file in files:
+        (blobs / f"of-{file}").write_bytes(b"x" * 100)
+        (snapshot / file).symlink_to(os.path.relpath(blobs / f"of-{file}", snapshot))
+    return snapshot
+
+
+def test_a_fetched_model_is_deleted_with_its_bytes_alone(world: World, tmp_path, capsys, monkeypatch) -> None:
+    snapshot = cached_model(tmp_path / "hub", "org/some", "m-Q4_0.gguf", "m-Q8_0.gguf", "README.md")
+    remove = ["rm", "org/some:q4_0"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert one_program.main(remove) == 2 and "add -y" in capsys.readouterr().err  # nobody was asked
+    assert one_program.main(["rm", "org/some", "-y"]) == 2 and "m-Q4_0.gguf, org/some:m-Q8_0" in capsys.readouterr().err
+    assert one_program.main(["rm", str(world.model), "-y"]) == 2 and world.model.exists()
+    assert one_program.main(["rm", "org/other", "-y"]) == 2
+    assert one_program.main([*remove, "-y"]) == 0
+    blobs = snapshot.parents[1] / "blobs"
+    assert sorted(file.name for file in blobs.iterdir()) == ["of-README.md", "of-m-Q8_0.gguf"]
+    assert one_program.main(["rm", "org/some", "-y"]) == 0 and not snapshot.parents[1].exists()
+
+
+def test_servers_say_what_they_hold(capsys: pytest.CaptureFixture) -> None:
+    with serve(make_app(QuickService(), demo_model(), door=Door(keys=("k",)))) as url:
+        assert one_program.main(["ps", url]) == 2 and "--api-key" in capsys.readouterr().err
+        assert one_program.main(["ps", url, "--api-key", "k"]) == 0
+        told = capsys.readouterr().out
+        assert all(word in told for word in ("demo", "ready", "64", "512", "0 of 4"))
+        assert one_program.main(["ps", url, "--api-key", "k", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["vram_mib"] == [64]
+    assert one_program.main(["ps", url]) == 2 and "no pshard serve answers" in capsys.readouterr().err
+    assert one_program.main(["ps", "nonsense"]) == 2
+
+
 def test_a_registry_that_cannot_be_read_is_said_beside_its_model(world: World, capsys: pytest.CaptureFixture) -> None:
     world.registry.write_text("{")
     (model,) = list_json(capsys, world.model.parent)
@@ -88,6 +133,19 @@ def test_the_doctor_looks_at_everything_and_says_what_to_do(world: World, capsys
     for what in ("CPU kernels", "GPU", "page-locking", "limits", "NUMA", "free memory", "profile"):
         assert f" {what}: " in said
     assert "could not be looked at" not in said and "days old" in said
+
+
+def test_the_doctor_tells_programs_what_it_tells_people(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert one_program.main(["doctor"]) == 0
+    people = capsys.readouterr().out
+    assert one_program.main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["version"].startswith("pshard") and not told["wrong"]
+    assert {found["state"] for found in told["found"]} <= {"ok", "note", "wrong"}
+    assert all(found["what"] in people for found in told["found"])
+    world.profile.write_text("{")
+    assert one_program.main(["doctor", "--json"]) == 1 and json.loads(capsys.readouterr().out)["wrong"]
+    assert one_program.main(["doctor", "--json", "--gpu"]) == 2
 
 
 def test_help_of_models_names_the_folders(capsys: pytest.CaptureFixture) -> None:
