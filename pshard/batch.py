@@ -80,13 +80,13 @@ class Batch:
 
     @cached_property
     def decoding(self) -> "Batch":
-        """Of texts that decode."""
-        return Batch(tuple(span for span in self.spans if span.kind == DECODE))
+        """Of texts that decode, with the drafts that they verify."""
+        return Batch(tuple(span for span in self.spans if span.kind != PROMPT))
 
     @cached_property
     def others(self) -> "Batch":
         """Of all others."""
-        return Batch(tuple(span for span in self.spans if span.kind != DECODE))
+        return Batch(tuple(span for span in self.spans if span.kind == PROMPT))
 
     @property
     def mean_past(self) -> int:

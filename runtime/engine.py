@@ -279,7 +279,7 @@ class Engine:
     ) -> Generator[int]:
         if self._executor.group.size > 1:
             raise UserError("drafts over several ranks: not yet; leave out --spec")
-        if self._checkpoints.each and not self._checkpoints.most:
+        if not self.texts.drafting:
             raise UserError(
                 "the model's states cannot be cut back behind drafts: there is no host memory for a checkpoint of "
                 "them; leave out --spec"

@@ -28,6 +28,7 @@ class Job:
     are no part of it. likely: how many likeliest tokens are wanted beside each token's own log-probability; None: no
     log-probabilities. scored: those of the prompt's tokens too. constrain: makes what the answer is to follow, on the
     scheduler's thread. key: who asks; keys take turns. salt: texts share computed prefixes only with an equal one.
+    drafts: of a step at most; None: as many as the plan has.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Job:
     constrain: "Callable[[], Constraint] | None" = None
     key: str = ""
     salt: str = ""
+    drafts: int | None = None
 
 
 @dataclass(frozen=True)

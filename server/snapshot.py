@@ -53,7 +53,7 @@ class TierNow:
 class PlanInForce:
     """The plan that the engine runs. vram_mib: a budget for each rank. budgets: those that POST /budget can move to,
     each a sum over ranks. notes: one line for every fallback in use. promise: what the plan is
-    predicted to give to the load that it is for."""
+    predicted to give to the load that it is for. drafter: who drafts; drafts: of a text's step at most."""
 
     vram_mib: tuple[int, ...]
     context: int  # cells of the KV cache, of all texts together
@@ -67,6 +67,8 @@ class PlanInForce:
     budgets: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     promise: "Promise | None" = None
+    drafter: str = "none"
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Counters:
 
     prompt_tokens: computed ones; cached_tokens: those that were adopted instead. ended: jobs by how they ended ("stop",
     "length", "cancelled", "error"); refused: those that were not taken, by HTTP status. step_seconds: by the tokens of
-    the tier.
+    the tier. drafted and accepted: drafts that were verified, and those that held, by their position.
     """
 
     prompt_tokens: int = 0
@@ -156,6 +158,8 @@ class Counters:
     preemptions: int = 0
     restarts: int = 0
     budget_moves: int = 0
+    drafted: tuple[tuple[int, int], ...] = ()
+    accepted: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class StepSeen:
     start: float
     seconds: float
     tier: int
-    decodes: int  # tokens of texts that decode
+    decodes: int  # tokens of texts that decode, drafts among them
     prompts: int  # tokens of prompts
     link_bytes: int = 0
     busy: tuple[tuple[str, float], ...] = ()

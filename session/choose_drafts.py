@@ -11,23 +11,24 @@ from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, LOOKUP, MTP, NONE, Acce
 if TYPE_CHECKING:
     from pshard.runtime.speculation.speculator import DraftSettings
 
+PLANNED = "planned"  # whoever the plan says drafts, if anybody
 USUAL_DRAFTS = 7  # of a step at most, where neither the plan nor a flag says it
 
 
 @dataclass(frozen=True)
 class DraftAsk:
-    """kind: who drafts, a drafter or "auto". most: drafts of a step at most; None: not said. made_up: chances at which
-    drafts are said to hold."""
+    """kind: who drafts, a drafter, "auto" or PLANNED. most: drafts of a step at most; None: not said. made_up: chances
+    at which drafts are said to hold."""
 
     kind: str = NONE
     most: int | None = None
     made_up: Acceptance | None = None
 
 
-def choose_drafts(ask: DraftAsk, variant: Variant) -> "tuple[DraftSettings | None, str]":
+def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tuple[DraftSettings | None, str]":
     """What a run under a plan does: None for no drafts; and a line that says why, "" where nothing is to be said.
-    Raises UserError for more drafts than the plan has rows."""
-    if ask.kind == NONE:
+    ranks: whether texts of several ranks can have drafts. Raises UserError for more drafts than the plan has rows."""
+    if ask.kind == NONE or (ask.kind == PLANNED and not variant.workload.drafting.drafts):
         return None, ""
     rows = variant.ranks[0].tiers[-1].tokens
     if ask.most is not None and ask.most >= rows:
@@ -35,8 +36,8 @@ def choose_drafts(ask: DraftAsk, variant: Variant) -> "tuple[DraftSettings | Non
             f"--spec-draft-n-max {ask.most}: the plan's largest step has {rows} tokens, a draft less at most; "
             "give fewer, or plan a larger -ub"
         )
-    if len(variant.ranks) > 1:
-        if ask.kind != AUTO:
+    if len(variant.ranks) > 1 and not ranks:
+        if ask.kind not in (AUTO, PLANNED):
             raise UserError("drafts over several ranks: not yet; leave out --spec")
         return None, "no drafts: over several ranks there are none yet"
     if ask.kind == MTP and variant.drafter is None:

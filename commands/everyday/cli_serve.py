@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import new_parser, parse_concurrency, parse_count, parse_mib, run_cli
 from pshard.commands.parsing.sampling_flags import add_sampler_flags, make_sampling
+from pshard.commands.parsing.spec_flags import add_spec_flags, read_spec_flags
 from pshard.commands.parsing.text_flags import add_thinking_flag, read_thinking
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
 from pshard.errors import UserError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pshard.server.life.late_app import PreparedApp
     from pshard.server.life.serve_model import MakeApp, ServeRequest
     from pshard.server.snapshot import ServedModel
+    from pshard.session.choose_drafts import DraftAsk
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PREFIX_MIB = 256  # of host memory for prefixes on their way to files
@@ -45,6 +47,7 @@ def make_parser() -> ArgumentParser:
     _add_serving_flags(parser.add_argument_group("serving"))
     _add_door_flags(parser.add_argument_group("who may ask"))
     add_sampler_flags(parser)
+    add_spec_flags(parser, "as the plan says")
     return parser
 
 
@@ -133,8 +136,16 @@ def read_request(args: Namespace) -> "ServeRequest":
         drain=args.drain,
         sleep_idle=args.sleep_idle,
         promises=Promises(gap=args.max_gap / 1e3, queue=args.queue, whole=args.request_timeout),
-        how=HowToRun(args.kernels, args.deterministic, _read_prefixes(args)),
+        how=HowToRun(args.kernels, args.deterministic, _read_prefixes(args), _read_drafts(args)),
     )
+
+
+def _read_drafts(args: Namespace) -> "DraftAsk":
+    """Who drafts: whoever the plan says, where no flag does."""
+    from pshard.session.choose_drafts import PLANNED
+
+    ask, said = read_spec_flags(args), args.spec or args.spec_type
+    return ask if said else replace(ask, kind=PLANNED)
 
 
 def _read_prefixes(args: Namespace) -> "PrefixLimits | None":

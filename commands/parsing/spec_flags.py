@@ -14,14 +14,15 @@ LLAMA_TYPES = {
 }  # fmt: skip
 
 
-def add_spec_flags(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+def add_spec_flags(parser: argparse.ArgumentParser, usual: str = NONE) -> None:
+    """Add them to a parser; usual: what is done without."""
     group: Any = parser.add_argument_group("drafts (docs/speculation.md)")
     group.add_argument(
         "--spec", choices=(NONE, AUTO, LOOKUP, MTP, DRAFT), default=None,
         help="verify several drafts a step; the text stays the same. mtp: the model's multi-token head drafts. lookup: "
         "draft what followed the last tokens earlier in the text. auto: the head where the plan has it, else lookup "
-        "where the plan says that it can pay. draft: not yet (default: none)",
+        "where the plan says that it can pay. draft: not yet "
+        f"(default: {usual})",
     )  # fmt: skip
     group.add_argument("--spec-type", metavar="TYPE", help="llama.cpp's name of it: ngram-simple is lookup")
     group.add_argument(

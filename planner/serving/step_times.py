@@ -34,8 +34,8 @@ class TierSteps:
     prompt: Line
 
     def seconds(self, decodes: int, cells: int, prompt: int, past: int) -> float:
-        """Seconds of `decodes` tokens of texts with `cells` cached cells in all, and of `prompt` tokens after `past`
-        cells of their own."""
+        """Seconds of `decodes` tokens, drafts among them, of texts with `cells` cached cells in all, and of `prompt`
+        tokens after `past` cells of their own."""
         if self.prompt:
             attended = _at(self.decoding, cells) + _at(self.prompt, past) * prompt / self.tokens
         else:

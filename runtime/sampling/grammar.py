@@ -54,6 +54,10 @@ class Grammar:
         """That token came."""
         self._matcher.consume_token(token)
 
+    def copy(self) -> "Grammar":
+        """One of its own, that has seen the same."""
+        return Grammar(self._matcher.deep_copy(), self._vocab)
+
 
 class GrammarWords:
     """A vocabulary as llguidance knows it, of which any number of grammars can be made: making it takes a second for a

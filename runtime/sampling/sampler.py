@@ -1,6 +1,6 @@
 """Choosing the next token: how tokens are drawn, and what draws them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Protocol
@@ -42,6 +42,9 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> None:
         """That token came."""
+
+    def copy(self) -> "Constraint":
+        """One of its own, that has seen the same."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,22 @@ class Sampler:
     def allowed(self) -> np.ndarray | None:
         """Words of the tokens that the constraint allows next; None without one. Raises UserError as it does."""
         return self._constraint.words() if self._constraint else None
+
+    def walk(self, drafts: Sequence[int]) -> tuple[int, list[np.ndarray]]:
+        """How many drafts the constraint allows one after the other, and its words before each of these and behind
+        them. Raises UserError as it does of the first words; drafts end before later ones that it cannot say."""
+        assert self._constraint is not None
+        walked = self._constraint.copy()
+        words = [walked.words()]
+        for at, token in enumerate(drafts):
+            if not words[-1][token >> 5] >> (token & 31) & 1:
+                return at, words
+            walked.accept(token)
+            try:
+                words.append(walked.words())
+            except UserError:  # told tokens will meet it
+                return at, words
+        return len(drafts), words
 
     def see(self, tokens: Iterable[int]) -> None:
         """What came before: penalties look at it."""

@@ -54,45 +54,87 @@ class StepSeconds:
         return points[below] + (points[above] - points[below]) * (rows - below) / (above - below)
 
 
-class DraftLength:
-    """That of one text. It depends on what came before and on the clock, never on the drafts or on what is drawn."""
+class DraftChances:
+    """How likely one text's drafts hold, by what was seen, and whether it is to have some at all.
 
-    def __init__(self, most: int, seconds: StepSeconds, fixed: bool = False) -> None:
-        """fixed: always as many as there may be."""
-        self.most, self._seconds, self._fixed = most, seconds, fixed
+    Attributes:
+        share: of its steps for which drafts were found.
+    """
+
+    def __init__(self, most: int) -> None:
+        """most: drafts of a step."""
+        self._limit = most
         self._holds = [HOPE] * most  # the chance of each draft whose predecessors held
-        self._share = HOPE  # of steps for which drafts were found
+        self.share = HOPE
         self._pause, self._wait, self._trial = PAUSE, 0, 0
         self._cap, self._lost = min(FIRST, most), 0.0  # seconds that drafts have cost since they rested, switches too
 
-    def choose(self) -> int:
-        """Drafts of the next step."""
-        if self._fixed or not self.most:
-            return self.most
+    def begin(self) -> int:
+        """A step begins: how many drafts it may have; 0 while they rest."""
         if self._wait:
             self._wait -= 1
             if not self._wait:
                 self._trial, self._cap = TRIAL, 1
                 self._holds = [max(AGAIN, held) for held in self._holds]
             return 0
-        if best := max(range(self._trial > 0, self._cap + 1), key=self._rate):
-            return best
-        paid = int(self._lost / (LOSS * self._seconds.of(1, self._seconds.tier(1))))
+        return self._cap
+
+    @property
+    def least(self) -> int:
+        """Drafts of a step that has any: one while they are tried again, whatever it costs."""
+        return int(self._trial > 0)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The chances that the first, the first two, ... drafts all hold."""
+        return tuple(accumulate(self._holds, mul))
+
+    def rest(self, alone: float) -> None:
+        """They do not pay: let there be none until what they lost is little of the time; alone: seconds of a step
+        without."""
+        paid = int(self._lost / (LOSS * alone))
         self._wait, self._pause = min(max(self._pause, paid), LONGEST_PAUSE), min(2 * self._pause, LONGEST_PAUSE)
         self._lost = 0.0
-        return 0
 
-    def note(self, drafted: int, accepted: int, seconds: float) -> None:
-        """What became of a step's drafts, for which there was a choice, and how long it took."""
-        self._lost = max(0.0, self._lost + seconds - (accepted + 1) * self._seconds.of(1, self._seconds.tier(1)))
-        self._share += WEIGHT * ((drafted > 0) - self._share)
+    def note(self, drafted: int, accepted: int, lost: float) -> None:
+        """What became of a step's drafts, for which there was a choice; lost: seconds that it took more than its tokens
+        would have without."""
+        self._lost = max(0.0, self._lost + lost)
+        self.share += WEIGHT * ((drafted > 0) - self.share)
         for i in range(min(drafted, accepted + 1)):
             self._holds[i] += WEIGHT * ((i < accepted) - self._holds[i])
         self._trial -= self._trial > 0 and drafted > 0
         if accepted >= self._cap:
-            self._cap = min(self.most, 2 * self._cap + 1)
+            self._cap = min(self._limit, 2 * self._cap + 1)
         if accepted and not self._trial:
             self._pause = max(PAUSE, self._pause // 2)
+
+
+class DraftLength:
+    """That of one text. It depends on what came before and on the clock, never on the drafts or on what is drawn."""
+
+    def __init__(self, most: int, seconds: StepSeconds, fixed: bool = False) -> None:
+        """fixed: always as many as there may be."""
+        self.most, self._seconds, self._fixed = most, seconds, fixed
+        self._chances = DraftChances(most)
+
+    def choose(self) -> int:
+        """Drafts of the next step."""
+        if self._fixed or not self.most:
+            return self.most
+        if not (cap := self._chances.begin()):
+            return 0
+        if not (best := max(range(self._chances.least, cap + 1), key=self._rate)):
+            self._chances.rest(self._alone)
+        return best
+
+    def note(self, drafted: int, accepted: int, seconds: float) -> None:
+        """What became of a step's drafts, for which there was a choice, and how long it took."""
+        self._chances.note(drafted, accepted, seconds - (accepted + 1) * self._alone)
+
+    @property
+    def _alone(self) -> float:
+        return self._seconds.of(1, self._seconds.tier(1))
 
     def _rate(self, drafts: int) -> float:
         """Tokens a second with at most so many drafts a step: steps without any run under the same tier."""
@@ -100,5 +142,5 @@ class DraftLength:
         alone = self._seconds.of(1, tier)
         if not drafts:
             return 1 / alone
-        accepted = Acceptance(tuple(accumulate(self._holds, mul)), RECORDED, self._share)
+        accepted = Acceptance(self._chances.rates, RECORDED, self._chances.share)
         return accepted.rate(drafts, alone, self._seconds.of(drafts + 1, tier))

@@ -35,6 +35,9 @@ class Commits:
     def commit_all(self, text: Text, start: int, end: int) -> None:
         """All that a text has holds. start, end: from and to which length the tokens reach that it is being given."""
         text.committed = len(text.ids)
+        if text.before is not None and text.before != text.committed:  # it is not gone back to any more
+            self._checkpoints.drop(text.number, text.before)
+            text.before = None
         if not text.ids:
             return
         if text.salt is None:
@@ -53,12 +56,6 @@ class Commits:
             and self._checkpoints.keep(text.number, len(text.ids))
         ):
             text.before = len(text.ids)
-
-    def forget_drafts(self, text: Text) -> None:
-        """A text has no drafts any more."""
-        if text.before is not None:
-            self._checkpoints.drop(text.number, text.before)
-            text.before = None
 
     def forget(self, text: Text) -> None:
         """A text is closed."""

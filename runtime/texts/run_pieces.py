@@ -1,6 +1,7 @@
 """Runs micro-batches of texts: what is new of them goes in, they have it then, and what holds of it is committed."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -66,7 +67,8 @@ class PieceRunner:
             segments.append(self._blocks.new_segment(piece.text, len(ids), n, len(piece.text.ids)))
             ids += piece.ids
             if piece.rows == "all":
-                wishes += [(piece, piece.of[i : i + 1]) for i in range(n)]
+                masks = [piece] * n if piece.mask is None else [replace(piece, mask=mask) for mask in piece.mask]
+                wishes += [(one, piece.of[i : i + 1]) for i, one in enumerate(masks)]
             elif piece.rows == "last":
                 wishes.append((piece, piece.of))
         chooser, spans = RowChooser(wishes), tuple(piece.span for piece in pieces)

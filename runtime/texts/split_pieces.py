@@ -19,8 +19,9 @@ def split_at_borders(pieces: Sequence[Piece]) -> tuple[list[Piece], dict[int, Pi
         if inside:
             n = min(inside)
             if piece.rows == "all":
-                firsts[i] = replace(piece, ids=piece.ids[:n], of=piece.of[:n])
-                rests[i] = replace(piece, ids=piece.ids[n:], of=piece.of[n:])
+                first, rest = (None, None) if piece.mask is None else (piece.mask[:n], piece.mask[n:])
+                firsts[i] = replace(piece, ids=piece.ids[:n], of=piece.of[:n], mask=first)
+                rests[i] = replace(piece, ids=piece.ids[n:], of=piece.of[n:], mask=rest)
             else:
                 firsts[i] = replace(piece, ids=piece.ids[:n], rows="none")
                 rests[i] = replace(piece, ids=piece.ids[n:])

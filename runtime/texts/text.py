@@ -41,9 +41,9 @@ class Piece:
 
     rows: of which of them, "none", "last" or "all". best: so many of the largest, the first of equal ones first (1:
     greedy). full: all of them, on the host. mask: uint32 words [ceil(vocab / 32)], bit i % 32 of word i // 32 says
-    whether token i may come among the best. of: ids whose logits are wanted too; with rows="all" one of each row, else
-    any number. kind: as of `Span`; of what a text verifies nothing is shared or kept before `TextPool.commit` says how
-    many tokens hold.
+    whether token i may come among the best; with rows="all" a line of them for each row. of: ids whose logits are
+    wanted too; with rows="all" one of each row, else any number. kind: as of `Span`; of what a text verifies nothing is
+    shared or kept before `TextPool.commit` says how many tokens hold.
     """
 
     text: Text
@@ -85,10 +85,11 @@ def check_wish(piece: Piece, vocab: int) -> None:
         raise UserError(f"{piece.best} best logits are wanted of {vocab}")
     if piece.of and not 0 <= min(piece.of) <= max(piece.of) < vocab:
         raise UserError(f"logits of token ids {min(piece.of)}..{max(piece.of)} are wanted, and ids are 0..{vocab - 1}")
-    if piece.mask is not None and (piece.mask.shape != (-(-vocab // 32),) or piece.mask.dtype != np.uint32):
+    lines = (len(piece.ids),) if piece.rows == "all" else ()
+    if piece.mask is not None and (piece.mask.shape != (*lines, -(-vocab // 32)) or piece.mask.dtype != np.uint32):
         raise UserError(
-            f"a mask is {-(-vocab // 32)} words of uint32 for {vocab} tokens; this is {piece.mask.dtype} "
-            f"{list(piece.mask.shape)}"
+            f"a mask is {'a line a row of ' * len(lines)}{-(-vocab // 32)} words of uint32 for {vocab} tokens; this is "
+            f"{piece.mask.dtype} {list(piece.mask.shape)}"
         )
 
 

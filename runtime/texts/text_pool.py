@@ -71,6 +71,11 @@ class TextPool:
         return self._blocks.longest
 
     @property
+    def drafting(self) -> int:
+        """How many texts can have drafts at once: where states cannot be cut back each takes a checkpoint."""
+        return min(len(self.lengths), self._checkpoints.most) if self._checkpoints.each else len(self.lengths)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of the texts at all places."""
         return self._blocks.lengths
@@ -224,8 +229,6 @@ class TextPool:
             self._commits.cut_states(text, at)
             self._blocks.shorten(text, at)
         self._commits.follower.cut(text, max(0, length))
-        if not text.drafts:
-            self._commits.forget_drafts(text)
         return wanted[len(text.ids) :]
 
     def _check(self, pieces: Sequence[Piece]) -> None:
@@ -256,8 +259,7 @@ class TextPool:
         self._prefix_cache.keep_in(folder / self._own_name()[:32], file_bytes, memory_bytes)
 
     def keep_some(self, seconds: float) -> bool:
-        """Copy blocks that are to be kept, for when there is nothing to step: one, and more while there is time.
-        Whether there are more."""
+        """Copy blocks to be kept while nothing is to step: one, and more in this time. Whether there are more."""
         with self._guard():
             return self._prefix_cache.keep_some(seconds)
 

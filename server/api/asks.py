@@ -13,7 +13,8 @@ Message = dict[str, Any]
 class Generation:
     """How answers are made. most: tokens of each, None: as many as the context has room for. stops: texts that end it
     and are no part of it. choices: answers to each prompt. likely: so many likeliest tokens are told beside each token;
-    None: no log-probabilities. ignore_end: go on past the end of the text."""
+    None: no log-probabilities. ignore_end: go on past the end of the text. drafts: of a step at most, None: as the plan
+    has them."""
 
     most: int | None
     sampling: "Sampling"
@@ -21,6 +22,7 @@ class Generation:
     choices: int = 1
     likely: int | None = None
     ignore_end: bool = False
+    drafts: int | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pshard.server.api.tables.fields import (
 )
 from pshard.server.api.tables.other_names import refuse_others
 from pshard.server.api.tables.rule_fields import read_rules
-from pshard.server.api.tables.sampling_fields import Most, read_sampling, read_stops, sampling_table
+from pshard.server.api.tables.sampling_fields import Most, read_sampling, read_stops, sampling_table, speculative_field
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ARGUMENTS = (  # of a template: no others, as a template may do anything with what it is given
@@ -71,6 +71,7 @@ def chat_table(limits: Limits) -> Table:
         Field("modalities", Items(OneOf(("text",)), 1), None),
         Field("audio", Refused("is not taken: this model makes text")),
         Field("web_search_options", Refused("is not taken: this server reaches no network", ())),
+        speculative_field(),
         *sampling_table(limits, rules=True),
         *refuse_others("/v1/chat/completions"),
     )
@@ -89,6 +90,7 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
         v["n"],
         (v["top_logprobs"] or 0) if v["logprobs"] else None,
         v["ignore_eos"],
+        v["speculative"]["n_max"],
     )
     tools = read_tools(v["tools"], limits)
     schema, rule, where = read_rules(v, limits)

@@ -15,6 +15,7 @@ from pshard.server.api.tables.sampling_fields import (
     read_sampling,
     read_stops,
     sampling_table,
+    speculative_field,
 )
 
 USUAL_MOST = 16  # as OpenAI has it
@@ -63,6 +64,7 @@ def completion_table(limits: Limits, vocab: int) -> Table:
         Field("logprobs", Whole(0, limits.top), None),
         Field("suffix", Text(limits.body), "", "what follows the gap behind the prompt, for models with marks of gaps"),
         Field("best_of", refuse_more, None, "only equal to n"),
+        speculative_field(),
         *(field for field in sampling_table(limits, rules=True) if field.name != "suffix"),
         *refuse_others("/v1/completions"),
     )
@@ -85,6 +87,7 @@ def read_completion(body: Any, table: Table, usual: Sampling, limits: Limits, vo
         v["n"],
         v["logprobs"],
         v["ignore_eos"],
+        v["speculative"]["n_max"],
     )
     return CompletionAsk(v["prompt"], generation, read_answering(v), v["echo"], *read_rules(v, limits), v["suffix"])
 

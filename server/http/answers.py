@@ -156,6 +156,7 @@ def make_job(asked: Asked, prompt: Prompt, choice: int, index: int, context: int
         scored=asked.scored,
         constrain=asked.constrain,
         key=asked.key,
+        drafts=d.drafts,
     )
 
 

@@ -65,9 +65,12 @@ class Desk:
             self._board = Board()
         return self._board
 
-    def head(self, prefix: str) -> Heading:
-        """What the objects of a new answer begin with."""
-        return Heading(f"{prefix}{token_hex(12)}", int(time.time()), self.model.name)
+    def head(self, prefix: str, drafts: int | None = None) -> Heading:
+        """What the objects of a new answer begin with. drafts: of a step at most, where the request says it."""
+        if drafts is not None:
+            plan = self.service.snapshot().plan
+            drafts = min(drafts, plan.drafts if plan else 0)
+        return Heading(f"{prefix}{token_hex(12)}", int(time.time()), self.model.name, drafts)
 
     async def read(self, work: Work[Result], body: bytes) -> Result:
         """What a body asks for, by a function of a module. Raises Fault."""

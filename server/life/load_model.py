@@ -17,9 +17,10 @@ from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.plan_beside import plan_beside
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
-from pshard.server.life.read_facts import add_promise, keep_one_tier, read_facts
+from pshard.server.life.read_facts import add_promise, keep_one_tier, plan_drafts, read_facts
 from pshard.server.life.rehearse_steps import compiles_kernels, rehearse_steps
 from pshard.server.scheduling.served_machine import Machine
+from pshard.session.choose_drafts import choose_drafts
 from pshard.session.open_plan import Opened, check_plan, replan_command
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
@@ -75,20 +76,23 @@ class ModelLoader:
         if self._how.deterministic:
             variant = keep_slots(variant)
         spec = opened.file.spec
+        drafts, why = choose_drafts(self._how.drafts, variant, ranks=True)
 
         def facts(notes: tuple[str, ...]):  # type: ignore[no-untyped-def]
-            found = read_facts(spec, opened.profile, variant, self.budgets, (*opened.file.notes, *notes))
+            told = (*opened.file.notes, *notes, *filter(None, [why]))
+            found = read_facts(spec, opened.profile, variant, self.budgets, told)
             found = keep_one_tier(found) if self._how.deterministic else found
+            found = plan_drafts(found, drafts) if drafts else found
             return add_promise(found, variant.workload, self._gap)
 
         if len(variant.ranks) > 1:
-            task = RankTask(self._request.model, opened.profile, variant, self._how)
+            task = RankTask(self._request.model, opened.profile, variant, self._how, drafts.most if drafts else 0)
             return RankMachine.start(task, facts)
         check_fits(opened, variant)
-        engine, notes = self._start_engine(variant)
+        engine, notes = self._start_engine(variant, drafts.most if drafts else 0)
         return LocalMachine(engine, facts((*engine.notes, *notes)), self._how.prefixes)
 
-    def _start_engine(self, variant: Variant) -> tuple["Engine", tuple[str, ...]]:
+    def _start_engine(self, variant: Variant, drafts: int) -> tuple["Engine", tuple[str, ...]]:
         """An engine that has run a step of every size, where that compiles something and none of this process has; and
         what is to be told of it."""
         start = partial(start_engine, self._opened, variant, self._how.kernels, exact=self._how.deterministic)
@@ -97,7 +101,7 @@ class ModelLoader:
             return engine, ()
         self._rehearsed = True
         try:
-            rehearse_steps(engine, self._how.deterministic)
+            rehearse_steps(engine, self._how.deterministic, drafts)
         except (StepFailed, UserError) as error:
             engine.close()
             if isinstance(error, KernelRefused):  # it would refuse again

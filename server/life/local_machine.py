@@ -5,6 +5,7 @@ import logging
 from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
 from pshard.server.life.how_to_run import PrefixLimits
+from pshard.server.life.read_facts import allow_drafts
 from pshard.server.scheduling.served_machine import PlanFacts, Pool
 
 log = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ class LocalMachine:
     def __init__(self, engine: Engine, facts: PlanFacts, prefixes: PrefixLimits | None = None) -> None:
         """prefixes: what files of prefixes may take; None: there are none. Raises UserError, and closes the engine,
         when they cannot be kept."""
-        self._engine, self.facts = engine, facts
+        self._engine, self.facts = engine, allow_drafts(facts, engine.texts.drafting)
         try:
             keep_prefixes(engine, prefixes)
         except BaseException:

@@ -18,6 +18,7 @@ from pshard.errors import KernelRefused, StepFailed, UserError
 from pshard.runtime.ranks.start_ranks import StderrReader, end_ranks, start_rank
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.life.rank_program import CannotRun, RankTask, Stepped
+from pshard.server.life.read_facts import allow_drafts
 from pshard.server.scheduling.served_machine import PlanFacts, Pool
 from pshard.session.lead_ranks import Order, Refused
 
@@ -163,6 +164,13 @@ class RankPool:
         self._counts, self.link_bytes = stepped.counts, stepped.link_bytes
         return stepped.rows
 
+    def commit(self, text: Text, length: int) -> list[int]:
+        """As `TextPool.commit`."""
+        again = self._ranks.ask("commit", text.number, length)
+        del text.ids[length - len(again) :]
+        text.committed, self._counts = len(text.ids), None
+        return again
+
     def close(self, text: Text, keep: bool = True) -> None:
         """As `TextPool.close`."""
         self._ranks.tell(Order("close", (text.number, keep)))
@@ -185,7 +193,8 @@ class RankMachine:
     """A group of ranks: a `Machine`."""
 
     def __init__(self, ranks: Ranks, facts: PlanFacts) -> None:
-        self._ranks, self.facts = ranks, facts
+        self._ranks = ranks
+        self.facts = allow_drafts(facts, ranks.ask("count_drafting", all_ranks=False))
         self._pool = RankPool(ranks)
         self.pool: Pool = self._pool
 

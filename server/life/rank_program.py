@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankTask:
-    """The model that ranks load, and under which plan."""
+    """The model that ranks load, and under which plan; drafts: of a text's step at most."""
 
     model: Path
     profile: MachineProfile
     variant: Variant
     how: HowToRun
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _serve(pipe: Connection) -> None:
     group = open_group(opened, len(task.variant.ranks))
     with start_engine(opened, task.variant, task.how.kernels, group, exact=task.how.deterministic) as engine:
         if compiles_kernels(task.profile):
-            rehearse_steps(engine, task.how.deterministic)
+            rehearse_steps(engine, task.how.deterministic, task.drafts)
         keep_prefixes(engine, task.how.prefixes)
         group.barrier()
         try:
@@ -122,6 +123,14 @@ class TextsByNumber:
     def close(self, number: int, keep: bool) -> None:
         """As `TextPool.close`."""
         self._pool.close(self._texts.pop(number), keep)
+
+    def count_drafting(self) -> int:
+        """As `TextPool.drafting`."""
+        return self._pool.drafting
+
+    def commit(self, number: int, length: int) -> list[int]:
+        """As `TextPool.commit`."""
+        return self._pool.commit(self._texts[number], length)
 
     def missing(self, wanted: dict[int, int]) -> int:
         """As `TextPool.missing`."""

@@ -11,8 +11,10 @@ from pshard.planner.serving.promise import promise_times
 from pshard.planner.serving.step_times import StepTimes, time_steps
 from pshard.predicted_times import tier_seconds
 from pshard.routing.followed import under_plan
+from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import PlanInForce, TierNow
+from pshard.speculation import NONE
 from pshard.units.kv_cells import longest_sequence
 from pshard.workload import Workload
 
@@ -68,6 +70,21 @@ def keep_one_tier(facts: PlanFacts) -> PlanFacts:
         shown=shown,
         times=StepTimes((facts.times.tiers[place],), ((0.0,),)),
     )
+
+
+def plan_drafts(facts: PlanFacts, drafts: DraftSettings) -> PlanFacts:
+    """Facts of a server whose texts have drafts: so many a step as its largest step has rows for."""
+    drafts = replace(drafts, most=min(drafts.most, facts.tiers[-1] - 1))
+    return replace(facts, drafts=drafts, shown=replace(facts.shown, drafter=drafts.kind, drafts=drafts.most))
+
+
+def allow_drafts(facts: PlanFacts, texts: int) -> PlanFacts:
+    """Facts of an engine in which so many texts can have drafts at once."""
+    if texts or not facts.drafts.most:
+        return replace(facts, drafting=texts)
+    why = "no drafts: states cannot be cut back behind them, and there is no host memory for a checkpoint of states"
+    shown = replace(facts.shown, drafter=NONE, drafts=0, notes=(*facts.shown.notes, why))
+    return replace(facts, drafts=DraftSettings(), shown=shown)
 
 
 def served_tiers(tiers: Sequence[int], deterministic: bool) -> tuple[int, ...]:

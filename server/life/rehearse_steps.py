@@ -4,6 +4,7 @@ compiles kernels, which may take seconds, and captures graphs."""
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from pshard.batch import VERIFY
 from pshard.batch_sizes import RUNGS, SMALL_BATCH
 from pshard.machine import MachineProfile
 from pshard.runtime.texts.text import Piece, Text
@@ -22,9 +23,10 @@ def compiles_kernels(profile: MachineProfile) -> bool:
     return profile.accelerators[0].kind == "cuda"
 
 
-def rehearse_steps(engine: "Engine", deterministic: bool) -> None:
-    """Run prompts of every tier, alone and beside texts that decode, then texts that decode, ever fewer; nothing is
-    left of them. What has no room in the KV cache is left out. All ranks call it. Raises StepFailed."""
+def rehearse_steps(engine: "Engine", deterministic: bool, drafts: int = 0) -> None:
+    """Run prompts of every tier, alone and beside texts that decode, then texts that decode, ever fewer, and with
+    drafts, at most so many a text; nothing is left of them. What has no room in the KV cache is left out. All ranks
+    call it. Raises StepFailed."""
     pool = engine.texts
     tiers = served_tiers([tier.tokens for tier in engine.rank_plan.tiers], deterministic)
     most = min(engine.plan.workload.sequences, tiers[-1])
@@ -38,6 +40,9 @@ def rehearse_steps(engine: "Engine", deterministic: bool) -> None:
         for smaller, tier in prompts if texts else ():
             _run_prompt(pool, texts, smaller, tier)
         _open_texts(pool, texts, most)
+        most_rows = min(tiers[-1], len(texts) * (drafts + 1))
+        for rows in (rung for rung in RUNGS if drafts and 1 < rung <= most_rows):
+            _run_drafts(pool, texts, rows, drafts)
         for width in sorted({len(texts), *(rung for rung in RUNGS if rung < len(texts))}, reverse=True):
             for best in (DRAWN, 1):
                 pool.step([Piece(text, (0,), best=best) for text in texts[:width]])
@@ -57,6 +62,17 @@ def _open_texts(pool: "TextPool", texts: list[Text], count: int) -> None:
             break
     if begun := [Piece(text, (0,), best=1) for text in texts if not text.ids]:
         pool.step(begun)
+
+
+def _run_drafts(pool: "TextPool", texts: list[Text], rows: int, drafts: int) -> None:
+    """A step of so many rows of texts that verify drafts, as many as they may; none where blocks are lacking."""
+    counts = [min(drafts + 1, rows - start) for start in range(0, rows, drafts + 1)]
+    wanted = {text: len(text.ids) + n for text, n in zip(texts[: pool.drafting], counts)}
+    if sum(counts[: len(wanted)]) == rows and not pool.missing(wanted):
+        for best in (DRAWN, 1):
+            pool.step([Piece(text, (0,) * n, "all", best, kind=VERIFY) for text, n in zip(wanted, counts)])
+            for text in wanted:
+                pool.cut(text, text.committed)
 
 
 def _run_prompt(pool: "TextPool", decoding: list[Text], smaller: int, tier: int) -> None:

@@ -108,6 +108,8 @@ class _Life:
             word = "ready" if not self._told else "ready again"
             self._told = True
             _say(f"{word}: {self._url} serves {now.plan.sequences} texts at once under {now.plan.way}")
+            if now.plan.drafts:
+                _say(f"drafts: up to {now.plan.drafts} a step of {now.plan.drafter}, where they pay")
             if now.plan.promise:
                 from pshard.planner.serving.show_promise import describe_promise  # with what plans take to import
 

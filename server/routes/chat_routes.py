@@ -44,7 +44,7 @@ class _Told:
 async def chat(desk: Desk, call: Call) -> Reply:
     """Continue a conversation. Raises Fault."""
     ask, prompt = await desk.read(read_chat_request, call.body)
-    heading = desk.head("chatcmpl-")
+    heading = desk.head("chatcmpl-", ask.generation.drafts)
     answers = await prepare_chat(desk, ask, prompt, heading.id, call.key)
     told = _Told(desk, ask, heading, answers)
     answers.start()

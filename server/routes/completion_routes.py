@@ -55,7 +55,7 @@ async def complete(desk: Desk, call: Call) -> Reply:
         guide = await desk.off_loop(desk.guides.follow_rule, ask.rule, seconds=seconds)
     elif ask.schema is not None:
         guide = await desk.off_loop(desk.guides.follow_schema, ask.schema, ask.format, seconds=seconds)
-    heading = desk.head("cmpl-")
+    heading = desk.head("cmpl-", ask.generation.drafts)
     scored = ask.echo and ask.generation.likely is not None
     answers = Answers(desk, Asked(heading.id, call.key, prompts, ask.generation, guide, scored))
     told = _Told(desk, ask, heading, answers, echoes)

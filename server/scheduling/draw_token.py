@@ -1,14 +1,16 @@
 """What is asked of a text's logits, and the token that is drawn from what came."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import nan
 
 import numpy as np
 import torch
 
-from pshard.batch import DECODE
-from pshard.errors import StepFailed
+from pshard.batch import DECODE, VERIFY
+from pshard.errors import StepFailed, UserError
 from pshard.runtime.sampling.sampler import NO_NUMBERS, Sampler
+from pshard.runtime.speculation.accept import MadeUp, match_drafts
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.server.jobs import Likely
 from pshard.server.scheduling.request import Request
@@ -25,12 +27,20 @@ def make_sampler(run: Request, vocab: int) -> Sampler:
     return sampler
 
 
-def make_piece(run: Request, count: int) -> Piece:
-    """The next `count` tokens of a job's text, and what is wanted of their logits."""
+def make_piece(run: Request, count: int, drafts: tuple[int, ...] = ()) -> Piece:
+    """The next `count` tokens of a job's text, and what is wanted of their logits. drafts: those behind the text's own;
+    fewer, where its grammar does not allow them."""
     assert run.text is not None and run.sampler is not None
     at, text = len(run.text.ids), run.text
     if run.decodes:
-        return Piece(text, (run.tokens[at],), "last", *_wish(run, _enough(run)), kind=DECODE)
+        best, full, mask, of = _wish(run, _enough(run))
+        if mask is not None and (drafts or run.owed):
+            held, words = run.sampler.walk(drafts)
+            drafts, lines = drafts[:held], [mask] * run.owed + words
+            mask = np.stack(lines) if len(lines) > 1 else mask
+        ids = (*run.tokens[at:], *drafts)
+        rows, kind = ("all", VERIFY) if len(ids) > 1 else ("last", DECODE)
+        return Piece(text, ids, rows, best, full, mask, of, kind=kind)
     ids = tuple(run.tokens[at : at + count])
     if scores(run):
         return _scored_piece(run, text, ids)
@@ -94,6 +104,45 @@ def draw_token(run: Request, row: Row) -> tuple[int, Likely | None]:
     if run.job.likely is None:
         return token, None
     return token, _describe(token, logit, row, run.job.likely)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn from the rows of a step: tokens that go on a text, with their log-probabilities where these are
+    wanted, how many drafts held, whether a stop came behind them, and why nothing more could be drawn."""
+
+    tokens: list[int]
+    likely: list[Likely]
+    held: int
+    stopped: bool = False
+    error: StepFailed | UserError | None = None
+
+
+def draw_tokens(run: Request, rows: Sequence[Row], drafts: Sequence[int], made_up: MadeUp | None) -> Drawn:
+    """The tokens after a text's last one, from the row after it and those after its drafts: drafts are told while what
+    is drawn equals them, and then one token more. made_up: says instead how many hold."""
+    assert run.sampler is not None
+    if made_up and drafts:
+        held = made_up.count(len(drafts))
+        run.sampler.see(drafts[:held])
+        tokens = [*drafts[:held], draw_token(run, rows[held])[0]]
+        return Drawn(tokens, [], held)
+    tokens, likely = list[int](), list[Likely]()
+
+    def draw(at: int) -> int:
+        token, told = draw_token(run, rows[at])
+        tokens.append(token)
+        likely.extend([told] if told else [])
+        return token
+
+    try:
+        match_drafts(draw, drafts, run.job.stops)
+    except (StepFailed, UserError) as failure:
+        return Drawn(tokens, likely, len(tokens), error=failure)
+    held, stopped = len(tokens) - 1, tokens[-1] in run.job.stops
+    if stopped:
+        del tokens[-1], likely[-1:]
+    return Drawn(tokens, likely, held, stopped)
 
 
 def score_rows(run: Request, start: int, rows: Sequence[Row]) -> None:

@@ -18,8 +18,8 @@ def room_for_prompts(pace: Pace, largest: int, decoding: Batch, past: int, gap: 
     """
     if not decoding.texts:
         return largest
-    least = decoding.with_prompt(min(1, largest - decoding.texts), past)
-    return pace.largest_within(gap, least, in_force) - decoding.texts
+    least = decoding.with_prompt(min(1, largest - decoding.tokens), past)
+    return pace.largest_within(gap, least, in_force) - decoding.tokens
 
 
 def wants_more(remaining: Sequence[int], room: int) -> bool:

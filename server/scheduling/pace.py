@@ -38,10 +38,12 @@ class Pace:
 
     def expect(self, batch: Batch, tier: int) -> float:
         """Corrected seconds of a step under a tier that covers it."""
-        predicted = self._predict(batch, tier)
-        if tier in self._idle and self.covering(batch.tokens) < tier:
-            return predicted * self._idle[tier]
-        return predicted * self._factor(tier)
+        return self._predict(batch, tier) * self._correct(batch.tokens, tier)
+
+    def expect_rows(self, rows: int, cells: int, tier: int) -> float:
+        """The same of a step of texts that decode, with so many rows and cached cells in all; never 0."""
+        seconds = self._times.tiers[self._places[tier]].seconds(rows, cells, 0, 0)
+        return max(1e-9, seconds * self._correct(rows, tier))
 
     def switch(self, old: int, new: int) -> float:
         """Seconds of going from a tier (0: none) to another."""
@@ -54,7 +56,8 @@ class Pace:
         factor = seconds / max(self._predict(batch, tier), 1e-9)
         known = factors.get(tier)
         factor = min(factor, MOST_AT_ONCE * (self._factor(tier) if known is None else known))
-        factors[tier] = factor if known is None else known + WEIGHT * (factor - known)
+        weight = max(WEIGHT, 1 / (self.steps[tier] + 1)) if needed else WEIGHT  # the first few count alike
+        factors[tier] = factor if known is None else known + weight * (factor - known)
         self.steps[tier] += needed
 
     def largest_within(self, seconds: float, batch: Batch, in_force: int) -> int:
@@ -64,7 +67,7 @@ class Pace:
         for tier in self._tiers:
             if tier <= fits:
                 continue
-            full = batch.with_prompt(tier - batch.decoding.texts, batch.others.mean_past)
+            full = batch.with_prompt(tier - batch.decoding.tokens, batch.others.mean_past)
             switch = self.switch(in_force, tier)
             if self.expect(full, tier) + switch <= seconds:
                 fits = tier
@@ -75,7 +78,13 @@ class Pace:
     def _predict(self, batch: Batch, tier: int) -> float:
         decoding, others = batch.decoding, batch.others
         times = self._times.tiers[self._places[tier]]
-        return times.seconds(decoding.texts, decoding.cells, others.tokens, others.mean_past)
+        return times.seconds(decoding.tokens, decoding.cells, others.tokens, others.mean_past)
+
+    def _correct(self, tokens: int, tier: int) -> float:
+        """Measured over predicted seconds of a step of so many tokens under a tier."""
+        if tier in self._idle and self.covering(tokens) < tier:
+            return self._idle[tier]
+        return self._factor(tier)
 
     def _factor(self, tier: int) -> float:
         """Measured over predicted seconds; of a tier that never ran, that of the nearest one where it is slower."""

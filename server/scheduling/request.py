@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pshard.runtime.sampling import Sampler
+from pshard.runtime.speculation.draft_length import DraftChances
 from pshard.runtime.texts.text import Text
 from pshard.server.jobs import Event, Job, Likely, Listener
 
@@ -13,7 +14,9 @@ class Request:
 
     scored: what is known of the prompt's tokens, with `Job.scored`. taken, begun, first and last: seconds on the
     scheduler's clock at which it was submitted, ran first, made its first token and its last one; nan: not yet.
-    overtaken: whether another one went before it; slot: its place among those that run.
+    overtaken: whether another one went before it; slot: its place among those that run. owed: tokens before the last
+    one that are computed again, as states could not be cut back behind drafts. chances: how likely drafts hold; drafted
+    and accepted: how many there were, and how many held.
     """
 
     job: Job
@@ -27,6 +30,10 @@ class Request:
     first: float = float("nan")
     last: float = float("nan")
     preempted: int = 0
+    owed: int = 0
+    chances: DraftChances | None = None
+    drafted: int = 0
+    accepted: int = 0
     overtaken: bool = False
     slot: int = 0
     refused_at: int = -1  # count of closed texts when its blocks were lacking: nothing has changed since
@@ -55,9 +62,10 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether its last token is all that the next one waits for; so nothing of its prompt is to be scored."""
+        """Whether its last token, and what it owes, is all that the next one waits for; so nothing of its prompt is to
+        be scored."""
         tokens = len(self.tokens)
-        return self.text is not None and tokens > self._prompt and len(self.text.ids) + 1 == tokens
+        return self.text is not None and tokens > self._prompt and len(self.text.ids) + 1 + self.owed == tokens
 
     def tell(self, event: Event) -> bool:
         """Put an event; whether the listener took it. One that fails is not asked again."""

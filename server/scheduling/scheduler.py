@@ -3,20 +3,22 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pshard.batch import DECODE, Batch, Span
+from pshard.batch import DECODE, VERIFY, Batch, Span
 from pshard.errors import StepFailed, UserError
+from pshard.runtime.speculation.accept import MadeUp
 from pshard.runtime.texts.text import Piece, Row
 from pshard.server.jobs import Ended, Made, Progress
 from pshard.server.scheduling.choose_tier import TierChoice
-from pshard.server.scheduling.draw_token import draw_token, limit_piece, make_piece, score_rows, scores
+from pshard.server.scheduling.draw_token import Drawn, draw_tokens, limit_piece, make_piece, score_rows, scores
 from pshard.server.scheduling.fill_step import fill_prompts, room_for_prompts, wants_more
 from pshard.server.scheduling.jobs_at_work import JobsAtWork
 from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.promises import Promises
 from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.served_machine import Machine
+from pshard.server.scheduling.step_drafts import Drafts, StepDrafts
 from pshard.server.scheduling.tally import Tally
 from pshard.server.scheduling.waiting_line import WaitingLine
 from pshard.server.snapshot import StepSeen
@@ -28,11 +30,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Share:
-    """So many new tokens of a job's text in a step."""
+    """So many new tokens of a job's text in a step; the last of them may be drafts."""
 
     run: Request
     count: int
     decodes: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def span(self) -> Span:
+        """That of a text which decodes."""
+        verifies = self.count > 1
+        return Span(self.count, count_cells([self.run]), self.count, VERIFY if verifies else DECODE)
 
 
 class Scheduler:
@@ -47,6 +56,9 @@ class Scheduler:
         self.machine, self.promises, self.tally = machine, promises, tally
         self.pace = Pace(machine.facts)
         self.choice = TierChoice(self.pace)
+        self.drafts = StepDrafts(machine.facts, self.pace)
+        made_up = machine.facts.drafts.made_up
+        self._made_up = MadeUp(made_up) if made_up else None
         self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine(), promises.gap)
         self._link_bytes = machine.link_bytes
         self._kept = 0
@@ -60,30 +72,38 @@ class Scheduler:
         """What the next step holds; empty where nothing can run."""
         jobs = self.jobs
         jobs.give_up(self.promises, now)
+        drafts = self.drafts.choose([run for run in jobs.running if run.decodes], self.promises.gap)
         while True:
-            shares = self._share()
+            shares = self._share(drafts)
             if shares and self._lacks_blocks(shares):
-                self._make_room(now)
+                if drafts:
+                    drafts = {}
+                else:
+                    self._make_room(now)
             elif not shares and not jobs.running and len(jobs.line):  # it would wait for ever
                 jobs.end({next(iter(jobs.line)).job.id}, Ended("error", NO_ROOM, asked=True), now)
             else:
                 return shares
 
-    def _share(self) -> list[Share]:
-        decoding, prompts = list[Request](), list[Request]()
-        for at_work in self.jobs.running:
-            (decoding if at_work.decodes else prompts).append(at_work)
-        slots, shares = self.machine.facts.sequences, [Share(run, 1, True) for run in decoding]
-        if not prompts and (len(decoding) == slots or not len(self.jobs.line)):
+    def _share(self, drafts: Drafts) -> list[Share]:
+        shares, prompts = list[Share](), list[Request]()
+        for run in self.jobs.running:
+            if run.decodes:
+                own = drafts.get(run, ())
+                shares.append(Share(run, run.remaining + len(own), True, own))
+            else:
+                prompts.append(run)
+        slots = self.machine.facts.sequences
+        if not prompts and (len(shares) == slots or not len(self.jobs.line)):
             return shares  # no need to know what would have room
-        batch = Batch(tuple(Span(1, count_cells([run]), 1, DECODE) for run in decoding))
+        batch = Batch(tuple(share.span for share in shares))
         remaining = [run.remaining for run in prompts]
         room = self._room(batch, prompts)
         while len(self.jobs.running) < slots and len(self.jobs.line) and wants_more(remaining, room):
-            if (run := self.jobs.admit(prompts)) is None:
+            if (admitted := self.jobs.admit(prompts)) is None:
                 break
-            prompts.append(run)
-            remaining.append(run.remaining)
+            prompts.append(admitted)
+            remaining.append(admitted.remaining)
             room = self._room(batch, prompts)
         counts = fill_prompts(remaining, room)
         return shares + [Share(run, limit_piece(run, n), False) for run, n in zip(prompts, counts) if n]
@@ -122,32 +142,37 @@ class Scheduler:
                 run.begun = now
                 self.tally.queue.add(now - run.taken)
             try:
-                found.append(make_piece(run, share.count))
-                kept.append(share)
+                piece = make_piece(run, share.count, share.drafts)
+                found.append(piece)
+                own = share.drafts[: len(share.drafts) + len(piece.ids) - share.count]
+                kept.append(replace(share, count=len(piece.ids), drafts=own))
             except (StepFailed, UserError) as error:
                 self.jobs.fail(run, error, now)
         return kept, found
 
     def settle(self, step: "StepDone", rows: Sequence[Sequence[Row] | UserError]) -> None:
         """Hand out what a step made; an error stands for rows of a job that the machine refused."""
-        made = 0
+        made, held = 0, dict[Request, tuple[int, int]]()
         for share, own in zip(step.shares, rows):
             try:
                 if isinstance(own, UserError):
                     raise own
-                made += self._take_rows(share, own, step.end)
+                told = self._take_rows(share, own, step.end)
+                made += told.tokens
+                if share.drafts:
+                    held[share.run] = len(share.drafts), told.held
             except (StepFailed, UserError) as error:
                 self.jobs.fail(share.run, error, step.end)
             except Exception as error:
                 log.exception("a job failed")
                 self.jobs.fail(share.run, error, step.end)
-        self._note_step(step, made)
+        self._note_step(step, made, held)
 
-    def _take_rows(self, share: Share, rows: Sequence[Row], now: float) -> int:
-        """What a step made of one text; how many tokens."""
+    def _take_rows(self, share: Share, rows: Sequence[Row], now: float) -> "Told":
+        """What a step made of one text."""
         run = share.run
         if share.decodes:
-            return self._take_token(run, rows[-1], now)
+            return self._take_tokens(run, rows[run.owed :], share.drafts, now)
         assert run.text is not None
         done, prompt = len(run.text.ids), len(run.job.prompt)
         if scores(run):
@@ -158,37 +183,50 @@ class Scheduler:
             told = tuple(run.scored) if run.job.scored and not run.remaining else ()
             if not run.tell(Progress(done if run.remaining else prompt, prompt, run.text.cached, told)):
                 self.jobs.end_run(run, Ended("cancelled"), now)
-                return 0
+                return NOTHING_TOLD
         if run.remaining:
-            return 0
+            return NOTHING_TOLD
         if not run.job.most:
             self.jobs.end_run(run, Ended("length"), now)
-            return 0
-        return self._take_token(run, rows[-1], now)
+            return NOTHING_TOLD
+        return self._take_tokens(run, rows[-1:], (), now)
 
-    def _take_token(self, run: Request, row: Row, now: float) -> int:
-        token, likely = draw_token(run, row)
-        if token in run.job.stops:
+    def _take_tokens(self, run: Request, rows: Sequence[Row], drafts: tuple[int, ...], now: float) -> "Told":
+        """Draw the tokens after a text's last one, as many as its drafts let hold, and tell them at once."""
+        assert run.text is not None
+        drawn = draw_tokens(run, rows, drafts, self._made_up)
+        if drafts or run.owed:
+            run.owed = len(self.machine.pool.commit(run.text, len(run.text.ids) - len(drafts) + drawn.held))
+        told = Told(len(drawn.tokens), drawn.held)
+        if drawn.tokens and not self._tell(run, drawn, now):
+            self.jobs.end_run(run, Ended("cancelled"), now)
+        elif drawn.error:
+            raise drawn.error
+        elif drawn.stopped:
             self.jobs.end_run(run, Ended("stop"), now)
-            return 0
-        run.tokens.append(token)
-        made = run.made
-        if made == 1:
+        elif run.made >= run.job.most or len(run.tokens) >= self.machine.facts.longest:
+            self.jobs.end_run(run, Ended("length"), now)
+        return told
+
+    def _tell(self, run: Request, drawn: Drawn, now: float) -> bool:
+        """Hand tokens to whoever asked; whether they were taken. Those of one step come at once."""
+        if not run.made:
             run.first = now
             self.tally.first_token.add(now - run.taken)
         else:
             self.tally.gap.add(now - run.last)
+        for _ in drawn.tokens[1:]:
+            self.tally.gap.add(0.0)
         run.last = now
-        if not run.tell(Made((token,), (likely,) if likely else ())):
-            self.jobs.end_run(run, Ended("cancelled"), now)
-        elif made >= run.job.most or len(run.tokens) >= self.machine.facts.longest:
-            self.jobs.end_run(run, Ended("length"), now)
-        return 1
+        run.tokens += drawn.tokens
+        return run.tell(Made(tuple(drawn.tokens), tuple(drawn.likely)))
 
-    def _note_step(self, step: "StepDone", made: int) -> None:
+    def _note_step(self, step: "StepDone", made: int, held: dict[Request, tuple[int, int]]) -> None:
         seconds = step.end - step.start
         if not step.switched:
             self.pace.observe(step.batch, step.tier, seconds)
+        self.drafts.note(held, None if step.batch.others.texts else seconds)
+        self.tally.add_drafts(held.values())
         moved, self._link_bytes = self._link_bytes, self.machine.link_bytes
         busy = self.machine.facts.busy.get(step.tier, ())
         scale = seconds / self.pace.planned(step.tier) if self.pace.planned(step.tier) else 0.0
@@ -197,13 +235,24 @@ class Scheduler:
             start=step.start - self.tally.start,
             seconds=seconds,
             tier=step.tier,
-            decodes=step.batch.decoding.texts,
+            decodes=step.batch.decoding.tokens,
             prompts=step.batch.others.tokens,
             link_bytes=self._link_bytes - moved,
             busy=tuple((name, min(seconds, value * scale)) for name, value in busy),
             switched=step.switched,
         )
         self.tally.add_step(seen, made)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a step told of a text: how many tokens, and how many of its drafts held."""
+
+    tokens: int
+    held: int
+
+
+NOTHING_TOLD = Told(0, 0)
 
 
 @dataclass(frozen=True)

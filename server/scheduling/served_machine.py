@@ -6,6 +6,7 @@ from math import inf
 from typing import Protocol
 
 from pshard.planner.serving.step_times import StepTimes
+from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.snapshot import PlanInForce
 
@@ -18,6 +19,7 @@ class Pool(Protocol):
     def step(
         self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None
     ) -> Sequence[Sequence[Row]]: ...
+    def commit(self, text: Text, length: int) -> list[int]: ...
     def close(self, text: Text, keep: bool = True) -> None: ...
     def counts(self) -> BlockCounts: ...
     def keep_some(self, seconds: float) -> bool: ...
@@ -29,7 +31,8 @@ class PlanFacts:
     each, as they are stored with the plan.
 
     shown: the plan as people are told of it. times: predicted seconds of any step, and of switches, of the same tiers.
-    busy: predicted seconds of each resource in a micro-batch of each tier.
+    busy: predicted seconds of each resource in a micro-batch of each tier. drafts: who drafts, and how many drafts a
+    text's step has at most; drafting: how many texts can have some at once.
     """
 
     tiers: tuple[int, ...]
@@ -40,6 +43,8 @@ class PlanFacts:
     shown: PlanInForce
     times: StepTimes
     busy: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    drafts: DraftSettings = field(default_factory=DraftSettings)
+    drafting: int = 0
 
 
 class Machine(Protocol):

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from pshard.server.snapshot import Counters, Distributions, Histogram, StepSeen
 
@@ -43,6 +44,7 @@ class Tally:
         self.ended = Counter(dict.fromkeys(REASONS, 0))  # all keys at once: other threads read it
         self.refused: Counter[int] = Counter()
         self.first_token, self.gap, self.queue, self.whole = (Buckets(SECONDS) for _ in range(4))
+        self._drafted, self._accepted = Counter[int](), Counter[int]()  # by position
         self._step_tokens = Buckets(TOKENS)
         self._step_seconds: Counter[int] = Counter()
         self._steps: deque[StepSeen] = deque(maxlen=STEPS)
@@ -52,6 +54,12 @@ class Tally:
         """A job ended, so many seconds after it came."""
         self.ended[reason] += 1
         self.whole.add(seconds)
+
+    def add_drafts(self, texts: Iterable[tuple[int, int]]) -> None:
+        """Texts of a step with drafts: (how many, how many of them held)."""
+        for drafted, accepted in texts:
+            self._drafted.update(range(1, drafted + 1))
+            self._accepted.update(range(1, accepted + 1))
 
     def add_step(self, step: StepSeen, made: int) -> None:
         """A step, in which so many tokens were made."""
@@ -87,6 +95,8 @@ class Tally:
             ended=tuple(sorted(self.ended.items())),
             refused=tuple(sorted(self.refused.items())),
             step_seconds=tuple(sorted(self._step_seconds.items())),
+            drafted=tuple(sorted(self._drafted.items())),
+            accepted=tuple(sorted(self._accepted.items())),
         )
 
     def distributions(self) -> Distributions:

@@ -31,6 +31,11 @@ def write_metrics(now: Snapshot) -> str:
     count("steps", "Micro-batches that ran.", c.steps)
     seconds = [({"tier": tier}, taken) for tier, taken in c.step_seconds]
     tell("counter", "step_seconds_total", "Seconds of steps by the tokens of their tier.", seconds)
+    for name, about, counts in (
+        ("drafts_verified", "Drafts that steps verified, by their position.", c.drafted),
+        ("drafts_accepted", "Drafts that held, by their position.", c.accepted),
+    ):
+        tell("counter", f"{name}_total", about, [({"position": place}, n) for place, n in counts])
     count("link_bytes", "Bytes copied from host to device.", c.link_bytes)
     count("tier_switches", "Times that a tier gave way to another.", c.tier_switches)
     count("preemptions", "Texts that gave their blocks away.", c.preemptions)

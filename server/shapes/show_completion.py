@@ -10,14 +10,17 @@ from pshard.server.text.token_words import Entry, TokenWords
 
 @dataclass(frozen=True)
 class Heading:
-    """What every object of one answer begins with. created: whole seconds since 1970."""
+    """What every object of one answer begins with. created: whole seconds since 1970. drafts: of a step at most, where
+    the request has said it."""
 
     id: str
     created: int
     model: str
+    drafts: int | None = None
 
     def show(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        told = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return told | ({} if self.drafts is None else {"speculative": {"n_max": self.drafts}})
 
 
 def show_completion_choice(

@@ -14,6 +14,7 @@ from manual_clock import ManualClock
 
 from pshard.errors import UserError
 from pshard.planner.serving.step_times import StepTimes, TierSteps
+from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.runtime.texts.text import Piece
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import PlanInForce, TierNow
@@ -60,6 +61,7 @@ class FakeText:
     ids: list[int]
     cached: int
     salt: str
+    committed: int = 0
     blocks: list[object] = field(default_factory=list)
 
 
@@ -85,7 +87,7 @@ class FakePool:
                 break
             self._hold(key)
             text.blocks.append(key)
-        text.cached = KV_BLOCK * len(text.blocks)
+        text.cached = text.committed = KV_BLOCK * len(text.blocks)
         text.ids = list(ids[: text.cached])
         self.open_texts.append(text)
         return text
@@ -126,15 +128,32 @@ class FakePool:
                     self.idle.popitem(last=False)
                 text.blocks.append(None)
                 self.own += 1
-            if len(text.ids) % KV_BLOCK == 0:
-                self._share(text)
             if piece.rows == "all" or (piece.rows == "last" and i + 1 == len(piece.ids)):
                 rows.append(self._row(text, piece, i if piece.rows == "all" else None))
+        if not piece.drafts:
+            self._keep(text)
         return rows
 
-    def _share(self, text: FakeText) -> None:
-        key = (text.salt, *text.ids)
-        at = len(text.ids) // KV_BLOCK - 1
+    def commit(self, text: FakeText, length: int) -> list[int]:
+        held, wanted = text.committed, text.ids[:length]
+        assert held < length <= len(text.ids)
+        del text.ids[length if self.machine.cuts else held :]
+        again = wanted[len(text.ids) :]
+        while len(text.blocks) > -(-len(text.ids) // KV_BLOCK):
+            assert text.blocks.pop() is None
+            self.own -= 1
+        self._keep(text)
+        return again
+
+    def _keep(self, text: FakeText) -> None:
+        for end in range(KV_BLOCK, len(text.ids) + 1, KV_BLOCK):
+            if text.committed < end:
+                self._share(text, end)
+        text.committed = len(text.ids)
+
+    def _share(self, text: FakeText, end: int) -> None:
+        key = (text.salt, *text.ids[:end])
+        at = end // KV_BLOCK - 1
         if text.blocks[at] is None:
             self.own -= 1
             self._hold(key)
@@ -147,7 +166,8 @@ class FakePool:
         logits[(first + 1) % VOCAB] = 5.0
         masked = logits.copy()
         if piece.mask is not None:
-            masked[np.unpackbits(piece.mask.view(np.uint8), bitorder="little")[:VOCAB] == 0] = -np.inf
+            mask = piece.mask if i is None else piece.mask[i]
+            masked[np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB] == 0] = -np.inf
         order = np.argsort(-masked, kind="stable")[: piece.best]
         of = piece.of if i is None else piece.of[i : i + 1]
         total = float(np.log(np.exp(logits.astype(float)).sum()))
@@ -175,11 +195,12 @@ class FakePool:
 
 
 class FakeMachine:
-    """Tiers whose steps take what the plan says times `slower`; `refuse`, `fail` and `bad` make trouble."""
+    """Tiers whose steps take what the plan says times `slower`; `refuse`, `fail` and `bad` make trouble. cuts: whether
+    texts can be cut back behind drafts, or all of a step's are given back."""
 
     def __init__(
         self, tiers=(1, 4, 16, 128, 512), seconds=(0.05, 0.06, 0.1, 0.2, 0.5), sequences=8, longest=2048, blocks=None,
-        switch=None, slower=1.0, clock=None,
+        switch=None, slower=1.0, clock=None, drafts=None, cuts=True,
     ):  # fmt: skip
         shown = PlanInForce(
             (100,), longest, longest, sequences, "bf16", "bf16", "none", "made up",
@@ -187,7 +208,10 @@ class FakeMachine:
         )  # fmt: skip
         moves = tuple(tuple((switch or {}).get((a, b), 0.0) for b in tiers) for a in tiers)
         times = StepTimes(tuple(TierSteps(n, ((n, s),), ((0, 0.0),), ()) for n, s in zip(tiers, seconds)), moves)
-        self.facts = PlanFacts(tiers, seconds, sequences, longest, VOCAB, shown, times)
+        self.facts = PlanFacts(
+            tiers, seconds, sequences, longest, VOCAB, shown, times, {}, drafts or DraftSettings(), sequences
+        )  # fmt: skip
+        self.cuts = cuts
         self.clock, self.slower = clock or ManualClock(), slower
         self.pool = FakePool(self, blocks or longest * 2 // KV_BLOCK)
         self.link_bytes, self.kept, self.closed = 0, 0, False

@@ -7,7 +7,7 @@ from engines import open_engine, pinned_everywhere
 
 from pshard.models import open_model
 from pshard.server.life.local_machine import LocalMachine
-from pshard.server.life.read_facts import keep_one_tier, read_facts
+from pshard.server.life.read_facts import keep_one_tier, plan_drafts, read_facts
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.gguf"
 
@@ -21,11 +21,11 @@ class EngineLoader:
 
     def __init__(
         self, path=DEMO, sequences=8, context=4096, tokens=(1, 4, 16, 64, 128), kernels="fast", kv_types=("f32", "f32"),
-        deterministic=False,
+        deterministic=False, drafts=None, checkpoint_bytes=0,
     ):  # fmt: skip
-        self.path, self.deterministic = path, deterministic
+        self.path, self.deterministic, self.drafts = path, deterministic, drafts
         self.shape = {"context": context, "sequences": sequences, "tokens": tokens, "kernels": kernels}
-        self.shape["kv_types"] = kv_types
+        self.shape |= {"kv_types": kv_types, "checkpoint_bytes": checkpoint_bytes}
         self.machines: list[LocalMachine] = []
         self.asked: list[int | None] = []
 
@@ -35,6 +35,7 @@ class EngineLoader:
             tiers = pinned_everywhere(file.spec, self.shape["tokens"], self.shape["context"], self.shape["sequences"])
         engine = open_engine(self.path, tiers, **self.shape, exact=self.deterministic)
         facts = read_facts(engine._executor.spec, made_up_profile(), engine.plan, self.budgets, engine.notes)
-        machine = LocalMachine(engine, keep_one_tier(facts) if self.deterministic else facts)
+        facts = keep_one_tier(facts) if self.deterministic else facts
+        machine = LocalMachine(engine, plan_drafts(facts, self.drafts) if self.drafts else facts)
         self.machines.append(machine)
         return machine

@@ -20,8 +20,8 @@ def test_wanted_rows_are_the_last_of_each_text_in_order() -> None:
 
 def test_texts_that_decode_are_told_from_others_beside_them() -> None:
     batch = Batch((Span(1, 10, 1, DECODE), Span(1, 31, 1, DECODE), Span(300, 50), Span(4, 200, 4, VERIFY)))
-    assert (batch.decoding.texts, batch.decoding.cells, batch.others.tokens) == (2, 41, 304)
-    assert batch.others.mean_past == (300 * 50 + 4 * 200) // 304
+    assert (batch.decoding.texts, batch.decoding.cells, batch.others.tokens) == (3, 241, 300)
+    assert batch.others.mean_past == 50
     full = batch.with_prompt(6, 20)
     assert full.decoding == batch.decoding and full.others == Batch((Span(6, 20),))
     assert batch.with_prompt(0, 20) == batch.decoding

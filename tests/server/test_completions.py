@@ -243,3 +243,18 @@ def test_minus_one_token_is_as_many_as_there_is_room_for(path, name, more) -> No
     assert job.most == demo_model().context - len(job.prompt) + 1
     refused = ask(app, path, more | {name: -2})
     assert refused.status_code == 400 and name in refused.text
+
+
+def test_a_request_for_fewer_drafts_is_told_how_many_there_are(app, service, monkeypatch) -> None:
+    plan = replace(service.snapshot().plan, drafter="lookup", drafts=3)
+    now = replace(service.snapshot(), plan=plan)
+    monkeypatch.setattr(service, "snapshot", lambda: now)
+    for asked, told in ((0, 0), (2, 2), (9, 3)):
+        found = complete(app, speculative={"n_max": asked})
+        assert found["speculative"] == {"n_max": told} and service.jobs[-1].drafts == asked
+        *chunks, done = events_of(ask(app, PATH, ROMEO | {"stream": True, "speculative": {"n_max": asked}}))
+        assert done == "[DONE]" and all(chunk["speculative"] == {"n_max": told} for chunk in chunks)
+    assert "speculative" not in complete(app) and service.jobs[-1].drafts is None
+    for wrong in (5, {"n_max": -1}, {"n_max": 1.5}):
+        refused = ask(app, PATH, ROMEO | {"speculative": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("speculative")

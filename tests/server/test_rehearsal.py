@@ -58,6 +58,15 @@ def test_every_tier_and_every_number_of_texts_is_run(monkeypatch: pytest.MonkeyP
     assert seen[-1] == (1, 1, 1)  # what the first token of an answer needs is in VRAM then
 
 
+def test_every_number_of_rows_with_drafts_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_served(DEMO) as engine:
+        seen = watch_steps(engine, monkeypatch)
+        rehearse_steps(engine, deterministic=False, drafts=3)
+        counts = engine.texts.counts()
+    assert {2, 4, 8, 12, 16, 24} <= {tokens for _, width, tokens in seen if width < tokens} and seen[-1] == (1, 1, 1)
+    assert counts.used == counts.cached == 0
+
+
 def test_deterministic_steps_are_of_one_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_served(DEMO, exact=True) as engine:
         seen = watch_steps(engine, monkeypatch)
@@ -97,7 +106,7 @@ def test_a_server_starts_without_it_where_it_fails_and_says_so(tmp_path: Path, m
     monkeypatch.setattr(load_model, "compiles_kernels", lambda profile: True)
     tried: list[Engine] = []
 
-    def fail(engine: Engine, deterministic: bool) -> None:
+    def fail(engine: Engine, deterministic: bool, drafts: int) -> None:
         tried.append(engine)
         raise StepFailed("the device does not answer")
 

@@ -73,6 +73,11 @@ class Odd:
     def accept(self, token) -> None:
         self.came.append(token)
 
+    def copy(self):
+        copied = Odd(self.most)
+        copied.came = [*self.came]
+        return copied
+
 
 def prompt_of(number: int, length: int) -> list[int]:
     return [(number * 7919 + i * 104729) % 1000 for i in range(length)]
@@ -280,6 +285,13 @@ def test_a_first_step_that_compiles_does_not_close_its_tier():
     for _ in range(12):
         pace.observe(prompt, 512, planned)
     assert pace.expect(prompt, 512) < 1.3 * planned
+
+
+def test_the_first_steps_of_a_tier_count_alike():
+    pace = Pace(FakeMachine().facts)
+    for seconds in (0.24, 0.06, 0.06, 0.06):
+        pace.observe(batch(4, 0, 0, 0), 4, seconds)
+    assert pace.whole(4) == pytest.approx((0.24 + 3 * 0.06) / 4)
 
 
 def test_what_steps_really_take_corrects_what_the_plan_predicts_of_them():

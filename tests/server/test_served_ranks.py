@@ -22,16 +22,19 @@ from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.sampling import Sampling
+from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.server.life.how_to_run import HowToRun
 from pshard.server.life.rank_machine import RankMachine, Ranks
 from pshard.server.life.rank_program import RankTask, follow_parent, serve_to_the_end
-from pshard.server.life.read_facts import read_facts
+from pshard.server.life.read_facts import plan_drafts, read_facts
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
+from pshard.speculation import LOOKUP
 from pshard.workload import Split
 
 TOKENS, CONTEXT, SEQUENCES = (1, 4, 16, 64), 512, 4
 HOT = Sampling(seed=11)
+NO_DRAFTS = DraftSettings()
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +52,9 @@ def rank_variant(path, mode):
     return replace(variant, workload=variant.workload.under(split))
 
 
-def facts_of(path, variant):
+def facts_of(path, variant, drafts=NO_DRAFTS):
     with open_model(path) as file:
-        return lambda notes: read_facts(file.spec, made_up_profile(), variant, (1, 2), notes)
+        return lambda notes: plan_drafts(read_facts(file.spec, made_up_profile(), variant, (1, 2), notes), drafts)
 
 
 class ThreadLoader:
@@ -61,8 +64,8 @@ class ThreadLoader:
 
     def look_again(self, budget, plan, stopped): ...
 
-    def __init__(self, path, mode):
-        self.path, self.variant = path, rank_variant(path, mode)
+    def __init__(self, path, mode, drafts=NO_DRAFTS):
+        self.path, self.variant, self.drafts = path, rank_variant(path, mode), drafts
 
     def load(self, budget):
         ranks, pairs, meeting = 2, [Pipe() for _ in range(2)], Meeting(2)
@@ -80,7 +83,7 @@ class ThreadLoader:
         for rank in range(ranks):
             threading.Thread(target=run, args=(rank,), daemon=True).start()
         group = Ranks([here for here, _ in pairs], [], [])
-        return RankMachine(group, facts_of(self.path, self.variant)(group.hear()))
+        return RankMachine(group, facts_of(self.path, self.variant, self.drafts)(group.hear()))
 
 
 class ProcessLoader(ThreadLoader):
@@ -129,6 +132,30 @@ def test_ranks_tell_what_one_device_tells(serve, model, mode):
     assert tell_all(thread) == tell_all(alone)
     wait_for(lambda: not thread.snapshot().running)
     assert thread.snapshot().blocks.used == 0
+
+
+def test_ranks_with_drafts_tell_what_one_device_tells_without(serve, model, monkeypatch):
+    """Whoever drafts the right tokens: a text is cut back on all ranks to those that are told."""
+    alone = tell_all(serve(EngineLoader(model, SEQUENCES, CONTEXT, TOKENS, "plain")))
+    monkeypatch.setattr("pshard.server.scheduling.step_drafts.LookupDrafter", Guess)
+    Guess.told, Guess.right = alone, True
+    thread = serve(ThreadLoader(model, "tensor", DraftSettings(LOOKUP, 3, fixed=True)))
+    assert tell_all(thread) == alone
+    counters = thread.snapshot().counters
+    assert counters.accepted[0][1] > 5 and counters.drafted[0][1] > counters.accepted[0][1]
+    wait_for(lambda: not thread.snapshot().running and not thread.snapshot().blocks.used)
+
+
+class Guess:
+    """Drafts what came after the same tokens elsewhere, and every other time something else."""
+
+    def draft(self, text, tokens, most):
+        Guess.right = not Guess.right
+        for told in self.told:
+            for made in range(1, len(told)):
+                if tokens[-made:] == told[:made]:
+                    return tuple((t + (not Guess.right)) % 300 for t in told[made : made + most])
+        return ()
 
 
 class RefusingLoader(ThreadLoader):

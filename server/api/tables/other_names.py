@@ -27,6 +27,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # path -> fields, and why t
         ("messages", "is input here"), ("system", "is instructions here"), ("stop_sequences", "is stop here"),
         ("logprobs", "is top_logprobs here"), ("reasoning_effort", "is reasoning.effort here"),
         ("chat_template_kwargs", CHATS), ("functions", "is tools here"), ("return_token_ids", CHATS),
+        ("speculative", CHATS),
     ),
     "/v1/messages": (
         *((name, "is max_tokens here") for name in LENGTH[1:]),
@@ -34,7 +35,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # path -> fields, and why t
         ("response_format", "is output_config.format here"), ("input", "is messages here"),
         ("instructions", "is system here"), ("reasoning_effort", "is output_config.effort here"),
         ("chat_template_kwargs", CHATS), ("logprobs", CHATS), ("top_logprobs", CHATS), ("functions", "is tools here"),
-        ("return_token_ids", CHATS),
+        ("return_token_ids", CHATS), ("speculative", CHATS),
     ),
     **dict.fromkeys(("/api/chat", "/api/generate"), (
         *((name, f"is options.{name} here") for name in OPTIONS),

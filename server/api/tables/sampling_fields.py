@@ -118,6 +118,12 @@ def response_format_kind() -> Fields:
     )
 
 
+def speculative_field() -> Field:
+    """What a request may say of drafts."""
+    kind = Fields((Field("n_max", Whole(0, MOST_TOKENS), about="drafts of a step at most; the answer says how many"),))
+    return Field("speculative", kind, {"n_max": None})
+
+
 def _stream_options() -> Fields:
     often = Refused("is not done: usage comes once, at the end of the stream")
     return Fields((Field("include_usage", Flag(), False), Field("continuous_usage_stats", often)))
