@@ -16,7 +16,7 @@ from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.predicted_times import round_seconds, step_bound, step_seconds
 from pshard.routing.followed import under_plan
-from pshard.speculation import MTP, NO_DRAFTS, Drafting, DraftQuestion, PlannedDrafts, Speculation
+from pshard.speculation import MOST_ROWS, MTP, NO_DRAFTS, Drafting, DraftQuestion, PlannedDrafts, Speculation
 from pshard.workload import Workload
 
 
@@ -90,13 +90,16 @@ def _list_workloads(workload: Workload, question: DraftQuestion, drafter_mib: in
 
 
 def _describe_steps(variant: Variant, keeping: float, each: float) -> PlannedDrafts:
-    """keeping: seconds before a step of what cannot be cut back; 0 where all can, else what held is computed again.
-    each: seconds of a draft."""
-    drafts, rows = variant.workload.drafting.drafts, variant.workload.drafting.rows
+    """keeping: seconds of copying what cannot be cut back; 0 where all can, else told tokens are computed again. each:
+    seconds of a draft."""
+    work = variant.workload
+    drafts, rows = work.drafting.drafts, work.drafting.rows
     step = step_seconds(variant, rows)
     alone, bound = step_seconds(variant, 1), step_bound(variant, rows)
-    beside = keeping + each * drafts if drafts else 0.0
-    return PlannedDrafts(drafts, alone, step, bound, beside, step if drafts and keeping else 0.0)
+    if not (drafts and keeping):
+        return PlannedDrafts(drafts, alone, step, bound, each * drafts)
+    wide = step_seconds(variant, max(rows, min(MOST_ROWS, work.largest // work.sequences)))
+    return PlannedDrafts(drafts, alone, step, bound, each * drafts, keeping, max(step, wide))
 
 
 def _keep_seconds(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> float:

@@ -3,7 +3,7 @@
 Words: a step verifies `drafts` drafts in drafts + 1 rows; it brings the accepted ones and one token more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -17,6 +17,9 @@ GIVEN, RECORDED, ASSUMED = "given", "recorded", "assumed"  # where an acceptance
 SOURCES = (GIVEN, RECORDED, ASSUMED)
 PLANNED_DRAFTS = (1, 2, 3, 5, 7, 11, 15)  # numbers of drafts that a plan is tried with
 MOST_DRAFTS = PLANNED_DRAFTS[-1]  # of a step
+MOST_ROWS = (
+    16  # of a text's step, with what is computed again: of more a delta net's rows lose the bits of single tokens
+)
 USUAL_CHANCES = (0.5, 0.65, 0.8)  # of a draft, that tables show beside an assumed one
 SHIFT = 0.1  # by which a draft's chance may be lower or higher than in a record or as it was given
 
@@ -119,14 +122,14 @@ def best_drafts(acceptance: Acceptance, seconds: Mapping[int, float], draft_seco
     return max(sorted(seconds), key=lambda drafts: rate(drafts) if drafts else 1 / alone)
 
 
-def break_even(drafts: int, alone: float, step: float, drafting: float = 0.0, again: float = 0.0) -> float | None:
+def break_even(drafts: int, alone: float, step: float, beside: Callable[[Acceptance], float]) -> float | None:
     """The chance, the same for every draft, from which on so many drafts a step are no slower than none; None where
-    even drafts that are all accepted are slower. Seconds as in `Acceptance.mean_seconds`; again: those of a step whose
-    drafts are not all accepted, beside."""
+    even drafts that are all accepted are slower. Seconds as in `Acceptance.mean_seconds`; beside: those that a step
+    with drafts takes more, by how likely they hold."""
 
     def pays(chance: float) -> bool:
         held = Acceptance((chance,))
-        return held.tokens(drafts) * alone >= step + drafting + (1 - held.at(drafts)) * again
+        return held.tokens(drafts) * alone >= step + beside(held)
 
     if not pays(1.0):
         return None
@@ -135,6 +138,23 @@ def break_even(drafts: int, alone: float, step: float, drafting: float = 0.0, ag
         middle = (low + high) / 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
+
+
+def share_owed(acceptance: Acceptance, drafts: int) -> tuple[float, float]:
+    """Of steps with so many drafts, where states cannot be cut back and told tokens are computed again with the next
+    drafts until all of these hold: the share of those that have none of them, and how often they are computed alone
+    before, as a step has MOST_ROWS at most."""
+    exactly = [acceptance.at(held) - acceptance.at(held + 1) for held in range(drafts)]
+    visits = [1.0] + [0.0] * MOST_ROWS  # from one step without such tokens to the next, by how many there are
+    steps = alone = 0.0
+    for owed, share in enumerate(visits):
+        if owed and owed + 1 + drafts > MOST_ROWS:
+            alone += share
+            continue
+        steps += share
+        for held, chance in enumerate(exactly):
+            visits[owed + 1 + held] += share * chance
+    return 1 / steps, alone / steps
 
 
 def parse_acceptance(text: str, flag: str, source: str = GIVEN) -> Acceptance:
@@ -208,19 +228,27 @@ class DraftQuestion:
 @dataclass(frozen=True)
 class PlannedDrafts:
     """A number of drafts that was planned for, with places of its own. Seconds of a step of all texts that run, in the
-    mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, `drafting` for making
-    them and keeping what they may spoil, and `again` for computing what held a second time where not all did."""
+    mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, and `drafting` to make
+    these. Where states cannot be cut back: `copies` to copy them, and `again` of a step that also computes told tokens
+    again, behind drafts that did not all hold; else 0."""
 
     drafts: int
     alone: float
     step: float
     bound: float
     drafting: float = 0.0
+    copies: float = 0.0
     again: float = 0.0
 
     def beside(self, acceptance: Acceptance) -> float:
-        """Seconds beside those of a step with drafts, in the mean."""
-        return self.drafting + (1 - acceptance.at(self.drafts)) * self.again
+        """Seconds beside those of a step with drafts, in the mean: states are copied before the first step, and back
+        behind each whose drafts do not all hold."""
+        if not self.again:
+            return self.drafting
+        first, alone = share_owed(acceptance, self.drafts)
+        often = first + 1 - acceptance.at(self.drafts)
+        copies = often * self.copies
+        return self.drafting + copies + (1 - first) * (self.again - self.step) + alone * self.again
 
     def rate(self, acceptance: Acceptance) -> float:
         """Tokens a second of each text."""
@@ -251,7 +279,7 @@ class Speculation:
 
     def break_even(self, planned: PlannedDrafts) -> float | None:
         """From which chance of every draft on so many are no slower than the plan without; see `break_even`."""
-        return break_even(planned.drafts, self.planned[0].alone, planned.step, planned.drafting, planned.again)
+        return break_even(planned.drafts, self.planned[0].alone, planned.step, planned.beside)
 
     def compared(self) -> tuple[Acceptance, ...]:
         """Acceptances to show rates at: the own one, and beside it lower and higher ones, or usual ones where it is

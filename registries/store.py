@@ -108,7 +108,8 @@ class Saved:
 
 
 def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Variant]) -> Saved:
-    """Add variants to the registry at `path`, to those of the same `inputs`; one with the same key is replaced.
+    """Add variants to the registry at `path`, to those of the same `inputs`; one with the same key is replaced, and one
+    with drafts by one of which drafts were asked, and none were better.
 
     Plans of other inputs (another machine, another profile) stay, up to MOST_SETS sets; beyond them the one that was
     written the longest ago is dropped, and so are plans of a format that is not read any more. Raises UserError and
@@ -122,7 +123,7 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
         with hold_lock(path):
             stored, older = _read_stored(path)
             kept = next((plans.variants for plans in stored if plans.fingerprint == digest(inputs)), ())
-            replaced = {variant_key(v) for v in variants}
+            replaced = {key for v in variants for key in _list_replaced(v)}
             proven = {variant_key(v) for v in kept if v.validated}
             merged = [v for v in kept if variant_key(v) not in replaced] + list(variants)
             merged.sort(key=lambda v: (variant_key(v)[1:], v.workload.vram_mib))
@@ -150,12 +151,19 @@ def _read_stored(path: Path) -> tuple[tuple[PlanSet, ...], int]:
         return (), error.plans
 
 
-def variant_key(variant: Variant) -> tuple:
-    """What makes two variants the same one: planning it again replaces it."""
+def variant_key(variant: Variant, drafts: bool | None = None) -> tuple:
+    """What makes two variants the same one: planning it again replaces it. drafts: whether it has some, where another
+    one is meant than this."""
     w = variant.workload
     split = (w.split_mode, w.tensor_split, w.max_tp, w.device)
-    load = (w.sequences, w.concurrency, w.drafting.drafts > 0)
+    load = (w.sequences, w.concurrency, w.drafting.drafts > 0 if drafts is None else drafts)
     return (w.vram_mib, w.context, load, w.type_k, w.type_v, w.max_ubatch, *split)
+
+
+def _list_replaced(variant: Variant) -> tuple[tuple, ...]:
+    """Keys of variants that are not to be chosen any more."""
+    chose_none = variant.speculation is not None and not variant.workload.drafting.drafts
+    return (variant_key(variant), *((variant_key(variant, drafts=True),) if chose_none else ()))
 
 
 def _asked_key(variant: Variant) -> tuple:

@@ -83,7 +83,7 @@ class Engine:
         blocks = TextBlocks(sequences, self.longest, kv_blocks(context, sequences), _recent_blocks(executor))
         self.drafter = HeadProgram(head, executor, blocks) if head else NoFollower()
         self.texts = TextPool(executor, blocks, self._checkpoints, store, self._guard, self.drafter)
-        self._sequences, self._seconds = NumberedTexts(self.texts), StepSeconds(tier_seconds(variant))
+        self._sequences, self._seconds = NumberedTexts(self.texts), _time_steps(variant)
         self._broken: BaseException | None = None
         self._closed, self._told = False, 0  # told: tiles that were passed over and stand in the notes
 
@@ -305,6 +305,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _time_steps(variant: Variant) -> StepSeconds:
+    """What the plan says of steps."""
+    return StepSeconds(tier_seconds(variant), variant.speculation.rows if variant.speculation else ())
 
 
 def _report_memory(e: Executor) -> MemoryReport:

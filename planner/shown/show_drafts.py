@@ -117,8 +117,8 @@ def describe_drafts(table: DraftTable) -> Iterator[str]:
         yield f"Experts: of a layer, that a text's rows use, {by}."
     if any(row.beside for row in table.rows):
         yield (
-            "More: states that cannot be cut back are copied before a step, and what held is computed again where not "
-            "all drafts did."
+            "More: states that cannot be cut back are copied before steps, and what held is computed again with the "
+            "next drafts where not all did."
         )
     if not table.chosen:
         yield "No drafts: no number of them gives a shorter round."

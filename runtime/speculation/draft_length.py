@@ -1,7 +1,7 @@
 """How many drafts a text's next step verifies: as many as bring most tokens a second by what was seen. No torch."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -18,9 +18,11 @@ TRIAL, FIRST = 2, 2  # steps with a draft then; drafts of a text's first step: m
 class StepSeconds:
     """Seconds of steps by their rows and tier: what was measured, and what the plan expects of those that never ran."""
 
-    def __init__(self, planned: Mapping[int, float]) -> None:
-        """planned: seconds of a full micro-batch by tier; their ratios scale what was measured."""
+    def __init__(self, planned: Mapping[int, float], rows: Sequence[float] = ()) -> None:
+        """planned: seconds of a full micro-batch by tier; their ratios scale what was measured. rows: of a step of 1,
+        2, ... rows, where the plan says them."""
         self._planned = {tier: max(1e-9, seconds) for tier, seconds in sorted(planned.items())}
+        self._rows = tuple(max(1e-9, seconds) for seconds in rows)
         self._last: dict[tuple[int, int], deque[float]] = {}  # of each kind, but for the first, which may compile
         self._medians: dict[tuple[int, int], float] = {}
 
@@ -42,16 +44,20 @@ class StepSeconds:
         points = {n: median for (n, under), median in self._medians.items() if under == tier}
         alone = next((median for (n, _), median in self._medians.items() if n == 1), None)
         if alone is None or rows in points:
-            return points.get(rows, self._planned[tier])
+            return points.get(rows, self._expect(rows, tier))
         if rows == 1:
             return alone
         if not points:
-            return alone * self._planned[tier] / self._planned[self.tier(1)]
+            return alone * self._expect(rows, tier) / self._expect(1, self.tier(1))
         points.setdefault(1, alone)
         below, above = max(n for n in points if n < rows), min((n for n in points if n > rows), default=0)
         if not above:
             return points[below]
         return points[below] + (points[above] - points[below]) * (rows - below) / (above - below)
+
+    def _expect(self, rows: int, tier: int) -> float:
+        """As the plan says it."""
+        return self._rows[rows - 1] if rows <= len(self._rows) and tier == self.tier(rows) else self._planned[tier]
 
 
 class DraftChances:

@@ -18,9 +18,8 @@ from pshard.runtime.speculation.prompt_lookup import PromptLookup
 from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
-from pshard.speculation import LOOKUP, MTP, NONE, Acceptance, AcceptanceRecord
+from pshard.speculation import LOOKUP, MOST_ROWS, MTP, NONE, Acceptance, AcceptanceRecord
 
-MOST_ROWS = 16  # of a step with what is owed: of more a delta net's rows lose the bits of single tokens
 IDLE = 8  # steps without drafts before they run under their own tier again
 
 

@@ -8,12 +8,11 @@ from weakref import WeakKeyDictionary
 
 from pshard.runtime.speculation.draft_length import DraftChances
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
-from pshard.runtime.speculation.speculator import MOST_ROWS
 from pshard.runtime.texts.text import Text
 from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.served_machine import PlanFacts
-from pshard.speculation import MOST_DRAFTS
+from pshard.speculation import MOST_DRAFTS, MOST_ROWS
 
 READ = 4096  # tokens of a text that lookup reads before a step: more would hold up all others
 

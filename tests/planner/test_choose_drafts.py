@@ -15,7 +15,7 @@ from pshard.planner.make_plan import plan_roughly
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.shown.show_drafts import describe_drafts, tabulate_drafts
 from pshard.predicted_times import decode_rate, round_seconds
-from pshard.speculation import ASSUMED, Acceptance, DraftQuestion, best_drafts
+from pshard.speculation import ASSUMED, Acceptance, DraftQuestion, best_drafts, share_owed
 from pshard.units.moe.popularity import Popularity
 from pshard.workload import Workload
 
@@ -125,10 +125,12 @@ def test_states_that_cannot_be_cut_back_cost_a_copy_and_a_step_more_where_drafts
         spec = model.spec
     chosen = choose(spec, 0.5, (3,), replace(WORK, context=256, prompt=64, generated=32))
     none, three = chosen.speculation.planned
-    assert none.drafting == none.again == 0 < three.drafting and three.again == three.step
-    beside = three.drafting + (1 - 0.125) * three.step
+    assert none.copies == none.again == three.drafting == 0 < three.copies and three.again >= three.step
+    first, alone = share_owed(Acceptance((0.5,)), 3)
+    beside = (first + 1 - 0.125) * three.copies + (1 - first) * (three.again - three.step) + alone * three.again
+    assert beside < three.copies + (1 - 0.125) * three.step  # less than a step of its own for all that held
     assert decode_rate(chosen) == pytest.approx(1.875 / (three.step + beside))
     table = tabulate_drafts(spec, chosen)
     assert table is not None and table.rows[1].beside == pytest.approx(beside)
     assert any(line.startswith("More: states") for line in describe_drafts(table))
-    assert all(p.drafting == p.again == 0 for p in choose(DENSE, 0.5, (3,)).speculation.planned)
+    assert all(p.drafting == p.copies == p.again == 0 for p in choose(DENSE, 0.5, (3,)).speculation.planned)

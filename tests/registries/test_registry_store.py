@@ -15,6 +15,7 @@ from pshard.errors import StaleRegistry, UserError
 from pshard.paths import bundled_model
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import MOST_SETS, load_registry, own_plans, registry_path, save_variants
+from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
 from pshard.workload import Workload
 
 
@@ -340,3 +341,17 @@ def test_plan_command_names_what_differs_from_the_defaults():
     assert plan_command("m", tensor).endswith("--vram 1,2 -c 8192 -np 1 -ctk f16 -ctv bf16 -sm tensor -ts 0.75,0.25")
     limited = Workload((1, 2), split_mode="tensor", max_tp=(("attention", 1),))
     assert plan_command("m", limited).endswith("-np 1 -sm tensor --max-tp attn=1")
+
+
+def test_a_plan_that_chose_no_drafts_replaces_the_one_with_drafts_and_one_that_was_not_asked_does_not(tmp_path):
+    path, held = tmp_path / "r.json", Acceptance((0.8,))
+    none = make_variant((100,))
+    said = Speculation("lookup", held, 1.0, (PlannedDrafts(0, 1.0, 1.0, 1.0), PlannedDrafts(3, 1.0, 1.1, 1.0)))
+    work = replace(none.workload, drafting=Drafting("lookup", 3), acceptance=held)
+    drafts = replace(none, workload=work, speculation=said)
+    save_variants(path, "tiny", INPUTS, [drafts, replace(drafts, workload=replace(work, context=1024))])
+    save_variants(path, "tiny", INPUTS, [none])
+    assert [v.workload.drafting.drafts for v in load_registry(path).variants] == [0, 3, 3]
+    save_variants(path, "tiny", INPUTS, [replace(none, speculation=said)])
+    left = load_registry(path).variants
+    assert sorted((v.workload.drafting.drafts, v.workload.context) for v in left) == [(0, work.context), (3, 1024)]

@@ -60,6 +60,16 @@ def test_one_slow_step_changes_nothing() -> None:
     assert seconds.of(4, 16) == before
 
 
+def test_what_a_plan_says_of_so_many_rows_goes_before_its_tier() -> None:
+    """Of a step that never ran: twice as long with four rows, where the tier would take as long with two."""
+    seconds = StepSeconds({1: 1.0, 4: 2.0, 16: 4.0}, (1.0, 1.2, 1.9, 2.0))
+    assert [seconds.of(rows, seconds.tier(rows)) for rows in (1, 2, 4, 5)] == [1.0, 1.2, 2.0, 4.0]
+    for _ in range(4):
+        seconds.observe(1, 1, 3.0)
+    assert [seconds.of(rows, seconds.tier(rows)) for rows in (2, 5)] == [pytest.approx(3.6), 12.0]
+    assert seconds.of(2, 16) == 12.0  # under another tier than the one that covers them
+
+
 def test_lookup_takes_the_longest_match_and_the_newest_of_equals() -> None:
     drafter = PromptLookup()
     drafter.see([1, 2, 3, 4, 50, 9, 2, 3, 4, 60, 8, 3, 4, 70, 1, 2, 3, 4])
