@@ -18,6 +18,8 @@ from pshard.commands.parsing.text_flags import add_thinking_flag, read_thinking
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
 from pshard.errors import UserError
 from pshard.planner.serving.size_load import check_slots
+from pshard.session.choose_drafts import PLANNED
+from pshard.speculation import AUTO
 from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 
 if TYPE_CHECKING:
@@ -128,22 +130,22 @@ def read_request(args: Namespace) -> "ServeRequest":
 
     load = args.concurrency or min(CONCURRENCY["few"], args.parallel or MOST_CONCURRENCY)
     check_slots(args.parallel or load, load)
+    run, drafts = make_request(args, plans=True), _read_drafts(args)
+    wanted = AUTO if drafts.kind == PLANNED else drafts.kind
     return ServeRequest(
-        run=replace(make_request(args, plans=True), sequences=args.parallel, concurrency=load),
+        run=replace(run, sequences=args.parallel, concurrency=load, drafts=wanted),
         host=args.host,
         port=args.port,
         name=args.alias,
         drain=args.drain,
         sleep_idle=args.sleep_idle,
         promises=Promises(gap=args.max_gap / 1e3, queue=args.queue, whole=args.request_timeout),
-        how=HowToRun(args.kernels, args.deterministic, _read_prefixes(args), _read_drafts(args)),
+        how=HowToRun(args.kernels, args.deterministic, _read_prefixes(args), drafts),
     )
 
 
 def _read_drafts(args: Namespace) -> "DraftAsk":
     """Who drafts: whoever the plan says, where no flag does."""
-    from pshard.session.choose_drafts import PLANNED
-
     ask, said = read_spec_flags(args), args.spec or args.spec_type
     return ask if said else replace(ask, kind=PLANNED)
 

@@ -27,12 +27,10 @@ from pshard.units.kv_cells import KV_BLOCK
 
 
 class TextPool:
-    """Texts of one engine, at most as many at once as its plan has sequences. Not thread-safe. Ranks make the same
-    calls in the same order.
+    """Texts of one engine, at most as many as its plan has sequences. Not thread-safe. Ranks make the same calls.
 
-    A block is shared as soon as it is full, be it of a prompt or of an answer, and no draft is in it. Where states
-    cannot be cut back, a prefix is adopted up to a block's end where a checkpoint was made; where layers have a window,
-    up to one before which their cells are still there.
+    A block is shared as soon as it is full and no draft is in it. Where states cannot be cut back, a prefix is adopted
+    up to a block's end with a checkpoint; where layers have a window, up to one before which their cells are there.
     """
 
     def __init__(

@@ -1,14 +1,30 @@
 """A model on one device of this process, as the scheduler uses it."""
 
 import logging
+from collections.abc import Sequence
 
 from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
+from pshard.runtime.speculation.head_program import Ask, HeadProgram
 from pshard.server.life.how_to_run import PrefixLimits
 from pshard.server.life.read_facts import allow_drafts
-from pshard.server.scheduling.served_machine import PlanFacts, Pool
+from pshard.server.scheduling.served_machine import Asked, PlanFacts, Pool, TextDrafter
+from pshard.speculation import MTP
 
 log = logging.getLogger(__name__)
+
+
+class HeadDrafter:
+    """A model's own head: a `TextDrafter`."""
+
+    takes_time = True
+
+    def __init__(self, head: HeadProgram) -> None:
+        self._head = head
+
+    def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
+        """As `TextDrafter.draft`."""
+        return self._head.draft([Ask(text, tuple(ids[len(text.ids) :]), most) for text, ids, most in asked])
 
 
 class LocalMachine:
@@ -24,6 +40,10 @@ class LocalMachine:
             engine.close()
             raise
         self.pool: Pool = engine.texts
+        self.drafter: TextDrafter | None = None
+        if self.facts.drafts.kind == MTP:
+            assert isinstance(engine.drafter, HeadProgram), "a plan whose head drafts has one"
+            self.drafter = HeadDrafter(engine.drafter)
 
     @property
     def link_bytes(self) -> int:

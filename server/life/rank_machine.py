@@ -19,7 +19,7 @@ from pshard.runtime.ranks.start_ranks import StderrReader, end_ranks, start_rank
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.life.rank_program import CannotRun, RankTask, Stepped
 from pshard.server.life.read_facts import allow_drafts
-from pshard.server.scheduling.served_machine import PlanFacts, Pool
+from pshard.server.scheduling.served_machine import PlanFacts, Pool, TextDrafter
 from pshard.session.lead_ranks import Order, Refused
 
 WRITE_SECONDS = 20.0  # that a rank has to write its files at the end
@@ -197,6 +197,7 @@ class RankMachine:
         self.facts = allow_drafts(facts, ranks.ask("count_drafting", all_ranks=False))
         self._pool = RankPool(ranks)
         self.pool: Pool = self._pool
+        self.drafter: TextDrafter | None = None
 
     @classmethod
     def start(cls, task: RankTask, facts: Callable[[tuple[str, ...]], PlanFacts]) -> "RankMachine":

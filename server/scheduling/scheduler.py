@@ -56,7 +56,7 @@ class Scheduler:
         self.machine, self.promises, self.tally = machine, promises, tally
         self.pace = Pace(machine.facts)
         self.choice = TierChoice(self.pace)
-        self.drafts = StepDrafts(machine.facts, self.pace)
+        self.drafts = StepDrafts(machine, self.pace)
         made_up = machine.facts.drafts.made_up
         self._made_up = MadeUp(made_up) if made_up else None
         self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine(), promises.gap)

@@ -47,11 +47,25 @@ class PlanFacts:
     drafting: int = 0
 
 
+Asked = tuple[Text, Sequence[int], int]  # a text, its tokens, those that it lacks too, and drafts at most
+
+
+class TextDrafter(Protocol):
+    """Who drafts for texts of a machine, several at once. takes_time: so that it is asked for no more than is worth
+    it."""
+
+    takes_time: bool
+
+    def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
+        """Tokens that may follow each text's. Where it takes time texts have room for all of them."""
+
+
 class Machine(Protocol):
-    """A loaded model. link_bytes: moved to the device since it was loaded."""
+    """A loaded model. link_bytes: moved to the device since it was loaded. drafter: of its own; None: it has none."""
 
     facts: PlanFacts
     pool: Pool
+    drafter: TextDrafter | None
 
     @property
     def link_bytes(self) -> int: ...

@@ -1,17 +1,18 @@
 """Which drafts a step verifies: as many as bring most tokens a second over all texts that decode."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
+from time import perf_counter
 from weakref import WeakKeyDictionary
 
-from pshard.runtime.speculation.draft_length import DraftChances
+from pshard.runtime.speculation.draft_length import WEIGHT, DraftChances
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
 from pshard.runtime.texts.text import Text
 from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.request import Request
-from pshard.server.scheduling.served_machine import PlanFacts
+from pshard.server.scheduling.served_machine import Asked, Machine, TextDrafter
 from pshard.speculation import MOST_DRAFTS, MOST_ROWS
 
 READ = 4096  # tokens of a text that lookup reads before a step: more would hold up all others
@@ -22,11 +23,16 @@ Drafts = dict[Request, tuple[int, ...]]
 class LookupDrafter:
     """Prompt lookup for every text that is open."""
 
+    takes_time = False
+
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[Text, tuple[PromptLookup, int]] = WeakKeyDictionary()
 
-    def draft(self, text: Text, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """At most so many tokens that may follow those of a text; none while it is read."""
+    def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
+        """As `TextDrafter.draft`; none for a text while it is read."""
+        return [self._look_up(*one) for one in asked]
+
+    def _look_up(self, text: Text, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         lookup, seen = self._seen.get(text) or (PromptLookup(), 0)
         new = tokens[seen : seen + READ]
         lookup.see(new)
@@ -36,11 +42,10 @@ class LookupDrafter:
 
 @dataclass(frozen=True)
 class Offer:
-    """A text's drafts. rates: the chances that the first, the first two, ... hold; least: so many are verified whatever
-    that takes."""
+    """Drafts that a text may have. rates: the chances that the first, the first two, ... hold; least: so many are
+    verified whatever that takes."""
 
     run: Request
-    drafts: tuple[int, ...]
     rates: tuple[float, ...]
     least: int
 
@@ -60,31 +65,32 @@ class Base:
 class StepDrafts:
     """Drafts for the steps of one machine."""
 
-    def __init__(self, facts: PlanFacts, pace: Pace) -> None:
-        self._facts, self._pace, self._settings = facts, pace, facts.drafts
-        self._drafter = LookupDrafter()
+    def __init__(self, machine: Machine, pace: Pace) -> None:
+        self._facts, self._pace, self._pool = machine.facts, pace, machine.pool
+        self._settings = machine.facts.drafts
+        self._drafter: TextDrafter = machine.drafter or LookupDrafter()
         self._asked: list[Request] = []  # texts that the present step was asked for drafts of
         self._base = Base(1, 1, 0, 1.0, 0.0)
+        self._each, self._spent = 0.0, 0.0  # seconds of a draft in the mean; of drafting for the present step
 
     def choose(self, decoding: Sequence[Request], gap: float) -> Drafts:
         """Drafts of texts that decode; a text without any is left out. gap: seconds that a step keeps to, if it can."""
         self._asked.clear()
+        self._spent = 0.0
         rows = sum(run.remaining for run in decoding)
         if not self._settings.most or not 0 < rows < self._facts.tiers[-1]:
             return {}
         offers = [offer for run in self._order(decoding) if (offer := self._offer(run))]
+        self._asked += [offer.run for offer in offers]
         cells = sum(len(run.text.ids) for run in decoding if run.text)
         alone = self._pace.expect_rows(rows, cells, self._pace.covering(rows))
         found = 1 - prod(1 - run.chances.share for run in self._asked if run.chances)
         self._base = Base(len(decoding), rows, cells, alone, found)
-        drafts: Drafts = {}
-        for offer, count in zip(offers, self._count(offers, gap)):
-            if count:
-                drafts[offer.run] = offer.drafts[:count]
-            elif offer.run.chances:
-                offer.run.chances.rest(alone / len(decoding))
-                self._asked.remove(offer.run)
-        return drafts
+        if self._drafter.takes_time:
+            return self._draft(self._keep(offers, gap))
+        drafts = self._draft(offers)
+        there = [replace(one, rates=one.rates[: len(drafts[one.run])]) for one in offers if one.run in drafts]
+        return {one.run: drafts[one.run][: len(one.rates)] for one in self._keep(there, gap)}
 
     def _order(self, decoding: Sequence[Request]) -> Iterable[Request]:
         """Texts that may have drafts: those first whose states were copied for drafts before."""
@@ -93,18 +99,44 @@ class StepDrafts:
     def _offer(self, run: Request) -> Offer | None:
         """What a text may have, if anything."""
         most = self._count_room(run)
-        if most < 1 or run.text is None:
+        if most < 1:
             return None
         if run.chances is None:
             run.chances = DraftChances(MOST_DRAFTS)
         wanted = most if self._settings.fixed else min(most, run.chances.begin())
-        if not wanted:
-            return None
-        drafts = cut_at_stop(self._drafter.draft(run.text, run.tokens, wanted), run.job.stops)
-        if self._settings.made_up:
-            drafts += (run.tokens[-1],) * (wanted - len(drafts))
-        self._asked.append(run)
-        return Offer(run, drafts, run.chances.rates[: len(drafts)], run.chances.least) if drafts else None
+        return Offer(run, run.chances.rates[:wanted], run.chances.least) if wanted else None
+
+    def _draft(self, offers: Sequence[Offer]) -> Drafts:
+        """As many drafts of each as it may have, or fewer; a text without any is left out."""
+        asked = [(one.run.text, one.run.tokens, len(one.rates)) for one in offers if one.run.text is not None]
+        lacking = self._drafter.takes_time and self._pool.missing({text: len(ids) + n for text, ids, n in asked})
+        if lacking or not asked:
+            return {}
+        begin = perf_counter()
+        found = self._drafter.draft(asked)
+        if self._drafter.takes_time:
+            self._spent = perf_counter() - begin
+            each = self._spent / max(n for _, _, n in asked)
+            self._each += (WEIGHT if self._each else 1.0) * (each - self._each)
+        drafts: Drafts = {}
+        for one, own in zip(offers, found):
+            own = cut_at_stop(own, one.run.job.stops)
+            if self._settings.made_up:
+                own += (one.run.tokens[-1],) * (len(one.rates) - len(own))
+            if own:
+                drafts[one.run] = own
+        return drafts
+
+    def _keep(self, offers: Sequence[Offer], gap: float) -> list[Offer]:
+        """The offers with as many drafts as are worth it; a text of which none are rests."""
+        kept = list[Offer]()
+        for offer, count in zip(offers, self._count(offers, gap)):
+            if count:
+                kept.append(replace(offer, rates=offer.rates[:count]))
+            elif offer.run.chances:
+                offer.run.chances.rest(self._base.seconds / self._base.texts)
+                self._asked.remove(offer.run)
+        return kept
 
     def _count_room(self, run: Request) -> int:
         """Drafts that a text may have at most."""
@@ -117,22 +149,22 @@ class StepDrafts:
     def _count(self, offers: Sequence[Offer], gap: float) -> list[int]:
         """How many drafts of each offer are verified: of all texts those go first that hold most likely."""
         base, fixed = self._base, self._settings.fixed
-        every = [
-            (place >= offer.least, -rate, i) for i, offer in enumerate(offers) for place, rate in enumerate(offer.rates)
-        ]
+        every = [(at >= one.least, -rate, i, at) for i, one in enumerate(offers) for at, rate in enumerate(one.rates)]
         every = sorted(every)[: self._facts.tiers[-1] - base.rows]
-        best, best_rate, brought = 0, base.texts / base.seconds, float(base.texts)
+        best, best_rate, brought, depth = 0, base.texts / base.seconds, float(base.texts), 0
         for count, (step, alone) in enumerate(self._time(len(every)), 1):
+            chosen, less, _, at = every[count - 1]
+            depth = max(depth, at + 1)
+            step += depth * self._each
             if step > gap:
                 break
-            chosen, less, _ = every[count - 1]
             brought -= less
             tokens = base.found * brought + (1 - base.found) * base.texts
             rate = tokens / (base.found * step + (1 - base.found) * alone)
             if fixed or not chosen or rate > best_rate:
                 best, best_rate = count, rate
         counts = [0] * len(offers)
-        for _, _, i in every[:best]:
+        for _, _, i, _ in every[:best]:
             counts[i] += 1
         return counts
 
@@ -154,7 +186,7 @@ class StepDrafts:
         """What became of the present step's drafts: (how many there were, how many of them held). seconds: of the step;
         None where they say nothing of drafts."""
         all_drafts, base = sum(drafted for drafted, _ in held.values()), self._base
-        more = 0.0 if seconds is None or not all_drafts else (seconds - base.seconds) / all_drafts
+        more = 0.0 if seconds is None or not all_drafts else (seconds + self._spent - base.seconds) / all_drafts
         for run in self._asked:
             drafted, accepted = held.get(run, (0, 0))
             if run.chances:

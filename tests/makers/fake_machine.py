@@ -215,6 +215,7 @@ class FakeMachine:
         self.clock, self.slower = clock or ManualClock(), slower
         self.pool = FakePool(self, blocks or longest * 2 // KV_BLOCK)
         self.link_bytes, self.kept, self.closed = 0, 0, False
+        self.drafter = None
         self.tier, self.tiers_run = 0, []
         self.refuse = self.fail = self.bad = None
 

@@ -29,11 +29,14 @@ class EngineLoader:
         self.machines: list[LocalMachine] = []
         self.asked: list[int | None] = []
 
+    def open(self, tiers):
+        return open_engine(self.path, tiers, **self.shape, exact=self.deterministic)
+
     def load(self, budget):
         self.asked.append(budget)
         with open_model(self.path) as file:
             tiers = pinned_everywhere(file.spec, self.shape["tokens"], self.shape["context"], self.shape["sequences"])
-        engine = open_engine(self.path, tiers, **self.shape, exact=self.deterministic)
+        engine = self.open(tiers)
         facts = read_facts(engine._executor.spec, made_up_profile(), engine.plan, self.budgets, engine.notes)
         facts = keep_one_tier(facts) if self.deterministic else facts
         machine = LocalMachine(engine, plan_drafts(facts, self.drafts) if self.drafts else facts)

@@ -4,6 +4,8 @@ import json
 import random
 
 import pytest
+from head_engines import open_headed
+from head_files import write_headed
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from served import DEMO, EngineLoader
 from test_engine_thread import wait_for
@@ -14,7 +16,7 @@ from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.sampling.sampler import Sampling
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.server.scheduling.step_drafts import LookupDrafter
-from pshard.speculation import LOOKUP
+from pshard.speculation import LOOKUP, MTP
 
 pytestmark = pytest.mark.usefixtures("vectors_only")
 SAMPLINGS = (
@@ -34,12 +36,12 @@ class Guess(LookupDrafter):
         super().__init__()
         self._told, self._random = [list(ids) for ids in told], random.Random(3)
 
-    def draft(self, text, tokens, most):
+    def _look_up(self, text, tokens, most):
         for ids in self._told:
             if ids[: len(tokens)] == list(tokens):
                 coming = ids[len(tokens) : len(tokens) + most]
                 return tuple(t if self._random.random() < 0.7 else (t + 1) % 90 for t in coming)
-        return super().draft(text, tokens, most)
+        return super()._look_up(text, tokens, most)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -145,3 +147,34 @@ def test_states_without_room_for_a_copy_take_no_drafts_and_a_note_says_so(serve,
     assert (plan.drafter, plan.drafts) == ("none", 0) and any("no drafts" in note for note in plan.notes)
     ear = ask(thread, "one", [1, 2, 3, 1, 2, 3, 1, 2], 10)
     assert ear.wait().reason == "length" and not thread.snapshot().counters.drafted
+
+
+class HeadLoader(EngineLoader):
+    """A model with its multi-token head."""
+
+    def open(self, tiers):
+        sizes = {name: self.shape[name] for name in ("kernels", "sequences", "context", "tokens")}
+        return open_headed(self.path, head=self.drafts is not None, **sizes)
+
+
+@pytest.mark.parametrize("like", ["glm4moe", pytest.param("qwen35", marks=pytest.mark.slow)])
+def test_a_models_head_drafts_for_all_texts_at_once_and_they_are_those_alone(serve, tmp_path, like):  # noqa: F811
+    write_headed(tmp_path / "m.gguf", like)
+    rng = random.Random(2)
+    asked = [[rng.randrange(90) for _ in range(20 + 30 * i)] for i in range(4)]
+    asked.append([*asked[3][:80], 5, 6])  # begins with a block of another one
+    jobs = [{"sampling": SAMPLINGS[i % 4], "most": 30 + i} for i in range(5)]
+    shape = {"path": tmp_path / "m.gguf", "sequences": 5, "context": 1024, "tokens": (1, 4, 16, 64)}
+    alone = tell_all(serve(HeadLoader(**shape)), asked, jobs, "alone", at_once=False)
+    loader = HeadLoader(**shape, drafts=DraftSettings(MTP, 3, fixed=True))
+    thread = serve(loader)
+    assert tell_all(thread, asked, jobs, "company", at_once=True) == alone
+    counters = thread.snapshot().counters
+    assert counters.drafted[0][1] > 100 and len(counters.drafted) == 3
+    assert thread.snapshot().plan.drafter == MTP
+    check_blocks(thread, loader)
+    chosen = serve(
+        HeadLoader(**shape, drafts=DraftSettings(MTP, 3))
+    )  # what it takes to draft counts, and these never hold
+    assert tell_all(chosen, asked, jobs, "chosen", at_once=True) == alone
+    assert chosen.snapshot().counters.drafted[0][1] < counters.drafted[0][1] / 2

@@ -29,7 +29,12 @@ class Guess:
     def __init__(self, chance: float) -> None:
         self.chance, self._random = chance, random.Random(1)
 
-    def draft(self, text, tokens, most):
+    takes_time = False
+
+    def draft(self, asked):
+        return [self.draft_one(*one) for one in asked]
+
+    def draft_one(self, text, tokens, most):
         found = list(tokens)
         for _ in range(most):
             right = next_token(found)
@@ -157,9 +162,9 @@ def test_drafts_that_hold_are_verified_up_to_the_most_and_those_that_never_do_re
 
 def test_texts_whose_drafts_hold_have_them_beside_one_whose_drafts_never_do():
     class Some(Guess):
-        def draft(self, text, tokens, most):
+        def draft_one(self, text, tokens, most):
             self.chance = float(tokens[0] != prompt_of(1, 1)[0])
-            return super().draft(text, tokens, most)
+            return super().draft_one(text, tokens, most)
 
     bench = bench_of(1.0, 3, seconds=(0.05, 0.06, 0.1, 0.2, 0.5))
     bench.scheduler.drafts._drafter = Some(1.0)
@@ -223,8 +228,8 @@ def test_made_up_acceptance_holds_as_often_as_it_says_and_is_not_for_log_probabi
 def test_a_long_text_is_read_over_several_steps():
     text, drafter = type("T", (), {})(), LookupDrafter()
     tokens = [1, 2, 3, 4, *range(10, 10 + 2 * READ), 1, 2, 3]
-    assert [drafter.draft(text, tokens, 2) for _ in range(3)] == [(), (), (4, 10)]
-    assert drafter.draft(text, [*tokens, 4], 2) == (10, 11)
+    assert [drafter.draft([(text, tokens, 2)]) for _ in range(3)] == [[()], [()], [(4, 10)]]
+    assert drafter.draft([(text, [*tokens, 4], 2)]) == [(10, 11)]
 
 
 def test_metrics_have_drafts_by_position():
