@@ -36,7 +36,7 @@ from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
 from pshard.models.quantised.scheme import read_scheme
-from pshard.models.read_head import read_head
+from pshard.models.read_head import find_head_file, read_head
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
@@ -63,9 +63,11 @@ class ModelFile:
         load_tokenizer: Callable[[], "Tokenizer"],
         load_chat_template: Callable[[], str | None],
         notes: tuple[str, ...] = (),
+        beside: tuple[MappedFile, ...] = (),
     ) -> None:
+        """beside: files that have the head alone."""
         self.spec, self.metadata, self.notes = spec, metadata, notes
-        self._files, self._tensors = files, tensors
+        self._files, self._tensors, self._sizes = (*files, *beside), tensors, [file.nbytes for file in files]
         units = (*spec.units, *(spec.head.units if spec.head else ()))
         self._shapes = {t.name: t.shape for u in units for t in u.tensors}
         self._load_tokenizer, self._load_chat_template = load_tokenizer, load_chat_template
@@ -139,7 +141,7 @@ class ModelFile:
             ("architecture", self.spec.config.architecture),
             ("model configuration", _digest(to_json(self.spec.config))),
             ("tensor shapes and quant types", _digest(tensors)),
-            ("model file sizes", ",".join(str(f.nbytes) for f in self._files)),
+            ("model file sizes", ",".join(map(str, self._sizes))),
         )
 
     def close(self) -> None:
@@ -187,6 +189,9 @@ def _open_gguf(path: Path) -> ModelFile:
     tensors = arrange_layers(config, tensors) if arch.by_layer else tensors
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
+    alone, unread = (None, ()) if drafting else find_head_file(path, arch, config.n_layers)
+    if alone:
+        drafting = {n: t for n, t in alone.tensors.items() if n.startswith(f"blk.{config.n_layers}.")}
     head, of_head, notes = read_head(arch, spec, drafting, where)
 
     def load_tokenizer() -> "Tokenizer":
@@ -200,7 +205,7 @@ def _open_gguf(path: Path) -> ModelFile:
 
     return ModelFile(
         replace(spec, head=head), metadata, header.files, tensors | of_head, load_tokenizer, load_chat_template,
-        notes + more + undrafted + unseen,
+        notes + unread + more + undrafted + unseen, alone.files if alone else (),
     )  # fmt: skip
 
 

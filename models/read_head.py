@@ -5,6 +5,7 @@ It shares the model's table and output where the file has no others for it. Its 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from pshard.errors import UserError
 from pshard.model import ModelSpec
@@ -12,6 +13,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import arrange_gguf
 from pshard.models.build_units import HEAD, TABLE, Expected, UnitMaker, refuse_others
 from pshard.models.families.stored_rows import split_fused
+from pshard.models.gguf_header import GgufHeader, read_gguf
 from pshard.models.hybrid.arrange_delta import split_hybrid
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.stored import StoredTensor
@@ -49,6 +51,26 @@ def read_head(
     except UserError as error:
         return None, {}, (f"{LEFT_OUT}: {error}",)
     return head, arranged, ()
+
+
+def find_head_file(path: Path, arch: Architecture, layers: int) -> tuple[GgufHeader | None, tuple[str, ...]]:
+    """The header of the file beside a model that has its head alone, `mtp-` before the model's name or the only such
+    file there; and a note where there is one that is not the model's. layers: of the model."""
+    beside = sorted(path.parent.glob("mtp-*.gguf"))
+    named = [file for file in beside if file.name == f"mtp-{path.name}"] or beside
+    if len(named) != 1 or named[0] == path:
+        return None, ()
+    try:
+        header = read_gguf(named[0])
+    except UserError as error:
+        return None, (f"{LEFT_OUT}: {error}",)
+    name, keys = header.metadata.get("general.architecture"), header.metadata
+    if name != arch.gguf or keys.get(f"{name}.block_count") != layers + 1:
+        for file in header.files:
+            file.close()
+        is_own = named[0].name == f"mtp-{path.name}"
+        return None, (f"{named[0]} is left out: it is no multi-token head of this model",) if is_own else ()
+    return header, ()
 
 
 def _arrange(arch: Architecture, trunk: ModelSpec, drafting: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
