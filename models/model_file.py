@@ -16,7 +16,6 @@ from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
 from pshard.models.arrange_tensors import (
-    DRAFTS_LEFT_OUT,
     arrange_gguf,
     flatten_row,
     part_drafters,
@@ -36,7 +35,7 @@ from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
 from pshard.models.quantised.scheme import read_scheme
-from pshard.models.read_head import find_head_file, read_head
+from pshard.models.read_head import HEADED, find_head_file, read_head, take_folder_head
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
@@ -223,17 +222,11 @@ def _open_folder(folder: Path) -> ModelFile:
     by_hf_name = by_hf_name if arch.sinks else join_quantised(scheme, by_hf_name)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
     by_hf_name, drafting = part_drafters(by_hf_name, "model.layers.", drafters)
-    notes = (DRAFTS_LEFT_OUT,) if drafting else ()
-    by_hf_name, more = name_folder(arch, by_hf_name)
-    by_hf_name = arrange_mxfp4(config, by_hf_name) if arch.sinks else stack_experts(config, by_hf_name)
-    by_hf_name = by_hf_name if arch.sinks else arrange_turned(config, by_hf_name)
+    if arch.gguf in HEADED:
+        by_hf_name, drafting = take_folder_head(by_hf_name, drafting, config.n_layers)
     settings = {**arch.defaults, **metadata}
     tied = settings.get("tie_word_embeddings")
-    renamed = split_hybrid(config, _rename(arch, config, by_hf_name, tied is True))
-    tensors, _ = split_keys(config, renamed)  # folders have no quantised ones
-    tensors = split_fused(arch, config, tensors)
-    tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
-    tensors = arrange_layers(config, tensors) if arch.by_layer else tensors
+    tensors, more = _arrange_folder(arch, config, by_hf_name, tied is True)
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
     if arch.optional_biases and settings.get("attention_bias") is True and "blk.0.attn_q.bias" not in tensors:
@@ -241,6 +234,9 @@ def _open_folder(folder: Path) -> ModelFile:
         raise UserError(f"{folder}: {what}: the files are incomplete; {FETCH_AGAIN}")
     name = (name_in_hub_cache(folder) or folder.resolve().name).rpartition("/")[2]
     spec = _build_spec(name, folder, arch, config, tensors)
+    head, of_head, notes = read_head(
+        arch, spec, drafting, where, lambda one, stored: _arrange_folder(arch, one, stored, False)[0]
+    )
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.hf_tokenizer import hf_tokenizer
@@ -252,7 +248,24 @@ def _open_folder(folder: Path) -> ModelFile:
 
         return hf_chat_template(folder)
 
-    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template, notes + more + unseen)
+    return ModelFile(
+        replace(spec, head=head), metadata, files, tensors | of_head, load_tokenizer, load_chat_template,
+        notes + more + unseen,
+    )  # fmt: skip
+
+
+def _arrange_folder(
+    arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], tied: bool
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """A folder's tensors by GGUF name as units want them, and notes on what is left out."""
+    stored, notes = name_folder(arch, stored)
+    stored = arrange_mxfp4(config, stored) if arch.sinks else stack_experts(config, stored)
+    stored = stored if arch.sinks else arrange_turned(config, stored)
+    renamed = split_hybrid(config, _rename(arch, config, stored, tied))
+    tensors, _ = split_keys(config, renamed)  # folders have no quantised ones
+    tensors = split_fused(arch, config, tensors)
+    tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
+    return arrange_layers(config, tensors) if arch.by_layer else tensors, notes
 
 
 def _build_spec(

@@ -3,14 +3,15 @@
 It shares the model's table and output where the file has no others for it. Its formulas are in docs/speculation.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from pshard.errors import UserError
 from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
-from pshard.models.arrange_tensors import arrange_gguf
+from pshard.models.arrange_tensors import DRAFTS_LEFT_OUT, arrange_gguf
 from pshard.models.build_units import HEAD, TABLE, Expected, UnitMaker, refuse_others
 from pshard.models.families.stored_rows import split_fused
 from pshard.models.gguf_header import GgufHeader, read_gguf
@@ -29,24 +30,40 @@ _OWN = {
     "nextn.embed_tokens.weight": TABLE,
     "nextn.shared_head_head.weight": HEAD,
 }
+_QWEN = {  # of folders
+    "mtp.fc.weight": MATRIX, "mtp.pre_fc_norm_embedding.weight": OF_TOKEN, "mtp.pre_fc_norm_hidden.weight": OF_STATE,
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}  # fmt: skip
+_BESIDE = {  # of other folders, within the layer
+    "eh_proj.weight": MATRIX, "enorm.weight": OF_TOKEN, "hnorm.weight": OF_STATE,
+    "embed_tokens.weight": "nextn.embed_tokens.weight", "shared_head.norm.weight": "nextn.shared_head_norm.weight",
+    "shared_head.head.weight": "nextn.shared_head_head.weight",
+}  # fmt: skip
+Arrange = Callable[[ModelConfig, dict[str, StoredTensor]], dict[str, StoredTensor]]
 LEFT_OUT = "the model's multi-token head, which drafts further tokens, is left out"
 
 
 def read_head(
-    arch: Architecture, trunk: ModelSpec, drafting: dict[str, StoredTensor], where: str
+    arch: Architecture,
+    trunk: ModelSpec,
+    drafting: dict[str, StoredTensor],
+    where: str,
+    arrange: Arrange | None = None,
 ) -> tuple[ModelSpec | None, dict[str, StoredTensor], tuple[str, ...]]:
     """The head of a model, its tensors by the names that its units have, and a note where it is left out.
 
-    drafting: the tensors of layers that draft, by GGUF name; none: there is no head.
+    drafting: the tensors of layers that draft, `blk.N` or, of a folder, `model.layers.N` the first; none: there is no
+    head. arrange: by GGUF name, as units want them, in a model of one layer; None: they are those of a GGUF file.
     """
     if not drafting:
         return None, {}, ()
     if arch.gguf not in HEADED:
-        return None, {}, (f"{LEFT_OUT}; of architecture {arch.gguf} it is not supported yet",)
-    if not all(name.startswith(f"blk.{trunk.config.n_layers}.") for name in drafting):
+        return None, {}, (DRAFTS_LEFT_OUT,)
+    first = ("blk.0.", "model.layers.0.") if arrange else f"blk.{trunk.config.n_layers}."
+    if not all(name.startswith(first) for name in drafting):
         return None, {}, (f"{LEFT_OUT}: there are several, of which none is supported yet",)
     try:
-        arranged = _arrange(arch, trunk, drafting)
+        arranged = _arrange(arch, trunk, drafting, arrange)
         head = _build(arch, trunk, arranged, where)
     except UserError as error:
         return None, {}, (f"{LEFT_OUT}: {error}",)
@@ -73,14 +90,43 @@ def find_head_file(path: Path, arch: Architecture, layers: int) -> tuple[GgufHea
     return header, ()
 
 
-def _arrange(arch: Architecture, trunk: ModelSpec, drafting: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    layer, config = trunk.config.n_layers, trunk.config
-    block = f"blk.{layer}."
+def take_folder_head(
+    stored: dict[str, StoredTensor], drafting: dict[str, StoredTensor], layers: int
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """A folder's tensors without Qwen's `mtp.*`, and those of the head by the names of layers that count from 0, what
+    joins token and state by GGUF's. drafting: those of layers behind the model's `layers`."""
+    rest, found = dict[str, StoredTensor](), dict[str, StoredTensor]()
+    for name, tensor in stored.items():
+        if name in _QWEN:
+            found[f"blk.0.{_QWEN[name]}"] = tensor
+        elif name.startswith("mtp."):
+            found[name.replace("mtp.", "model.", 1)] = tensor
+        else:
+            rest[name] = tensor
+    for name, tensor in drafting.items():
+        _, _, layer, role = name.split(".", 3)
+        at = int(layer) - layers
+        found[f"blk.{at}.{_BESIDE[role]}" if role in _BESIDE else f"model.layers.{at}.{role}"] = tensor
+    return rest, found
+
+
+def _arrange(
+    arch: Architecture, trunk: ModelSpec, drafting: dict[str, StoredTensor], arrange: Arrange | None
+) -> dict[str, StoredTensor]:
+    """By the names that units have, those of the model's layer behind the last."""
+    layer, config, first = trunk.config.n_layers, trunk.config, trunk.config.n_layers
+    if arrange:
+        first = 0
+        config = replace(config, n_layers=1)
     if config.delta:
-        config = replace(config, delta=replace(config.delta, full=(*config.delta.full, layer)))
-    split = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, drafting)))
-    tensors, _ = split_keys(config, split)
-    return {block + _OWN.get(name.removeprefix(block), name.removeprefix(block)): t for name, t in tensors.items()}
+        config = replace(config, delta=replace(config.delta, full=(first,)))
+    if arrange:
+        tensors = arrange(config, drafting)
+    else:
+        split = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, drafting)))
+        tensors, _ = split_keys(config, split)
+    roles = {name.removeprefix(f"blk.{first}."): tensor for name, tensor in tensors.items()}
+    return {f"blk.{layer}.{_OWN.get(role, role)}": tensor for role, tensor in roles.items()}
 
 
 def _build(arch: Architecture, trunk: ModelSpec, stored: dict[str, StoredTensor], where: str) -> ModelSpec:
