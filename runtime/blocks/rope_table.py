@@ -6,6 +6,7 @@ import math
 import torch
 
 from pshard.buffers import SUM_NORMS
+from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope, Temperature
 from pshard.units.attention import ATTENTION, ROPES, STILL_ATTENTION, TEMPERATURE, WINDOWED_ATTENTION, pick_rope
 
@@ -44,6 +45,8 @@ def inverse_frequencies(rope: Rope, context: int = 0) -> tuple[torch.Tensor, flo
     index = torch.arange(0, rope.dims, 2, dtype=torch.float64)
     freq = rope.base ** (-index / rope.dims)
     divisors = rope.long_factors if rope.long_factors and context > rope.original_context else rope.freq_factors
+    if divisors and not all(divisors):
+        raise UserError("the file's rope_freqs.weight is all zeros: it has no weights, and can only be planned")
     if divisors:
         freq = freq / torch.tensor(divisors, dtype=torch.float64)
     if rope.scaling == "longrope":
