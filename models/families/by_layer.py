@@ -41,6 +41,8 @@ def list_by_layer(keys: Keys, key: str, kind: type[T], layers: int, least: int =
 def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what metadata says of single layers. Raises UserError that names the key."""
     layers = config.n_layers
+    for key in ("attention.shared_kv_layers", "embedding_length_per_layer_input"):  # of E2B and E4B
+        keys.refuse_unless(key, 0)
     windows = list_by_layer(keys, "attention.sliding_window_pattern", bool, layers)
     dim = keys.integer("attention.key_length_swa")
     if keys.integer("attention.value_length_swa", dim) != dim:
@@ -62,6 +64,8 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
 def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what config.json says of single layers. Raises UserError that names the key."""
     kinds, layers = keys.values.get("layer_types"), config.n_layers
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # of E2B and E4B
+        keys.refuse_unless(key, 0)
     if kinds is None:  # as transformers has it: five of six see a window
         kinds = [_WINDOWED if (i + 1) % 6 else "full_attention" for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {_WINDOWED, "full_attention"}:

@@ -13,6 +13,7 @@ from pshard.models.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import tokenizers
 
+KINDS = ("gpt2", "llama", "gemma4")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -127,6 +128,7 @@ _TURN_ENDS = (
     "</s>",
     "<end_of_turn>",
     "<|END_OF_TURN_TOKEN|>",
+    "<turn|>",
 )
 # Where both of these are, as in gpt-oss, a turn ends with one of them, and "<|end|>" only a message within it.
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
@@ -137,14 +139,17 @@ def gguf_tokenizer(metadata: dict[str, Any], where: str) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind == "none":
         raise UserError(f"{where}: the model has no tokenizer; give tokens only, as ids")
-    if kind not in ("gpt2", "llama"):
-        raise UserError(f"{where}: tokenizer {kind!r} is not supported; supported: gpt2, llama; give token ids instead")
+    if kind not in KINDS:
+        supported = ", ".join(KINDS)
+        raise UserError(f"{where}: tokenizer {kind!r} is not supported; supported: {supported}; give token ids instead")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise UserError(f"{where}: tokenizer.ggml.tokens is missing; give token ids instead")
     types = _list_of(metadata, "token_type", int, len(tokens), where) or [_NORMAL] * len(tokens)
     if kind == "gpt2":
         backend, adds_bos = _byte_level_bpe(metadata, tokens, where)
+    elif kind == "gemma4":
+        backend, adds_bos = _line_bpe(metadata, tokens, types, where), True
     else:
         backend, adds_bos = _sentencepiece_bpe(metadata, tokens, types, where), True
     _add_special_tokens(backend, tokens, types)
@@ -178,13 +183,8 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], where: str) -> 
         what = f"tokenizer.ggml.pre is {name!r}, which is not supported (supported: {', '.join(PRE_TOKENIZERS)})"
         raise UserError(f"{where}: {what}; give token ids instead")
     pre = PRE_TOKENIZERS[name]
-    pairs = [tuple(merge.split(" ")) for merge in _list_of(metadata, "merges", str, None, where) or []]
     vocab = {token: i for i, token in enumerate(tokens)}
-    for pair in pairs:
-        if len(pair) != 2 or any(part not in vocab for part in (*pair, "".join(pair))):
-            raise UserError(
-                f"{where}: tokenizer.ggml.merges has {' '.join(pair)!r}, which is no merge of two tokens; {FETCH_AGAIN}"
-            )
+    pairs = _read_merges(metadata, vocab, where)
     backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.whole_words))
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -194,6 +194,39 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], where: str) -> 
     )
     backend.decoder = decoders.ByteLevel()
     return backend, pre.adds_bos
+
+
+def _read_merges(metadata: dict[str, Any], vocab: dict[str, int], where: str) -> list[tuple[str, str]]:
+    """The pairs of tokens that merge, the first ones first. Raises UserError for others."""
+    pairs = [tuple(merge.split(" ")) for merge in _list_of(metadata, "merges", str, None, where) or []]
+    for pair in pairs:
+        if len(pair) != 2 or any(part not in vocab for part in (*pair, "".join(pair))):
+            raise UserError(
+                f"{where}: tokenizer.ggml.merges has {' '.join(pair)!r}, which is no merge of two tokens; {FETCH_AGAIN}"
+            )
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _line_bpe(metadata: dict[str, Any], tokens: list[str], types: list[int], where: str) -> "tokenizers.Tokenizer":
+    """BPE by ranks over whole lines, whose spaces are a character of their own, as SentencePiece has it: Gemma 4's.
+    Runs of newlines stand apart, and are one token where there is such; what no token spells are bytes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = _unknown_token(metadata, tokens, types, where)
+    model = models.BPE(
+        vocab=vocab,
+        merges=_read_merges(metadata, vocab, where),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+        ignore_merges=True,
+    )
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
 
 
 def _sentencepiece_bpe(

@@ -72,8 +72,9 @@ def test_tokens_are_routed_by_the_rule(
     bias = random_tensor(rule.count, seed=3) if rule.biases else None
     choice_bias = random_tensor(rule.count, seed=4) * 0.1 if rule.choice_bias else None
     got, want = empty_routes(tokens, rule), empty_routes(tokens, rule)
-    kernels.route(x, weight, rule, got, bias, choice_bias)
-    PlainKernels().route(x, weight, rule, want, bias, choice_bias)
+    factors = random_tensor(rule.count, seed=5).float() if tokens in (3, 5) else None
+    kernels.route(x, weight, rule, got, bias, choice_bias, factors=factors)
+    PlainKernels().route(x, weight, rule, want, bias, choice_bias, factors=factors)
     assert torch.equal(got.ids, want.ids)
     torch.testing.assert_close(got.weights, want.weights, rtol=2e-5, atol=1e-6)
 
@@ -207,7 +208,7 @@ def test_chosen_experts_add_up_by_weight(
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [2, 10])
-@pytest.mark.parametrize("activation", ["silu", "clamped"])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "gelu"])
 def test_biases_missing_experts_and_skewed_routes(kernels: cuda.CudaKernels, activation: str, tokens: int) -> None:
     rule = Experts(4, 2, 32, activation=activation, biases=True)
     layer = make_layer(rule, ("Q8_0", "Q8_0", "Q8_0"), 32, missing=(0,))

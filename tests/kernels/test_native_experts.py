@@ -135,7 +135,7 @@ def test_experts_are_those_of_plain_torch(qtype: str, tokens: int, tiles: str) -
         assert relative(got, expect(case, x, routes, start, False)) < 0.03
 
 
-@pytest.mark.parametrize("activation", ["silu", "clamped"])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "gelu"])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     "qtypes",
@@ -162,7 +162,7 @@ def test_biases_activations_and_sums_are_those_of_plain_torch(
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512_vnni"])
-@pytest.mark.parametrize("activation", ["silu", "clamped"])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "gelu"])
 def test_rows_that_no_record_fills(isa: str, activation: str) -> None:
     best = native.isa()
     try:
@@ -320,8 +320,9 @@ def test_routes_are_those_of_plain_torch(name: str, qtype: str, biased: bool, to
     x, router = torch.randn(tokens, cols + 4)[:, :cols], make_router(rule, qtype, cols)
     biases = (torch.randn(rule.count), torch.randn(rule.count)) if biased else (None, None)
     got, want = empty_routes(tokens, rule.used), empty_routes(tokens, rule.used)
-    KERNELS.route(x, router, rule, got, *biases)
-    PLAIN.route(x, router, rule, want, *biases)
+    factors = torch.rand(rule.count) + 0.5 if tokens == 5 else None
+    KERNELS.route(x, router, rule, got, *biases, factors=factors)
+    PLAIN.route(x, router, rule, want, *biases, factors=factors)
     assert torch.equal(got.ids, want.ids)
     torch.testing.assert_close(got.weights, want.weights, rtol=2e-5, atol=1e-6)
 

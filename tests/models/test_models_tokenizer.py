@@ -464,3 +464,27 @@ def test_chat_template_comes_from_its_own_file_before_the_config(tmp_path: Path)
     assert hf_chat_template(tmp_path) == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
     assert hf_chat_template(tmp_path) == "J"
+
+
+def test_gemma_4_merges_over_whole_lines_as_llama_cpp_does() -> None:
+    """Ids of llama.cpp b11549 by a file of this vocabulary."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+    parts = ["\n", "\n\n", "th", "the", "\u2581the", "\u2581\u2581", "he", "in", "ing", "\u2581a", "é"]
+    tokens = [*special, *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *map(chr, range(33, 127)), *parts]
+    merges = ["t h", "th e", "\u2581 the", "\u2581 \u2581", "h e", "i n", "in g", "\u2581 a"]
+    keys = {
+        "model": "gemma4", "tokens": tokens, "token_type": [3, 3, 3, 2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 262)],
+        "merges": merges, "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3,
+    }  # fmt: skip
+    tokenizer = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in keys.items()}, "m.gguf")
+    for text, ids in {
+        "the thing  is\n\n\na thé 漢\n the": [
+            2, 360, 262, 359, 365, 362, 335, 345, 357, 357, 357, 327, 262, 359, 367, 262, 236, 194, 168, 357, 361,
+        ],
+        "  a\nthe": [2, 362, 327, 357, 360],
+        "<|turn>user\nthe<turn|>\n": [2, 4, 347, 345, 331, 344, 357, 360, 5, 357],
+        " the\n\nhe": [2, 361, 358, 363],
+    }.items():  # fmt: skip
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text.replace("<|turn>", "").replace("<turn|>", "")
+    assert set(tokenizer.eos_ids) == {1, 5}

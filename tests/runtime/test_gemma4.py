@@ -147,3 +147,23 @@ def test_several_texts_of_a_file_of_small_types_stay_apart(tmp_path: Path) -> No
         engine.forward([texts[0][:30], texts[1][:5]])
         found = engine.forward([texts[0][30:], texts[1][5:]])
     assert torch.allclose(torch.stack(found), torch.stack(alone), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("attention.shared_kv_layers", 2, "attention.shared_kv_layers is 2, which is not supported yet"),
+        ("embedding_length_per_layer_input", 32, "embedding_length_per_layer_input is 32, which is not supported"),
+        ("attention.sliding_window_pattern", [True, False], "sliding_window_pattern has 2 values for 5 layers"),
+        ("attention.sliding_window_pattern", [True] * 5, "or leaves none of either"),
+        ("attention.head_count_kv", [2, 1, 1, 2, 1], "head_count_kv differs among layers with a window"),
+        ("attention.head_count_kv", [3, 3, 1, 3, 1], "head_count is 4, not a multiple of the 3 KV heads"),
+        ("feed_forward_length", [160, 0, 160, 160, 160], "is no list of whole numbers from 1 on"),
+        ("rope.dimension_count_swa", 8, "in layers with a window, which are not turned as a whole"),
+    ],
+)
+def test_what_a_file_says_wrongly_of_layers_is_named(key: str, value: object, says: str, tmp_path: Path) -> None:
+    recipe = GEMMAS["dense"]
+    path = write_gemma4(tmp_path / "m.gguf", recipe, make_gemma4(recipe), **{f"gemma4.{key}": value})
+    with pytest.raises(UserError, match=says):
+        open_model(path)
