@@ -46,7 +46,9 @@ def inverse_frequencies(rope: Rope, context: int = 0) -> tuple[torch.Tensor, flo
     freq = rope.base ** (-index / rope.dims)
     divisors = rope.long_factors if rope.long_factors and context > rope.original_context else rope.freq_factors
     if divisors and not all(divisors):
-        raise UserError("the file's rope_freqs.weight is all zeros: it has no weights, and can only be planned")
+        raise UserError(
+            "the file's rope_freqs.weight is all zeros: it has no weights, and can only be planned; take a whole file"
+        )
     if divisors:
         freq = freq / torch.tensor(divisors, dtype=torch.float64)
     if rope.scaling == "longrope":
