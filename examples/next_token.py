@@ -13,7 +13,7 @@ def main(model: str, budget: str, text: str) -> None:
     """One forward pass over the text; logits are float32 [vocabulary], on the host."""
     import torch  # after pshard, which sets what torch reads when it is imported
 
-    with pshard.load(model, vram=int(budget)) as engine:
+    with pshard.load(model, vram=int(budget), plan=False) as engine:
         chances = torch.softmax(engine.forward(engine.tokenizer.encode(text)), dim=0)
         for chance, token in zip(*torch.topk(chances, 5)):
             print(f"{chance:6.1%}  {engine.tokenizer.decode([int(token)])!r}")

@@ -1,6 +1,6 @@
 """Print an answer as it comes.
 
-python stream_answer.py MODEL BUDGET_MIB PROMPT    # after: pshard plan MODEL --vram BUDGET_MIB
+python stream_answer.py MODEL BUDGET_MIB PROMPT
 """
 
 import sys
@@ -10,7 +10,7 @@ from pshard.errors import UserError
 
 
 def main(model: str, budget: str, prompt: str) -> None:
-    """Load the planned model, which may be one of the Hub, and continue the prompt."""
+    """Load the model, which may be one of the Hub and is planned at first use, and continue the prompt."""
     with pshard.load(model, vram=int(budget)) as engine:
         for piece in engine.generate(prompt, max_tokens=32):
             print(piece, end="", flush=True)

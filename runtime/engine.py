@@ -55,7 +55,20 @@ class MemoryReport:
     read: int = 0
 
 
-class Engine:
+class _Told:
+    """What an engine prints as: the model, the budget and the way of its plan, the room of its context."""
+
+    plan: Variant
+    _executor: Executor
+    _closed: bool
+
+    def __repr__(self) -> str:
+        w, closed = self.plan.workload, ", closed" * self._closed
+        budget, name = "+".join(map(str, w.vram_mib)), self._executor.spec.name
+        return f"<Engine {name}: {budget} MiB ({self.plan.way}), {w.context} tokens of context{closed}>"
+
+
+class Engine(_Told):
     """A loaded model. Not thread-safe. Close it, or use it in a `with` block.
 
     Attributes:

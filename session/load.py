@@ -1,4 +1,4 @@
-"""`pshard.load`: a planned model as an engine, in one call."""
+"""`pshard.load`: a model as an engine, in one call."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
 from pshard.session.find_model import resolve_model
-from pshard.session.open_plan import open_plan
+from pshard.session.open_plan import open_plan, tell_once
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import KERNELS, start_engine
 
@@ -25,8 +25,9 @@ def load(
     registry: str | Path | None = None,
     kernels: str = "fast",
     replan: bool = False,
+    plan: bool = True,
 ) -> "Engine":
-    """Load a planned model and return its engine.
+    """Load a model and return its engine; profile this machine and plan the model first, where that was not done.
 
     Args:
         model: GGUF file or safetensors folder, or a model of the Hub (`org/repo:Q4_K_M`), fetched if it is not here.
@@ -36,6 +37,8 @@ def load(
         registry: plan file, when it does not lie in its usual place.
         kernels: "fast", or "plain" for torch in float32.
         replan: plan now (needs vram) instead of using the stored plan.
+        plan: make what is missing, a profile or a plan that fits, as `pshard run` does, and say so on stderr; False: it
+            is an error, as where what runs is to be what was planned.
 
     Returns:
         Engine with `generate`, `forward`, `plan`, `memory()`, `reset` and `close`.
@@ -51,7 +54,21 @@ def load(
     budgets = (vram,) if isinstance(vram, int) else tuple(vram) if vram else None
     place = Path(registry) if registry else None
     request = RunRequest(
-        resolve_model(str(model)), budgets, context, sequences, type_k, type_v, registry=place, replan=replan
+        resolve_model(str(model)),
+        budgets,
+        context,
+        sequences,
+        type_k,
+        type_v,
+        registry=place,
+        replan=replan,
+        plans=plan,
     )
+    if plan:
+        from pshard.session.readiness.first_profile import ensure_profile
+
+        request = ensure_profile(request, tell_once)
     opened = open_plan(request)
+    if plan and opened.why:
+        tell_once(f"note: {opened.why}")
     return start_engine(opened, opened.variant, kernels, on_close=opened.file.close)

@@ -607,7 +607,7 @@ def test_python_api(world: World) -> None:
     from pshard.errors import UserError
 
     with pytest.raises(UserError, match="run: pshard-plan"):
-        pshard.load(world.model, vram=world.budget)
+        pshard.load(world.model, vram=world.budget, plan=False)
     plan(world, "--vram", world.budget)
     with pshard.load(world.model, vram=world.budget, context=128) as engine:
         assert engine.plan.workload.vram_mib == (world.budget,) and engine.vocab == 258
@@ -623,6 +623,17 @@ def test_python_api(world: World) -> None:
             engine.forward([258])
     with pytest.raises(RuntimeError, match="closed"):
         engine.forward([1])
+
+
+def test_python_plans_at_first_use_and_says_what_an_engine_is(world: World, capsys) -> None:
+    with pshard.load(world.model, vram=world.budget, context=64) as engine:
+        assert "plan:" in capsys.readouterr().err and world.registry.exists()
+        first = "".join(engine.generate("ab", 3))
+        told = repr(engine)
+        assert told.startswith("<Engine tiny: 6 MiB (") and "64 tokens of context>" in told
+    assert repr(engine).endswith(", closed>")
+    with pshard.load(world.model, vram=world.budget, context=64, plan=False) as engine:
+        assert isinstance(first, str) and "plan:" not in capsys.readouterr().err
 
 
 def test_python_api_plans_when_asked(world: World) -> None:

@@ -1,5 +1,6 @@
 """The example programs run as their first lines say."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -57,6 +58,17 @@ def test_without_arguments_an_example_says_how_it_is_called(name: str) -> None:
             patched.setattr(sys, "argv", [f"{name}.py", *words])
             runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         assert ended.value.code == program["__doc__"]
+
+
+def test_the_cells_of_the_notebook_run_in_their_order(world: World, tmp_path: Path, monkeypatch) -> None:
+    cells = json.loads((EXAMPLES / "a_model_in_python.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(sources) >= 4 and not any(cell.get("outputs") for cell in cells)
+    monkeypatch.setenv("PSHARD_MODEL", str(world.model))
+    (tmp_path / "cells.py").write_text("\n\n".join(sources).replace("\nengine\n", "\nprint(repr(engine))\n"))
+    done = run_warm([sys.executable, str(tmp_path / "cells.py")])
+    assert done.returncode == 0, done.stderr
+    assert "<Engine tiny: " in done.stdout and "256 tokens of context" in done.stdout and "MiB" in done.stdout
 
 
 @pytest.mark.slow
