@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import run_cli
 from pshard.commands.compare_folder import compare_folder
-from pshard.commands.parsing.draft_flags import ask_drafts
+from pshard.commands.parsing.draft_flags import ask_drafts, find_draft_model
 from pshard.commands.parsing.model_flags import check_model_place, choose_model, named_model
 from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
 from pshard.commands.plan_output import (
@@ -210,10 +210,10 @@ def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Pa
 
 def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, elsewhere: bool, tell: Tell) -> Planned:
     """A plan for every budget that was asked for. Raises UserError when there is none."""
-    from pshard.models import open_model
+    from pshard.models.attach_draft import open_drafted
     from pshard.planner.other_places import find_layer
 
-    with open_model(path) as model:
+    with open_drafted(path, find_draft_model(args, args.spec)) as model:
         for note in model.notes:
             tell(f"note: {note}")
         if args.why:
@@ -297,12 +297,13 @@ def _why_not_validate(
 def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: Tell) -> DraftQuestion | None:
     """Which drafts are asked for; tells where an acceptance is from that was not given."""
     from pshard.registries.acceptance_file import recall_acceptance
-    from pshard.speculation import ASSUMED, AUTO, LOOKUP, MTP, RECORDED
+    from pshard.speculation import ASSUMED, AUTO, DRAFT, LOOKUP, MTP, RECORDED
 
     if args.spec == NONE:
         return None
-    kind = MTP if args.spec == MTP or (args.spec == AUTO and model.spec.head) else LOOKUP
-    if kind == MTP:
+    program = DRAFT if args.draft_model else MTP
+    kind = program if args.spec == program or (args.spec == AUTO and model.spec.head) else LOOKUP
+    if args.spec == MTP:
         model.of_head()  # which says why there is none
     recorded = recall_acceptance(registry_path(path, args.registry), model.fingerprint_inputs(), kind)
     asked = ask_drafts(args, kind, recorded)
@@ -317,7 +318,11 @@ def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: 
     return asked
 
 
-SAID_OF = {"lookup": "as in a first turn of chat", "mtp": "as published of Qwen3.6-35B-A3B"}
+SAID_OF = {
+    "lookup": "as in a first turn of chat",
+    "mtp": "as published of Qwen3.6-35B-A3B",
+    "draft": "as published of Qwen3 with small drafters",
+}
 
 
 @dataclass(frozen=True)

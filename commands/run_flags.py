@@ -6,6 +6,7 @@ from typing import Any
 
 from pshard.commands.command_line import env_default, parse_context, parse_count, parse_mib_list, settle_context
 from pshard.commands.parsing.card_flags import add_card_flag
+from pshard.commands.parsing.draft_flags import find_draft_model
 from pshard.commands.parsing.model_flags import add_model_flags, choose_model
 from pshard.commands.parsing.spec_flags import read_spec_flags
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
@@ -63,6 +64,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
     model = choose_model(args)
     if args.ctx_size == 0:
         args.ctx_size = settle_context(0, _read_context(model))
+    drafts = read_spec_flags(args).kind if "spec" in args else NONE
     return RunRequest(
         model=model,
         vram_mib=args.vram,
@@ -80,7 +82,8 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
         reduce_dtype=args.reduce_dtype,
         ubatch=min(sizes, default=None),
         plans=plans,
-        drafts=read_spec_flags(args).kind if "spec" in args else NONE,
+        drafts=drafts,
+        draft_model=find_draft_model(args, drafts) if "spec" in args else None,
         devices=count_nodes(args, load_profile(args.profile)) if args.numa else None,
     )
 

@@ -70,9 +70,19 @@ class ModelFile:
         units = (*spec.units, *(spec.head.units if spec.head else ()))
         self._shapes = {t.name: t.shape for u in units for t in u.tensors}
         self._load_tokenizer, self._load_chat_template = load_tokenizer, load_chat_template
+        self._draft: ModelFile | None = None
+
+    def with_draft(self, draft: "ModelFile") -> "ModelFile":
+        """The same file, for which another model drafts; plans of it are others than of this one alone."""
+        view = copy(self)
+        view.spec, view._draft = replace(self.spec, head=draft.spec), draft
+        return view
 
     def of_head(self) -> "ModelFile":
-        """The same file as that of its head, the program that drafts. Raises UserError where it has none."""
+        """The same file as that of its head, the program that drafts, or the one that drafts for it. Raises UserError
+        where there is none."""
+        if self._draft is not None:
+            return self._draft
         if self.spec.head is None:
             why = next((note for note in self.notes if "multi-token head" in note), "the file has none")
             raise UserError(f"{self.spec.path}: there is no multi-token head to draft with: {why}; give --spec lookup")
@@ -136,17 +146,21 @@ class ModelFile:
     def fingerprint_inputs(self) -> tuple[tuple[str, str], ...]:
         """What a plan depends on, as (name, value): architecture, configuration, tensors, file sizes. Reads no data."""
         tensors = [(t.name, t.qtype, t.shape) for u in self.spec.units for t in u.tensors]
+        draft = (("draft model", _digest(self._draft.fingerprint_inputs())),) if self._draft else ()
         return (
             ("architecture", self.spec.config.architecture),
             ("model configuration", _digest(to_json(self.spec.config))),
             ("tensor shapes and quant types", _digest(tensors)),
             ("model file sizes", ",".join(map(str, self._sizes))),
+            *draft,
         )
 
     def close(self) -> None:
         """Unmap the files; arrays from tensor_bytes that are still held stay valid."""
         for file in self._files:
             file.close()
+        if self._draft is not None:
+            self._draft.close()
 
     def __enter__(self) -> "ModelFile":
         return self

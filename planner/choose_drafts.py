@@ -16,7 +16,7 @@ from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.predicted_times import round_seconds, step_bound, step_seconds
 from pshard.routing.followed import under_plan
-from pshard.speculation import MOST_ROWS, MTP, NO_DRAFTS, Drafting, DraftQuestion, PlannedDrafts, Speculation
+from pshard.speculation import MOST_ROWS, NO_DRAFTS, PROGRAMS, Drafting, DraftQuestion, PlannedDrafts, Speculation
 from pshard.workload import Workload
 
 
@@ -56,11 +56,11 @@ def _list_heads(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, question: DraftQuestion
 ) -> Iterator[HeadPlan | None]:
     """Plans of the head that drafts, the likely best first; None where drafts are others'."""
-    if question.kind != MTP:
+    if question.kind not in PROGRAMS:
         yield None
         return
     if len(workload.vram_mib) > 1:
-        raise UserError("a multi-token head drafts on one device as yet, not over ranks; leave out -sm, or --spec")
+        raise UserError("heads and models draft on one device as yet, not over ranks; leave out -sm, or --spec")
     for in_vram in (True, False):
         yield plan_head(spec, profile, workload, in_vram)
 

@@ -11,7 +11,7 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.published.strategies import PER_TIER, list_published
 from pshard.predicted_times import decode_rate, first_token_seconds, round_seconds
 from pshard.routing.record import RoutingRecord
-from pshard.speculation import MTP, NO_DRAFTS
+from pshard.speculation import NO_DRAFTS, PROGRAMS
 from pshard.times.outlook import Forecast, LeftOut, Outlook
 from pshard.workload import Workload
 
@@ -24,9 +24,9 @@ def foresee_strategies(
     record: RoutingRecord | None = None,
 ) -> Outlook:
     """What the variant and each published strategy are predicted to reach for the workload, by the variant's costs.
-    record: of which experts texts use. Published strategies have no head that drafts. Raises UserError as
+    record: of which experts texts use. Published strategies have nothing that drafts. Raises UserError as
     `prepare_ranks` does."""
-    if workload.drafting.kind == MTP:
+    if workload.drafting.kind in PROGRAMS:
         workload = replace(workload, drafting=NO_DRAFTS, acceptance=None, drafter_mib=0)
     found, left_out, tasks = (
         list[Forecast](),

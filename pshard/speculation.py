@@ -11,6 +11,7 @@ from operator import mul
 from pshard.errors import UserError
 
 NONE, LOOKUP, MTP, DRAFT = "none", "lookup", "mtp", "draft"  # drafters
+PROGRAMS = (MTP, DRAFT)  # drafters that compute beside the model
 AUTO = "auto"  # the best of these that there is
 DRAFTERS = (NONE, LOOKUP, MTP, DRAFT)
 GIVEN, RECORDED, ASSUMED = "given", "recorded", "assumed"  # where an acceptance is from

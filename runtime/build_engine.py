@@ -23,6 +23,7 @@ from pshard.runtime.memory.host.fresh_memory import FilledMemory
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
+from pshard.runtime.speculation.head_program import is_head
 from pshard.times.gpu_tiles import TileChoice
 
 
@@ -80,7 +81,7 @@ def build_engine(
     plan = variant.ranks[group.rank]
     ordered = order_experts(file.spec, variant.popularity)
     part = split_model(ordered, variant.split, group.rank)
-    spec = replace(part, caches=plan.caches, keeps_states=variant.drafter is not None)
+    spec = replace(part, caches=plan.caches, keeps_states=_reads_states(file.spec, variant))
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
     weights, own = lender, None
@@ -108,6 +109,11 @@ def build_engine(
     return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes, head)
 
 
+def _reads_states(spec: ModelSpec, variant: Variant) -> bool:
+    """Whether what drafts beside the model takes its states, as a head does."""
+    return variant.drafter is not None and spec.head is not None and is_head(spec.head)
+
+
 def _note_pageable(executor: Executor) -> tuple[str, ...]:
     if executor.page_locked:
         return ()
@@ -131,6 +137,8 @@ def _build_head(
     states = variant.workload.state_shape
     try:
         source = file.of_head()
+        if source is not file:
+            _map_files(source)
         weights = HostWeights(list_on_host(source.spec, plan), device)
         weights.begin(source, None, progress)
         return build_executor(

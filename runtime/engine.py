@@ -25,9 +25,10 @@ from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.speculation.draft_length import StepSeconds
-from pshard.runtime.speculation.head_program import HeadProgram
+from pshard.runtime.speculation.draft_program import DraftProgram
+from pshard.runtime.speculation.head_program import HeadProgram, is_head
 from pshard.runtime.speculation.speculator import DraftSettings, Speculator
-from pshard.runtime.texts.follower import NoFollower
+from pshard.runtime.texts.follower import Follower, NoFollower
 from pshard.runtime.texts.numbered_texts import NumberedTexts
 from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.runtime.texts.text_pool import TextPool
@@ -94,7 +95,7 @@ class Engine(_Told):
         context, sequences = variant.workload.context, variant.workload.sequences
         self.longest = longest_sequence(executor.spec.config, context)
         blocks = TextBlocks(sequences, self.longest, kv_blocks(context, sequences), _recent_blocks(executor))
-        self.drafter = HeadProgram(head, executor, blocks) if head else NoFollower()
+        self.drafter = _make_drafter(head, executor, blocks)
         self.texts = TextPool(executor, blocks, self._checkpoints, store, self._guard, self.drafter)
         self._sequences, self._seconds = NumberedTexts(self.texts), _time_steps(variant)
         self._broken: BaseException | None = None
@@ -323,6 +324,13 @@ class Engine(_Told):
 def _time_steps(variant: Variant) -> StepSeconds:
     """What the plan says of steps."""
     return StepSeconds(tier_seconds(variant), variant.speculation.rows if variant.speculation else ())
+
+
+def _make_drafter(head: Executor | None, model: Executor, blocks: TextBlocks) -> Follower:
+    """What drafts beside the model, if anything."""
+    if head is None:
+        return NoFollower()
+    return HeadProgram(head, model, blocks) if is_head(head.spec) else DraftProgram(head, model, blocks)
 
 
 def _report_memory(e: Executor) -> MemoryReport:

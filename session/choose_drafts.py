@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING
 from pshard.errors import UserError
 from pshard.plan import Variant
 from pshard.predicted_times import seconds_covering, tier_seconds
-from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, LOOKUP, MTP, NONE, Acceptance, AcceptanceRecord, best_drafts
+from pshard.speculation import (
+    ASSUMED_ACCEPTANCE,
+    AUTO,
+    DRAFT,
+    LOOKUP,
+    MTP,
+    NONE,
+    PROGRAMS,
+    Acceptance,
+    AcceptanceRecord,
+    best_drafts,
+)
 
 if TYPE_CHECKING:
     from pshard.runtime.speculation.speculator import DraftSettings
@@ -40,12 +51,12 @@ def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tupl
         if ask.kind not in (AUTO, PLANNED):
             raise UserError("drafts over several ranks: not yet; leave out --spec")
         return None, "no drafts: over several ranks there are none yet"
-    if ask.kind == MTP and variant.drafter is None:
-        raise UserError(
-            "the plan has no multi-token head; plan again with pshard plan --spec mtp, or give --spec lookup"
-        )
-    kind = MTP if variant.drafter and ask.kind != LOOKUP else LOOKUP
-    planned = variant.workload.drafting.drafts
+    made = variant.workload.drafting
+    if ask.kind in PROGRAMS and (variant.drafter is None or made.kind != ask.kind):
+        what = {MTP: "multi-token head", DRAFT: "draft model"}[ask.kind]
+        raise UserError(f"the plan has no {what}; plan again with pshard plan --spec {ask.kind}, or give --spec lookup")
+    kind = made.kind if variant.drafter and ask.kind != LOOKUP else LOOKUP
+    planned = made.drafts
     most = min(ask.most or planned or USUAL_DRAFTS, rows - 1)
     if ask.kind == AUTO and not planned and not ask.made_up and not find_paying(variant, most):
         return None, "no drafts: the plan says that steps of several rows cost more than lookup brings"
@@ -71,7 +82,9 @@ def describe_drafts(settings: "DraftSettings") -> str:
     made_up = "; made up, the text means nothing" if settings.made_up else ""
     tokens, spent = record.steps + held, settings.spent
     took = (
-        f"; a draft took {1e3 * spent.seconds / spent.drafts:.2f} ms" if settings.kind == MTP and spent.drafts else ""
+        f"; a draft took {1e3 * spent.seconds / spent.drafts:.2f} ms"
+        if settings.kind in PROGRAMS and spent.drafts
+        else ""
     )
     return (
         f"drafts of {settings.kind}, at most {settings.most} a step: {tokens} tokens in {record.steps} steps; "

@@ -15,7 +15,7 @@ from pshard.routing.order_experts import order_experts
 from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
 from pshard.session.run_request import RunRequest, full_workload, places_of, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine, doubt_free_memory, free_host_bytes
-from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, MTP, PLANNED_DRAFTS, DraftQuestion
+from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, MTP, PLANNED_DRAFTS, PROGRAMS, DraftQuestion
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
 
@@ -46,20 +46,22 @@ def open_plan(request: RunRequest) -> Opened:
 
     Raises UserError: no profile, a stale plan, no plan that can be made; and where none is to be made, NotPlanned.
     """
-    from pshard.models import open_model
+    from pshard.models.attach_draft import open_drafted
     from pshard.registries.choose import Choice, choose_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
     from pshard.registries.store import describe_other_locks, load_registry, own_plans, registry_path
 
-    file = open_model(request.model)
+    file = open_drafted(request.model, request.draft_model)
     check_kv_types(file.spec.config, request.type_k, request.type_v)
     profile = load_profile(request.profile)
     check_machine(profile, request.profile)
     want = wanted_workload(request, profile)
     path = registry_path(request.model, request.registry)
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
-    if request.drafts == MTP:
+    if request.draft_model is not None:
+        check_kv_types(file.of_head().spec.config, request.type_k, request.type_v)
+    elif request.drafts == MTP:
         file.of_head()  # which says why there is none
     full = full_workload(request, want, file.spec)
     if not request.vram_mib:
@@ -110,9 +112,10 @@ def open_plan(request: RunRequest) -> Opened:
 def _those_for(variants: list[Variant], drafts: str, command: str) -> list[Variant]:
     """Of plans those for who is to draft, as --spec says. Raises NotPlanned where none has the head that is to."""
     headed = [v for v in variants if v.drafter]
-    if drafts == MTP and variants and not headed:
-        raise NotPlanned(f"no plan has the model's multi-token head; run: {command}")
-    if drafts in (MTP, AUTO):
+    if drafts in PROGRAMS and variants and not headed:
+        what = "the model's multi-token head" if drafts == MTP else "the draft model"
+        raise NotPlanned(f"no plan has {what}; run: {command}")
+    if drafts in (*PROGRAMS, AUTO):
         return headed or variants
     return [v for v in variants if not v.drafter] or variants
 
@@ -125,7 +128,8 @@ def replan_command(request: RunRequest, workload: Workload) -> str:
     for flag, place in places_of(request):
         if place is not None and not is_unsaved(place):
             command += f" {flag} {shlex.quote(str(place))}"
-    command += f" --spec {MTP}" * (request.drafts == MTP)
+    command += f" --spec {request.drafts}" * (request.drafts in PROGRAMS)
+    command += f" -md {shlex.quote(str(request.draft_model))}" * (request.draft_model is not None)
     return command + (" -ts auto" if request.auto_ratios and request.split_mode != "auto" else "")
 
 
@@ -144,7 +148,7 @@ def _plan_again(
     spec = order_experts(file.spec, known)
     record = _recall_record(path, file) if known else None
     with planning_bar(f"planning {spec.name}"):
-        drafted = _plan_head(request, spec, profile, workload, path, file) if request.drafts == MTP else None
+        drafted = _plan_head(request, spec, profile, workload, path, file) if request.drafts in PROGRAMS else None
         planned = drafted or plan_split(spec, profile, workload, request.auto_ratios)
         asked = replace(planned.workload, max_ubatch=workload.max_ubatch)
         planned = plan_slots(spec, profile, asked, planned, record)
@@ -170,13 +174,15 @@ def _plan_head(
     registry: Path,
     file: "ModelFile",
 ) -> Variant:
-    """The plan with the number of the head's drafts that is predicted to be the fastest, one at least."""
+    """The plan with the number of drafts of a head or a draft model that is predicted to be the fastest, one at
+    least."""
     from pshard.planner.choose_drafts import choose_drafts
     from pshard.planner.choose_mode import plan_split
     from pshard.registries.acceptance_file import recall_acceptance
 
-    recorded = recall_acceptance(registry, file.fingerprint_inputs(), MTP)
-    question = DraftQuestion(MTP, recorded or ASSUMED_ACCEPTANCE[MTP], PLANNED_DRAFTS)
+    kind = request.drafts
+    recorded = recall_acceptance(registry, file.fingerprint_inputs(), kind)
+    question = DraftQuestion(kind, recorded or ASSUMED_ACCEPTANCE[kind], PLANNED_DRAFTS)
 
     def plan(asked: Workload) -> Variant:
         return plan_split(spec, profile, asked, request.auto_ratios)

@@ -46,6 +46,7 @@ class RunRequest:
     devices: int | None = None  # how many, where neither budgets nor ratios say it
     concurrency: int = 0  # of a server's load, how many requests run on average; 0: no server
     drafts: str = NONE  # who is to draft, as --spec says
+    draft_model: Path | None = None  # that drafts
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
     @property

@@ -146,7 +146,7 @@ def read_request(args: Namespace) -> "ServeRequest":
 
 def _read_drafts(args: Namespace) -> "DraftAsk":
     """Who drafts: whoever the plan says, where no flag does."""
-    ask, said = read_spec_flags(args), args.spec or args.spec_type
+    ask, said = read_spec_flags(args), args.spec or args.spec_type or args.draft_model
     return ask if said else replace(ask, kind=PLANNED)
 
 

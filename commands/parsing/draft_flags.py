@@ -1,6 +1,7 @@
 """Flags of pshard-plan that say who drafts, how many drafts a step has, and how likely they are accepted."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from pshard.commands.command_line import parse_count
@@ -8,6 +9,7 @@ from pshard.errors import UserError
 from pshard.speculation import (
     ASSUMED_ACCEPTANCE,
     AUTO,
+    DRAFT,
     LOOKUP,
     MOST_DRAFTS,
     MTP,
@@ -21,11 +23,12 @@ from pshard.speculation import (
 
 def add_draft_flags(group: Any) -> None:
     """Add them to a parser or a group of it."""
+    add_draft_model(group)
     group.add_argument(
-        "--spec", choices=(NONE, AUTO, LOOKUP, MTP), default=NONE,
+        "--spec", choices=(NONE, AUTO, LOOKUP, MTP, DRAFT), default=NONE,
         help="plan steps that verify drafts: mtp has the model's multi-token head draft, lookup drafts what followed "
-        "the last tokens earlier in the text; auto takes the head, else lookup, where that is predicted faster "
-        "(default: none)",
+        "the last tokens earlier in the text, draft has the model of -md draft; auto takes that model, else the head, "
+        "else lookup, where that is predicted faster (default: none)",
     )  # fmt: skip
     group.add_argument(
         "--spec-n", "--spec-draft-n-max", dest="spec_n", type=parse_count, metavar="K",
@@ -38,8 +41,32 @@ def add_draft_flags(group: Any) -> None:
     )  # fmt: skip
 
 
+def add_draft_model(group: Any) -> None:
+    """The flag that names a draft model."""
+    group.add_argument(
+        "-md", "--model-draft", "-hfd", "--hf-repo-draft", dest="draft_model", metavar="MODEL",
+        help="a small model of the same vocabulary that drafts: a file, a folder, or org/repo:Q4_K_M of the Hub",
+    )  # fmt: skip
+
+
+def find_draft_model(args: argparse.Namespace, kind: str) -> Path | None:
+    """The draft model that is named, where it is to draft. Raises UserError for one that is named and does not, and
+    where none is."""
+    from pshard.session.find_model import resolve_model
+
+    if args.draft_model is None:
+        if kind == DRAFT:
+            raise UserError(f"--spec {DRAFT} needs a draft model; add -md MODEL")
+        return None
+    if kind not in (DRAFT, AUTO):
+        raise UserError(f"-md names a model that drafts, and --spec {kind} has none; give --spec {DRAFT}, or no -md")
+    return resolve_model(args.draft_model)
+
+
 def read_draft_flags(args: argparse.Namespace) -> Acceptance | None:
     """The acceptance that is given, if any. Raises UserError for flags that do not go together, or say nothing."""
+    if args.spec == NONE and args.draft_model is not None:
+        args.spec = DRAFT
     if args.spec == NONE:
         given = {"--spec-n": args.spec_n, "--spec-rates": args.spec_rates}
         refuse_without_drafts(given, "none are planned", f"add --spec {LOOKUP} or {AUTO}")

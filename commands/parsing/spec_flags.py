@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pshard.commands.command_line import parse_count
-from pshard.commands.parsing.draft_flags import check_draft_count, refuse_without_drafts
+from pshard.commands.parsing.draft_flags import add_draft_model, check_draft_count, refuse_without_drafts
 from pshard.errors import UserError
 from pshard.session.choose_drafts import USUAL_DRAFTS, DraftAsk
 from pshard.speculation import AUTO, DRAFT, LOOKUP, MTP, NONE, parse_acceptance
@@ -21,9 +21,10 @@ def add_spec_flags(parser: argparse.ArgumentParser, usual: str = NONE) -> None:
         "--spec", choices=(NONE, AUTO, LOOKUP, MTP, DRAFT), default=None,
         help="verify several drafts a step; the text stays the same. mtp: the model's multi-token head drafts. lookup: "
         "draft what followed the last tokens earlier in the text. auto: the head where the plan has it, else lookup "
-        "where the plan says that it can pay. draft: not yet "
-        f"(default: {usual})",
+        "where the plan says that it can pay. draft: the model of -md drafts "
+        f"(default: {usual}; with -md: draft)",
     )  # fmt: skip
+    add_draft_model(group)
     group.add_argument("--spec-type", metavar="TYPE", help="llama.cpp's name of it: ngram-simple is lookup")
     group.add_argument(
         "--spec-draft-n-max", "--spec-n", dest="spec_n", type=parse_count, metavar="K",
@@ -46,8 +47,8 @@ def read_spec_flags(args: argparse.Namespace) -> DraftAsk:
         if kind not in (None, LLAMA_TYPES[args.spec_type]):
             raise UserError(f"--spec {kind} and --spec-type {args.spec_type} exclude each other; give one")
         kind = LLAMA_TYPES[args.spec_type]
-    if kind == DRAFT:
-        raise UserError(f"draft models cannot draft yet; give --spec {LOOKUP} or {MTP}, or leave it out")
+    if kind is None and args.draft_model is not None:
+        kind = DRAFT
     made_up = None
     if args.spec_synth_rates is not None:
         made_up = parse_acceptance(args.spec_synth_rates, "--spec-synth-rates")

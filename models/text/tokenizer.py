@@ -42,6 +42,11 @@ class Tokenizer:
         self.bos_text = "" if bos_id is None else backend.id_to_token(bos_id) or ""
         self.eos_text = (backend.id_to_token(eos_ids[0]) or "") if eos_ids else ""
 
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether words are of bytes; else they are of characters, as SentencePiece has them."""
+        return self._byte_level
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of the text.
 

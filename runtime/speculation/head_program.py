@@ -13,6 +13,7 @@ import torch
 
 from pshard.batch import DECODE, PROMPT, Batch, Span
 from pshard.buffers import STATES
+from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.texts.block_copies import BlockCopies
@@ -20,6 +21,12 @@ from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.ports import PRIOR
+
+
+def is_head(spec: ModelSpec) -> bool:
+    """Whether a program that drafts reads the model's states, as a multi-token head does; a model of its own does
+    not."""
+    return any(PRIOR in unit.ports.reads for unit in spec.units)
 
 
 @dataclass

@@ -5,21 +5,22 @@ from collections.abc import Sequence
 
 from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
+from pshard.runtime.speculation.draft_program import DraftProgram
 from pshard.runtime.speculation.head_program import Ask, HeadProgram
 from pshard.server.life.how_to_run import PrefixLimits
 from pshard.server.life.read_facts import allow_drafts
 from pshard.server.scheduling.served_machine import Asked, PlanFacts, Pool, TextDrafter
-from pshard.speculation import MTP
+from pshard.speculation import PROGRAMS
 
 log = logging.getLogger(__name__)
 
 
 class HeadDrafter:
-    """A model's own head: a `TextDrafter`."""
+    """A model's own head, or a draft model: a `TextDrafter`."""
 
     takes_time = True
 
-    def __init__(self, head: HeadProgram) -> None:
+    def __init__(self, head: HeadProgram | DraftProgram) -> None:
         self._head = head
 
     def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
@@ -41,8 +42,8 @@ class LocalMachine:
             raise
         self.pool: Pool = engine.texts
         self.drafter: TextDrafter | None = None
-        if self.facts.drafts.kind == MTP:
-            assert isinstance(engine.drafter, HeadProgram), "a plan whose head drafts has one"
+        if self.facts.drafts.kind in PROGRAMS:
+            assert isinstance(engine.drafter, HeadProgram | DraftProgram), "a plan by which it drafts has it"
             self.drafter = HeadDrafter(engine.drafter)
 
     @property

@@ -46,7 +46,7 @@ def _is_large(model: Path) -> bool:
 
 def _plan_bytes(request: RunRequest) -> int:
     """Bytes of the host arena under the plan that serves the request; 0 where that is not for one rank here."""
-    from pshard.models import open_model
+    from pshard.models.attach_draft import open_drafted
     from pshard.registries.choose import choose_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
@@ -62,7 +62,7 @@ def _plan_bytes(request: RunRequest) -> int:
         if 0 not in free:
             return 0
         request = replace(request, vram_mib=(free[0] // MIB,))
-    with open_model(request.model) as file:
+    with open_drafted(request.model, request.draft_model) as file:
         spec, inputs = file.spec, fingerprint_inputs(file.fingerprint_inputs(), profile)
     plans = own_plans(load_registry(registry_path(request.model, request.registry)), inputs, "")
     variant = choose_variant(plans, wanted_workload(request, profile), "").variant

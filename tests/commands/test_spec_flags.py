@@ -26,7 +26,7 @@ def planned(world: World) -> World:
     ("flags", "said"),
     [
         (["--spec", "mtp"], "there is no multi-token head to draft with: the file has none"),
-        (["--spec", "draft"], "draft models cannot draft yet"),
+        (["--spec", "draft"], "--spec draft needs a draft model; add -md MODEL"),
         (["--spec-type", "draft-mtp"], "there is no multi-token head to draft with"),
         (["--spec-type", "ngram-mod"], "--spec-type ngram-mod: not here"),
         (["--spec", "auto", "--spec-type", "none"], "exclude each other"),

@@ -4,9 +4,11 @@ import json
 import random
 
 import pytest
+from draft_engines import open_with
 from head_engines import open_headed
 from head_files import write_headed
 from hybrid_files import random_hybrid, write_hybrid_gguf
+from model_files import write_gguf
 from served import DEMO, EngineLoader
 from test_engine_thread import wait_for
 from test_served_model import GREEDY, ask, check_blocks, serve  # noqa: F401
@@ -16,7 +18,7 @@ from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.sampling.sampler import Sampling
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.server.scheduling.step_drafts import LookupDrafter
-from pshard.speculation import LOOKUP, MTP
+from pshard.speculation import DRAFT, LOOKUP, MTP
 
 pytestmark = pytest.mark.usefixtures("vectors_only")
 SAMPLINGS = (
@@ -155,6 +157,29 @@ class HeadLoader(EngineLoader):
     def open(self, tiers):
         sizes = {name: self.shape[name] for name in ("kernels", "sequences", "context", "tokens")}
         return open_headed(self.path, head=self.drafts is not None, **sizes)
+
+
+class DraftLoader(EngineLoader):
+    """A model that drafts for itself."""
+
+    def open(self, tiers):
+        return open_with(self.path, self.path, sequences=self.shape["sequences"], context=self.shape["context"])
+
+
+def test_a_draft_model_drafts_for_all_texts_at_once_and_they_are_those_alone(serve, tmp_path):  # noqa: F811
+    write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=2, vocab=96)
+    rng = random.Random(2)
+    asked = [[rng.randrange(90) for _ in range(20 + 30 * i)] for i in range(4)]
+    jobs = [{"sampling": SAMPLINGS[i % 2], "most": 30 + i} for i in range(4)]
+    shape = {"path": tmp_path / "m.gguf", "sequences": 4, "context": 1024, "tokens": (1, 16, 64)}
+    alone = tell_all(serve(EngineLoader(**shape)), asked, jobs, "alone", at_once=False)
+    loader = DraftLoader(**shape, drafts=DraftSettings(DRAFT, 3, fixed=True))
+    thread = serve(loader)
+    assert tell_all(thread, asked, jobs, "company", at_once=True) == alone
+    counters = thread.snapshot().counters
+    assert counters.accepted[2][1] >= 14  # those of greedy texts all hold
+    assert thread.snapshot().plan.drafter == DRAFT
+    check_blocks(thread, loader)
 
 
 @pytest.mark.parametrize("like", ["glm4moe", pytest.param("qwen35", marks=pytest.mark.slow)])

@@ -1,0 +1,85 @@
+"""A draft model beside a model: the text stays what it is, and what cannot draft is named."""
+
+import random
+from pathlib import Path
+
+import pytest
+from draft_engines import CONTEXT, TOKENS, open_with
+from engines import open_engine
+from model_files import write_gguf
+
+from pshard.errors import UserError
+from pshard.models.attach_draft import open_drafted
+from pshard.runtime.engine import Engine
+from pshard.runtime.sampling import Sampling
+from pshard.runtime.sampling.chain import Penalties
+from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.speculation import DRAFT, AcceptanceRecord
+
+VOCAB = 96
+GREEDY, DRAWN = Sampling(temperature=0), Sampling(seed=1, temperature=1.5, penalties=Penalties(1.3, 0.4, 0.2, 16))
+
+
+def some_ids(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("m") / "m.gguf", "qwen3", qtype="Q8_0", n_layers=2, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of another architecture, whose vocabulary is larger by some."""
+    return write_gguf(tmp_path_factory.mktemp("d") / "d.gguf", "llama", qtype="Q8_0", n_layers=1, vocab=VOCAB)
+
+
+def make(engine: Engine, sampling: Sampling, drafts: int, most: int = 40) -> tuple[list[int], AcceptanceRecord]:
+    engine.reset()
+    wanted = DraftSettings(DRAFT, drafts, fixed=True, record=AcceptanceRecord(DRAFT))
+    told = engine.generate(some_ids(90), most, sampling, text=False, speculation=wanted if drafts else None)
+    return list(told), wanted.record
+
+
+@pytest.mark.parametrize("on_acc", [True, False])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_the_text_is_that_without_drafts_and_the_model_itself_drafts_what_it_tells(
+    model: Path, other: Path, sampling: Sampling, on_acc: bool
+) -> None:
+    with open_engine(model, context=CONTEXT, tokens=TOKENS, kernels="fast") as engine:
+        alone, _ = make(engine, sampling, 0)
+    for draft in (model, other):
+        with open_with(model, draft, on_acc) as engine:
+            for drafts in (1, 3, 7):
+                told, record = make(engine, sampling, drafts)
+                assert told == alone and record.steps
+                if draft == model and sampling is GREEDY:
+                    assert record.held == record.tried  # its cells are those of what was told, also behind drafts
+
+
+def test_a_text_that_was_cut_is_drafted_as_if_nothing_else_had_been_there(model: Path) -> None:
+    with open_with(model, model) as engine:
+        make(engine, DRAWN, 3)
+        engine.reset(0, 70)
+        engine.forward(some_ids(9, 3))
+        wanted = DraftSettings(DRAFT, 3, fixed=True, record=AcceptanceRecord(DRAFT))
+        list(engine.generate([5], 30, GREEDY, text=False, speculation=wanted))
+        assert sum(wanted.record.held) == sum(wanted.record.tried) > 15
+
+
+def test_plans_of_a_model_with_a_draft_model_are_others_than_of_it_alone(model: Path, other: Path) -> None:
+    inputs = [open_drafted(model, draft).fingerprint_inputs() for draft in (None, model, other)]
+    assert inputs[0] == inputs[1][:-1] == inputs[2][:-1] and inputs[1] != inputs[2]
+
+
+def test_a_model_of_another_vocabulary_or_with_windows_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    larger = write_gguf(tmp_path / "larger.gguf", "llama", n_layers=1, vocab=VOCAB + 8)
+    with pytest.raises(UserError, match="its vocabulary is not the model's: 104 tokens for 96; give a model"):
+        open_drafted(model, larger)
+    windows = write_gguf(tmp_path / "windows.gguf", "gpt-oss", n_layers=2, vocab=VOCAB)
+    with pytest.raises(UserError, match="layers with a window"):
+        open_drafted(model, windows)
+    with pytest.raises(UserError, match=r"gone\.gguf"):
+        open_drafted(model, tmp_path / "gone.gguf")
