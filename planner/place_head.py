@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pshard.batch import Batch
-from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import scratch_bytes
 from pshard.homes import HOST, ON_CPU, PINNED, VRAM
 from pshard.machine import MachineProfile
@@ -20,6 +19,7 @@ from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 from pshard.workload import Workload
 
+ROWS = 16  # of a head's micro-batch: a step's drafts in one, prompts in many, and little room for logits
 USUAL = 2  # drafts a step, by which it is decided whether a unit pays for its room in VRAM
 _UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
 _BY_RULE = Solve("by rule", 0.0, 0.0, "", "head")
@@ -38,7 +38,7 @@ def plan_head(spec: ModelSpec, profile: MachineProfile, workload: Workload, in_v
     the output that the model has in VRAM."""
     head, tables = spec.head, find_tables(profile)
     assert head is not None
-    past = min(workload.prompt + workload.generated // 2, max(0, workload.share - SMALL_BATCH))
+    past = min(workload.prompt + workload.generated // 2, max(0, workload.share - ROWS))
     costs = tier_costs(head, tables, TierLoad(Batch.even(1, 1, past)), workload)
     whole = spec.packed_nbytes + sum(spec.state_sizes(workload.state_shape).values()) < workload.vram_mib[0] << 20
 
@@ -83,7 +83,7 @@ def place_head(
     pins = tuple(p.unit for p in placements if p.in_arena)
     kept = tuple(p.unit for p in placements if p.has_state_in_vram)
     sizes = head.state_sizes(states)
-    tokens = min(SMALL_BATCH, states.batch or states.context)  # one tier: going from one to another takes milliseconds
+    tokens = min(ROWS, states.batch or states.context)  # one tier: going from one to another takes milliseconds
     buffers = Buffers(
         pinned=sum(align(head.unit(name).packed_nbytes, TENSOR_ALIGN) for name in pins),
         scratch=scratch_bytes(head, tokens, states, act_bytes),
