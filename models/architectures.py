@@ -46,8 +46,8 @@ class Architecture:
     `routing`: its layers have experts.
 
     As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own unless the others
-    are still, `still_every`, `activation`, `wide_qk_norm`, `norms`, `centred`, `parallel`. `fused`: q, k and v are one
-    tensor, or gate and up.
+    are still, `still_every`, `activation`, `ungated`, `wide_qk_norm`, `norms`, `centred`, `parallel`.
+    `fused`: q, k and v are one tensor, or gate and up.
     `multiplied`: what is multiplied by a number that files give: "embedding", "residual" (what layers add), "score",
     "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
     give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights
@@ -56,7 +56,9 @@ class Architecture:
     `defaults`: what config.json may leave out.
     `remote`: its folders need code of their own, so only its GGUF files are read. `unturned_layers`: one with so many
     has ALiBi, which is not computed, and its files do not say so. `may_lack_windows`: some of its models have none, and
-    then all layers alike. `window_base`: of the angles in layers with windows where files do not say; 0: as in others.
+    then all layers alike. `may_be_parallel`, `own_head_norms`: some of its models are so, or have such. `turned_norms`:
+    norms of heads follow their rotation. `unweighted`: norms of the stream have no weights. `clamped`: files may say
+    within what q, k and v are. `window_base`: of angles in layers with windows where files do not say; 0: as in others.
     """
 
     name: str
@@ -91,6 +93,12 @@ class Architecture:
     remote: bool = False
     unturned_layers: int = 0
     may_lack_windows: bool = False
+    may_be_parallel: bool = False
+    own_head_norms: bool = False
+    turned_norms: bool = False
+    unweighted: bool = False
+    clamped: bool = False
+    ungated: bool = False
     window_base: float = 0.0
     by_layer: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -106,10 +114,12 @@ class Architecture:
 
 
 _DECLARED = (
-    *("window_every", "full_every", "still_every", "activation"),
+    *("window_every", "full_every", "still_every", "activation", "ungated"),
     *("wide_qk_norm", "norms", "centred", "parallel"),
 )
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+_NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
+_ALL_BIASES = (*_QKV, "attn_output.bias", "ffn_up.bias", "ffn_down.bias")
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
 
@@ -130,6 +140,7 @@ _GEMMA3 = _defaults(  # of google/gemma-3-4b-it: Gemma3TextConfig of transformer
     tie_word_embeddings=True,
 )
 _COHERE = _defaults(logit_scale=0.0625, layer_norm_eps=1e-5, tie_word_embeddings=True)
+_OLMO = _defaults(layer_norm_eps=1e-5)
 _OLMO3 = _defaults(sliding_window=4096, rms_norm_eps=1e-5, rope_theta=5e5)
 _EXAONE4 = _defaults(sliding_window=4096, rms_norm_eps=1e-5)
 _EXAONE_MOE = _defaults(
@@ -334,6 +345,7 @@ ARCHITECTURES = (
         hf_pairing="adjacent",
         centred=True,
         parallel=True,
+        own_head_norms=True,
         multiplied=("logits",),
         defaults=_COHERE,
     ),
@@ -360,6 +372,96 @@ ARCHITECTURES = (
         defaults=_EXAONE_MOE,
     ),
     Architecture("plamo", "plamo", "halves", parallel=True, remote=True),
+    Architecture("olmo", "olmo", "adjacent", centred=True, unweighted=True, clamped=True, defaults=_OLMO),
+    Architecture("orion", "orion", "halves", biases=_NORM_BIASES, centred=True, remote=True),
+    Architecture(
+        "stablelm",
+        "stablelm",
+        "halves",
+        biases=_NORM_BIASES,
+        optional_biases=_QKV,
+        rotated=0.25,
+        partial=True,
+        centred=True,
+        may_be_parallel=True,
+        own_head_norms=True,
+        defaults=_defaults(layer_norm_eps=1e-5, partial_rotary_factor=0.25),
+    ),
+    Architecture(
+        "starcoder2",
+        "starcoder2",
+        "halves",
+        biases=_NORM_BIASES,
+        optional_biases=_ALL_BIASES,
+        centred=True,
+        activation="gelu",
+        ungated=True,
+        windows=True,
+        defaults=_defaults(norm_epsilon=1e-5, tie_word_embeddings=True),
+    ),
+    Architecture(
+        "jais2",
+        "jais2",
+        "halves",
+        biases=(*_NORM_BIASES, *_ALL_BIASES),
+        centred=True,
+        activation="relu2",
+        ungated=True,
+        defaults=_defaults(layer_norm_eps=1e-5),
+    ),
+    Architecture(
+        "nemotron",
+        "nemotron",
+        "halves",
+        biases=_NORM_BIASES,
+        optional_biases=_ALL_BIASES,
+        rotated=0.5,
+        partial=True,
+        centred=True,
+        norms_less_one=True,
+        activation="relu2",
+        ungated=True,
+        defaults=_defaults(norm_eps=1e-5),
+    ),
+    Architecture(
+        "arcee",
+        "arcee",
+        "adjacent",
+        optional_biases=_ALL_BIASES,
+        activation="relu2",
+        ungated=True,
+        defaults=_defaults(rms_norm_eps=1e-5),
+    ),
+    Architecture(
+        "apertus",
+        "apertus",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        qk_norm=True,
+        activation="xielu",
+        ungated=True,
+        defaults=_defaults(rms_norm_eps=1e-5),
+    ),
+    Architecture(
+        "hunyuan_v1_dense",
+        "hunyuan-dense",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        qk_norm=True,
+        turned_norms=True,
+        defaults=_defaults(rms_norm_eps=1e-5),
+    ),
+    Architecture(
+        "hunyuan_v1_moe",
+        "hunyuan-moe",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        qk_norm=True,
+        turned_norms=True,
+        routing=Routing(norm_fixed=True, sizes_as_dense=True, shared=True, shared_unsaid=1),
+        defaults=_defaults(rms_norm_eps=1e-5, num_shared_experts=1),
+    ),
+    Architecture("maincoder", "maincoder", "adjacent", qk_norm=True, turned_norms=True, remote=True),
     Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),
     Architecture(
         "gemma3_text",

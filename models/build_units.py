@@ -50,7 +50,7 @@ def build_units(
     for i in range(config.n_layers):
         units += make.layer(i)
     head = HEAD if HEAD in stored else TABLE
-    output = [Expected("output_norm.weight", (config.d_model,)), Expected(head, (config.vocab, config.d_model))]
+    output = [*_norm("output_norm", config.d_model, make.biases), Expected(head, (config.vocab, config.d_model))]
     units.append(make.unit("output", OUTPUT, -1, iter(output)))
     refuse_others(arch, units, stored)
     return tuple(units)
@@ -65,12 +65,13 @@ def refuse_others(arch: Architecture, units: Sequence[Unit], stored: dict[str, S
 
 
 class UnitMaker:
-    """Makes the units of a model, or of the head that drafts for it, from its tensors by GGUF name."""
+    """Makes the units of a model, or of the head that drafts for it, from its tensors by GGUF name. biases: the roles
+    of those that there are."""
 
     def __init__(self, arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], where: str) -> None:
         self._roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
         self._arch, self._config, self._stored, self._where = arch, config, stored, where
-        self._biases = set(arch.biases) | (set(arch.optional_biases) & self._roles)
+        self.biases = set(arch.biases) | (set(arch.optional_biases) & self._roles)
 
     def unit(
         self, name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected], ports: Ports | None = None
@@ -89,16 +90,16 @@ class UnitMaker:
             yield unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block))
         else:
             kind, ports = _kind(config, i), ENTERS if config.parallel else None
-            tensors = _attention(self._arch, kind.sees(config), block, self._biases)
+            tensors = _attention(self._arch, kind.sees(config), block, self.biases)
             yield unit(block + "attention", kind, i, tensors, ports)
         if config.experts is None or not config.experts.are_in(i):
             ports = FOLLOWS if config.parallel else None
-            yield unit(block + "ffn", FFN, i, _ffn(config, i, LAYER_SCALE in self._roles), ports)
+            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, LAYER_SCALE in self._roles), ports)
             return
         rule, d = config.experts, config.d_model
         yield unit(block + "router", ROUTER, i, _router(rule, d, block, ROUTER_FACTORS in self._roles))
         if rule.apart:
-            yield unit(block + "ffn", FFN, i, _ffn(config, i, False), GIVES_DENSE)
+            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False), GIVES_DENSE)
         if rule.d_shared:
             yield unit(block + "shared", SHARED_EXPERTS, i, _shared(rule, d, block))
         yield unit(block + "experts", EXPERTS, i, _experts(rule, d, block), GIVES_EXPERTED if rule.apart else None)
@@ -116,7 +117,7 @@ def _kind(config: ModelConfig, layer: int) -> UnitKind:
 def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
     d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     if config.normed_before:
-        yield Expected(block + "attn_norm.weight", (d,))
+        yield from _norm(block + "attn_norm", d, biases)
     for role, rows, cols in (("attn_q", q, d), ("attn_k", kv, d), ("attn_v", kv, d), ("attn_output", d, q)):
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
@@ -125,11 +126,23 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
         yield Expected(block + "attn_q_gate.weight", (q, d))
     if arch.sinks:
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
+    if config.own_head_norms:
+        yield Expected(block + "attn_q_norms.weight", (q,))
+        yield Expected(block + "attn_k_norms.weight", (kv,))
+    if arch.turned_norms:
+        yield Expected(block + "attn_q_stretch.weight", (config.head_dim,))
     if config.qk_norm:
         yield Expected(block + "attn_q_norm.weight", (q if config.wide_qk_norm else config.head_dim,))
         yield Expected(block + "attn_k_norm.weight", (kv if config.wide_qk_norm else config.head_dim,))
     if config.normed_after:
         yield Expected(block + "post_attention_norm.weight", (d,))
+
+
+def _norm(name: str, width: int, biases: set[str]) -> Iterator[Expected]:
+    """A norm of the residual stream."""
+    yield Expected(f"{name}.weight", (width,))
+    if f"{name.rsplit('.', 1)[-1]}.bias" in biases:
+        yield Expected(f"{name}.bias", (width,))
 
 
 def _latent(config: ModelConfig, latent: Latent, block: str) -> Iterator[Expected]:
@@ -166,14 +179,18 @@ def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
     yield Expected(block + "ssm_norm.weight", (delta.head,))
 
 
-def _ffn(config: ModelConfig, layer: int, scaled: bool) -> Iterator[Expected]:
-    block, d, rows = f"blk.{layer}.", config.d_model, config.ffn_rows[layer] if config.ffn_rows else config.d_ffn
+def _ffn(config: ModelConfig, layer: int, biases: set[str], scaled: bool) -> Iterator[Expected]:
+    block, d, f = f"blk.{layer}.", config.d_model, config.ffn_rows[layer] if config.ffn_rows else config.d_ffn
     beside = config.experts is not None and config.experts.apart
     if config.normed_before and not config.parallel:
-        yield Expected(block + "ffn_norm.weight", (d,))
-    yield Expected(block + "ffn_gate.weight", (rows, d))
-    yield Expected(block + "ffn_up.weight", (rows, d))
-    yield Expected(block + "ffn_down.weight", (d, rows))
+        yield from _norm(block + "ffn_norm", d, biases)
+    for role, rows, cols in (("gate", f, d), ("up", f, d), ("down", d, f)):
+        if role != "gate" or not config.ungated:
+            yield Expected(f"{block}ffn_{role}.weight", (rows, cols))
+        if f"ffn_{role}.bias" in biases:
+            yield Expected(f"{block}ffn_{role}.bias", (rows,))
+    if config.activation == "xielu":
+        yield Expected(block + "ffn_act.weight", (4,))
     if config.normed_after:
         yield Expected(block + (BESIDE_EXPERTS if beside else "post_ffw_norm.weight"), (d,))
     if scaled:

@@ -20,10 +20,12 @@ from pshard.models.read_experts import gguf_experts
 from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
+NORM = "blk.0.ffn_norm.weight"
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
+_CLAMP = "attention.clamp_kqv"
 # Keys that change the computation in ways pshard does not do, and the values that change nothing.
 _HARMLESS = {
-    "attention.clamp_kqv": (0.0,),
+    _CLAMP: (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.causal": (True,),
     "attn_logit_softcapping": (0.0,),
@@ -41,7 +43,7 @@ def gguf_config(
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
     for key, harmless in _HARMLESS.items():
-        if not (arch.by_layer and key == "final_logit_softcapping"):
+        if not ((arch.by_layer and key == "final_logit_softcapping") or (arch.clamped and key == _CLAMP)):
             keys.refuse_unless(key, *harmless)
     if not (arch.latent or arch.warmed):
         keys.refuse_unless(LOG_MULTIPLIER, 0.0)
@@ -77,8 +79,12 @@ def gguf_config(
         latent=latent,
         gated=bool(arch.delta),
         delta=gguf_delta(arch, keys, n_layers) if arch.delta else None,
-        **arch.declared,
+        own_head_norms=arch.own_head_norms and "blk.0.attn_q_norm.weight" in stored,
+        clamp=keys.real(_CLAMP, span=FACTORS) if keys.get(_CLAMP) else 0.0,
+        **arch.declared | ({"parallel": True} if arch.may_be_parallel and NORM not in stored else {}),
     )
+    if arch.turned_norms:  # which undo what multiplies sine and cosine
+        config = replace(config, rope=replace(config.rope, attention_factor=1.0))
     return check_config(arch, gguf_numbers(arch, keys, config), where)
 
 

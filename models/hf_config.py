@@ -8,12 +8,19 @@ from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.read_numbers import hf_numbers
 from pshard.models.hybrid.read_delta import hf_delta
-from pshard.models.keys import EPSILONS, Keys, check_config
+from pshard.models.keys import EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
 
 LARGEST_HEAD = 1 << 16
-_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu")}  # Gemma's first say the latter
+_ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu_pytorch_tanh", "gelu"),  # Gemma's first say the latter
+    "relu2": ("relu2",),
+    "xielu": ("xielu",),
+}
+_EPSILONS = ("layer_norm_eps", "norm_epsilon", "norm_eps")  # of layer norms
+_HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 
 
 def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelConfig:
@@ -23,7 +30,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
     keys.refuse_unless("swiglu_limit", 7.0)
-    if not (arch.optional_qk_norm or arch.qk_norm):
+    if not (arch.optional_qk_norm or arch.qk_norm or arch.own_head_norms):
         keys.refuse_unless("use_qk_norm", False)
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     latent = hf_latent(keys, position_keys(config, where)) if arch.latent else None
@@ -35,6 +42,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     n_layers = keys.integer("num_hidden_layers")
     if arch.partial and config.get("rotary_dim"):
         config.setdefault("partial_rotary_factor", keys.integer("rotary_dim") / head_dim)
+    parallel = arch.may_be_parallel and keys.flag("use_parallel_residual", False)
     own_positions = arch.full_every and not arch.still_every
     positions = config
     if own_positions or arch.by_layer:  # of the latter's full layers: see hf_layers
@@ -48,7 +56,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         head_dim=head_dim,
         d_ffn=0 if experts and experts.are_in(0) else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
-        norm_eps=keys.real("layer_norm_eps" if arch.centred else "rms_norm_eps", span=EPSILONS),
+        norm_eps=keys.real(_name_eps(arch, config), span=EPSILONS),
         context=context,
         rope=_pair(arch, keys, hf_rope(positions, arch.rotated, latent.rope if latent else head_dim, context, where)),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
@@ -57,9 +65,19 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         latent=latent,
         gated=bool(arch.delta),
         delta=hf_delta(keys, n_layers) if arch.delta else None,
-        **arch.declared,
+        own_head_norms=arch.own_head_norms and any(keys.flag(key, False) for key in _HEAD_NORMS),
+        clamp=keys.real("clip_qkv", span=FACTORS) if arch.clamped and config.get("clip_qkv") else 0.0,
+        **arch.declared | ({"parallel": True} if parallel else {}),
     )
+    if arch.turned_norms:  # which undo what multiplies sine and cosine
+        made = replace(made, rope=replace(made.rope, attention_factor=1.0))
     return check_config(arch, hf_numbers(arch, keys, made), where)
+
+
+def _name_eps(arch: Architecture, config: dict[str, Any]) -> str:
+    if not arch.centred:
+        return "rms_norm_eps"
+    return next((name for name in _EPSILONS if config.get(name) is not None), _EPSILONS[0])
 
 
 def count_hf_drafters(config: dict[str, Any], where: str) -> int:

@@ -24,6 +24,7 @@ from pshard.models.arrange_tensors import (
 )
 from pshard.models.build_units import HEAD, build_units
 from pshard.models.families.by_layer import arrange_layers, rename_scales
+from pshard.models.families.made_norms import make_vectors, stack_head_norms
 from pshard.models.families.stored_rows import add_one_to_norms, split_fused
 from pshard.models.families.text_part import take_gguf_text, take_text_settings, take_text_tensors
 from pshard.models.families.turned_experts import arrange_turned
@@ -200,6 +201,7 @@ def _open_gguf(path: Path) -> ModelFile:
     arranged = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
     tensors, more = split_keys(config, arranged)
     tensors = arrange_layers(config, tensors) if arch.by_layer else tensors
+    tensors = make_vectors(arch, config, metadata, tensors, where)
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
     alone, unread = (None, ()) if drafting else find_head_file(path, arch, config.n_layers)
@@ -241,6 +243,7 @@ def _open_folder(folder: Path) -> ModelFile:
     settings = {**arch.defaults, **metadata}
     tied = settings.get("tie_word_embeddings")
     tensors, more = _arrange_folder(arch, config, by_hf_name, tied is True)
+    tensors = make_vectors(arch, config, {}, tensors, where)
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
     if arch.optional_biases and settings.get("attention_bias") is True and "blk.0.attn_q.bias" not in tensors:
@@ -272,7 +275,7 @@ def _arrange_folder(
     arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], tied: bool
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """A folder's tensors by GGUF name as units want them, and notes on what is left out."""
-    stored, notes = name_folder(arch, stored)
+    stored, notes = name_folder(arch, stack_head_norms(stored))
     stored = arrange_mxfp4(config, stored) if arch.sinks else stack_experts(config, stored)
     stored = stored if arch.sinks else arrange_turned(config, stored)
     renamed = split_hybrid(config, _rename(arch, config, stored, tied))

@@ -163,6 +163,9 @@ class ModelConfig:
     embedding_scale: float = 1.0  # what rows of the embedding are multiplied by
     logit_scale: float = 1.0  # what logits are multiplied by
     activation: str = "silu"  # of gates: "silu", "gelu" by its approximation with tanh, or "gelu16", half as exact
+    ungated: bool = False  # FFNs have no gate
+    own_head_norms: bool = False  # q and k of every head are normalised by weights of their own, as the stream is
+    clamp: float = 0.0  # q, k and v are within +-clamp; 0: as they are
     norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, or "both"
     wide_qk_norm: bool = False  # norms of q and k are over all heads at once, not within each
     centred: bool = False  # norms of the residual stream take its mean away first

@@ -48,6 +48,10 @@ def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: i
     dims = int(head_dim * share)
     if kind in ("default", "mrope"):  # the latter is the former, at positions of text
         return Rope(dims, base, "halves")
+    if kind == "dynamic" and keys.get("alpha"):  # HunYuan's: of a fixed factor, whatever a text's length
+        if dims <= 2:
+            keys.refuse("alpha", f"scales the base of heads of which {dims} numbers are rotated")
+        return Rope(dims, base * keys.real("alpha", span=FACTORS) ** (dims / (dims - 2)), "halves")
     original = keys.integer("original_max_position_embeddings", context)
     if kind == "linear":
         return Rope(dims, base, "halves", "linear", keys.real("factor", span=FACTORS))

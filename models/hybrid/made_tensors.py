@@ -49,8 +49,31 @@ class MadeNumbers(StoredTensor):
         self.source.forget()
 
 
+@dataclass(frozen=True, kw_only=True)
+class GivenNumbers(StoredTensor):
+    """float32 numbers that stand in no tensor of the file."""
+
+    values: tuple[float, ...]
+
+    def read(self) -> np.ndarray:
+        return _freeze(np.array(self.values, np.float32).view(np.uint8))
+
+    def expect(self) -> None:
+        """Nothing."""
+
+    def forget(self) -> None:
+        """Nothing."""
+
+
+def give_numbers(name: str, values: tuple[float, ...], lender: StoredTensor) -> StoredTensor:
+    """A vector of these; lender: any tensor of the same file."""
+    return GivenNumbers(name, "F32", (len(values),), lender.file, lender.offset, values=values)
+
+
 def read_numbers(tensor: StoredTensor) -> np.ndarray:
-    """The numbers of a tensor of F32, F16 or BF16, flat float32."""
+    """A vector's numbers, float32. Raises UserError for one of a type that holds none."""
+    if tensor.qtype not in ("F32", "F16", "BF16"):
+        tensor.fail(f"is a vector of type {tensor.qtype}, and vectors are F32, F16 or BF16")
     raw = tensor.read()
     if tensor.qtype == "BF16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)

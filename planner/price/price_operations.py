@@ -13,6 +13,7 @@ from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    Bend,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
@@ -20,6 +21,7 @@ from pshard.units.operations import (
     HeadProducts,
     LookUp,
     Norm,
+    NormHeads,
     Operation,
     PlaceRows,
     Product,
@@ -106,6 +108,8 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             if not by.on_host and _in_one_launch(by, (gate, up)):  # the product of both is made in it too
                 return [*_products(by, (gate, up)), (Order.SAVED, -_saved_by_one_launch(by, (gate, up)))]
             return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
+        case Bend() | NormHeads():  # reads and writes as much as a norm
+            return [(Order.OTHER, _elementwise(by, "norm", operation.width))]
         case GateRows(width):  # reads and writes as much as the gate of an FFN
             return [(Order.OTHER, _elementwise(by, "silu_mul", width))]
         case Rotate():

@@ -13,12 +13,14 @@ from pshard.tensor import TensorSpec
 from pshard.units.operands import Rows
 from pshard.units.operations import (
     Attend,
+    Bend,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
     GateRows,
     LookUp,
     Norm,
+    NormHeads,
     Operation,
     Product,
     ProductGroup,
@@ -130,10 +132,9 @@ class _Flow:
                 if sinks:
                     self.cut_with_heads(sinks.role, q)
                 return (self.attend(q, k, v),)
-            case GateRows():
-                mixed, gate = values
-                self.expect(mixed == gate, self.unit.tensors[0].role, "is of a unit whose gate is cut elsewhere")
-                return (mixed,)
+            case Bend() | NormHeads() | GateRows():
+                self.bend(operation, values)
+                return values[:1]
             case DeltaNet():
                 return (self.scan(operation, values),)
             case Route():
@@ -258,6 +259,22 @@ class _Flow:
             each = {sum(h // group == g for h in heads) for g in range(k0 // d, k1 // d)}
             self.expect(len(each) <= 1, role, f"on rank {rank} has KV heads with unequal numbers of q heads")
         return q
+
+    def bend(self, operation: Bend | NormHeads | GateRows, values: tuple[Spread, ...]) -> None:
+        """An activation that is changed in place, which no rank may have a summand of only."""
+        x, role = values[0], self.unit.tensors[0].role
+        self.expect(x != PARTIAL, role, "is of a unit that changes what ranks would have to sum before")
+        match operation:
+            case GateRows():
+                self.expect(x == values[1], role, "is of a unit whose gate is cut elsewhere")
+            case NormHeads(weight):
+                cut = self.cut(weight.role)
+                here = cut.axis == "none" if x == MIRRORED else (cut.axis, cut.ranges) == ("rows", x.ranges)
+                self.expect(here, weight.role, "is not cut where the heads are")
+            case Bend(how, _, numbers) if numbers is not None:
+                alike = how == "xielu" or x == MIRRORED or numbers.cols == self.spec.config.head_dim
+                self.expect(self.cut(numbers.role).axis == "none", numbers.role, "is for all of its unit but is cut")
+                self.expect(alike, numbers.role, "has a number of each column, which are cut")
 
     def scan(self, net: DeltaNet, values: tuple[Spread, ...]) -> Spread:
         """A gated delta net of whole key heads, each with all the value heads that use it on the same rank."""

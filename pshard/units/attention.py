@@ -11,10 +11,10 @@ from math import lcm
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES
-from pshard.units.enter import enter, entered_buffers, leave
+from pshard.units.enter import bias_of, enter, entered_buffers, leave
 from pshard.units.kv_cells import longest_sequence
 from pshard.units.operands import Rows
-from pshard.units.operations import Attend, GateRows, Norm, Operation, ProductGroup, Rotate
+from pshard.units.operations import Attend, Bend, GateRows, Norm, NormHeads, Operation, ProductGroup, Rotate
 from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
@@ -23,6 +23,8 @@ from pshard.units.unit import ANYWHERE_WITH_STATE, Cut, Tensors, UnitKind
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV = tuple(f"attn_{part}.weight" for part in "qkv")
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+EACH = ("attn_q_norms.weight", "attn_k_norms.weight")  # of every head its own
+STRETCH = "attn_q_stretch.weight"  # what each head's query is multiplied by once it is rotated
 GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
@@ -53,11 +55,6 @@ def group_roles(tensors: Collection[str], config: ModelConfig) -> tuple[str, ...
     return (*QKV, GATE) if GATE in tensors else QKV
 
 
-def bias_of(role: str) -> str:
-    """The role of what is added to a matrix' product."""
-    return role.replace(".weight", ".bias")
-
-
 def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
     """The scratch buffer that holds the sines and cosines of a kind of attention, and what they are made of."""
     if kind == "still attention":
@@ -71,7 +68,7 @@ def _operations(
     tensors: Tensors, config: ModelConfig, kind: str = "attention", window: int = 0
 ) -> tuple[Operation, ...]:
     if OUT not in tensors:  # a rank without heads, which needs what it takes for its part of others
-        return enter(tensors.get(NORM), config)
+        return enter(tensors, NORM, config)
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
     group = tuple(tensors[role] for role in group_roles(tensors, config))
@@ -89,14 +86,23 @@ def _operations(
         config.temperature is not None, config.values_normed,
     )  # fmt: skip
     return (
-        *enter(tensors.get(NORM), config),
+        *enter(tensors, NORM, config),
         multiply,
+        *_bend_products(tensors, config, multiply.writes[:3]),
         *wide,
         rotate,
+        *((Bend("times", q, tensors[STRETCH], x=rotate.writes[0]),) if STRETCH in tensors else ()),
         Attend(*heads, window, tensors.get(SINKS), heads_at, mixed),
         *((GateRows(q, mixed, multiply.writes[3]),) if GATE in tensors else ()),
         *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
     )
+
+
+def _bend_products(tensors: Tensors, config: ModelConfig, products: tuple[Rows, ...]) -> tuple[Operation, ...]:
+    """What becomes of the products of q, k and v before anything else."""
+    clamps = tuple(Bend("clamp", x.width, limit=config.clamp, x=x) for x in products) if config.clamp else ()
+    norms = (NormHeads(tensors[r], config.head_dim, config.centred, x) for r, x in zip(EACH, products) if r in tensors)
+    return *clamps, *norms
 
 
 def _widths(tensors: Tensors, config: ModelConfig) -> dict[str, int]:
@@ -146,7 +152,7 @@ ATTENTION = UnitKind(
     operations=_operations,
     cut=Cut(
         {
-            NORM: ("none", "all"),
+            **dict.fromkeys((NORM, bias_of(NORM)), ("none", "all")),
             _Q: ("rows", "cut"),
             GATE: ("rows", "cut"),
             "attn_q.bias": ("rows", "cut"),
@@ -154,7 +160,9 @@ ATTENTION = UnitKind(
             "attn_k.bias": ("rows", "kv"),
             _V: ("rows", "kv"),
             "attn_v.bias": ("rows", "kv"),
-            **dict.fromkeys(HEAD_NORMS, ("none", "all")),
+            **dict.fromkeys((*HEAD_NORMS, STRETCH), ("none", "all")),
+            EACH[0]: ("rows", "cut"),
+            EACH[1]: ("rows", "kv"),
             SINKS: ("rows", "each"),
             OUT: ("cols", "cut"),
             OUT_BIAS: ("rows", "first"),

@@ -107,8 +107,8 @@ def _divide_rows(unit: Unit, share: Share) -> DividedUnit:
     first = share.kept or count_shares(unit) - share.cpu
     begun, last, vectors = (list[tuple[int, TensorSpec]]() for _ in range(3))
     for start, tensor in unit.offsets().values():
-        if tensor.role in unit.kind.divided:
-            rest = _cut(tensor, tensor.rows - first)
+        if tensor.role in unit.kind.divided:  # a bias too
+            rest = _cut(tensor, tensor.shape[0] - first)
             begun.append((start, _cut(tensor, first)))
             last.append((start + tensor.packed_nbytes - rest.packed_nbytes, rest))
         else:
@@ -285,4 +285,4 @@ def joined_width(unit: Unit, share: Share, config: ModelConfig) -> int:
 
 
 def _cut(tensor: TensorSpec, rows: int) -> TensorSpec:
-    return replace(tensor, shape=(rows, tensor.cols))
+    return replace(tensor, shape=(rows, *tensor.shape[1:]))

@@ -3,21 +3,34 @@ for both, and how they add to it. No torch."""
 
 from pshard.model_config import ModelConfig
 from pshard.tensor import TensorSpec
-from pshard.units.operands import BRANCH, STREAM, TAKEN, Rows
-from pshard.units.operations import Norm, Operation, Product, Take
+from pshard.units.operands import BRANCH, NORMED, STREAM, TAKEN, Rows
+from pshard.units.operations import Bend, Norm, Operation, Product, Take
 from pshard.units.ports import ENTERED
 from pshard.units.scratch import Buffer
+from pshard.units.unit import Tensors
 
 LAYER_SCALE = "layer_output_scale.weight"  # [1], by which a layer's last unit multiplies the residual stream
 
 
-def enter(weight: TensorSpec | None, config: ModelConfig, follows: bool = False) -> tuple[Operation, ...]:
-    """The operations by which a unit begins, which leave `NORMED`. follows: it is not the first of its layer."""
-    d = config.d_model
+def enter(tensors: Tensors, role: str, config: ModelConfig, follows: bool = False) -> tuple[Operation, ...]:
+    """The operations by which a unit begins, which leave `NORMED`. role: of the norm's weight; follows: the unit is not
+    the first of its layer."""
     if config.parallel:
-        norm = () if follows else (Norm(weight, d, centred=config.centred, out=TAKEN),)
-        return *norm, Take(TAKEN, d)
-    return (Norm(weight, d, centred=config.centred) if config.normed_before else Take(STREAM, d),)
+        norm = () if follows else normalise(tensors, role, config, TAKEN)
+        return *norm, Take(TAKEN, config.d_model)
+    return normalise(tensors, role, config) if config.normed_before else (Take(STREAM, config.d_model),)
+
+
+def normalise(tensors: Tensors, role: str, config: ModelConfig, out: Rows = NORMED) -> tuple[Operation, ...]:
+    """The norm of the residual stream, with its bias where there is one."""
+    d, bias = config.d_model, tensors.get(bias_of(role))
+    norm = Norm(tensors.get(role), d, centred=config.centred, out=out)
+    return (norm, Bend("plus", d, bias, x=out)) if bias else (norm,)
+
+
+def bias_of(role: str) -> str:
+    """The role of what is added to a matrix' product, or to a norm."""
+    return role.replace(".weight", ".bias")
 
 
 def leave(

@@ -1,4 +1,5 @@
-"""A SwiGLU FFN (arXiv 2002.05202): norm, gate and up, their gated product, down, residual.
+"""A SwiGLU FFN (arXiv 2002.05202): norm, gate and up, their gated product, down, residual. Or one without a gate: up,
+which is bent by an activation, and down.
 
 The CPU may compute the last rows of gate and up, which are byte ranges of the packed layout, while the accelerator
 computes the others and then the whole `down`, whose columns are no byte range. Or the last rows are streamed while all
@@ -6,9 +7,9 @@ else lies in the arena.
 """
 
 from pshard.model_config import ModelConfig
-from pshard.units.enter import LAYER_SCALE, enter, leave
+from pshard.units.enter import LAYER_SCALE, bias_of, enter, leave
 from pshard.units.operands import BRANCH, Rows
-from pshard.units.operations import GatedProduct, Norm, Operation, PlaceRows, Product
+from pshard.units.operations import Bend, GatedProduct, Norm, Operation, PlaceRows, Product
 from pshard.units.ports import DENSE
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
@@ -16,18 +17,23 @@ from pshard.units.state import StateShape
 from pshard.units.unit import ANYWHERE, Cut, Division, Tensors, UnitKind
 
 NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
+UP_BIAS, DOWN_BIAS = (f"ffn_{part}.bias" for part in ("up", "down"))
+BENT = "ffn_act.weight"  # numbers of the activation, of a model that has some for each layer
 GATED = "gate_up"  # scratch: gate's and up's products side by side, of which the gated one takes the first half
 AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
 BESIDE_EXPERTS = "post_ffw_norm_1.weight"  # of what joins that of experts: see BLEND
 
 
 def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return *enter(tensors.get(NORM), config, follows=True), _gate(tensors)
+    return *enter(tensors, NORM, config, follows=True), *_inner(tensors, config)
 
 
-def _gate(tensors: Tensors, first: int = 0) -> GatedProduct:
+def _inner(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Operation, ...]:
     """Of the rows of gate and up that are here, which are number `first` and those after it."""
-    return GatedProduct(tensors[GATE], tensors[UP], out=Rows(GATED, first, tensors[UP].rows))
+    up, out = tensors[UP], Rows(GATED, first, tensors[UP].rows)
+    if GATE in tensors:
+        return (GatedProduct(tensors[GATE], up, out=out),)
+    return Product(up, tensors.get(UP_BIAS), out=out), Bend(config.activation, up.rows, tensors.get(BENT), x=out)
 
 
 def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
@@ -35,7 +41,7 @@ def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     if BESIDE_EXPERTS in tensors:
         norm = Norm(tensors[BESIDE_EXPERTS], config.d_model, x=BRANCH, out=Rows(DENSE))
         return Product(tensors[DOWN], x=x, out=BRANCH), norm
-    return leave(tensors[DOWN], None, tensors.get(AFTER), x, tensors.get(LAYER_SCALE))
+    return leave(tensors[DOWN], tensors.get(DOWN_BIAS), tensors.get(AFTER), x, tensors.get(LAYER_SCALE))
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
@@ -43,17 +49,18 @@ def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
 
 
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
-    own = on_acc[GATE].rows
-    joined = PlaceRows(on_cpu[GATE].rows, Rows(GATED, own, on_cpu[GATE].rows))
+    own = on_acc[UP].rows
+    joined = PlaceRows(on_cpu[UP].rows, Rows(GATED, own, on_cpu[UP].rows))
     return Division(_begin(on_acc, config), _begin(on_cpu, config), (joined, *_end(on_acc, config)))
 
 
 def _keep(in_arena: Tensors, in_slot: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return *_begin(in_arena, config), _gate(in_slot, in_arena[GATE].rows), *_end(in_arena, config)
+    last = _inner({**in_arena, **in_slot}, config, in_arena[UP].rows)
+    return *_begin(in_arena, config), *last, *_end(in_arena, config)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
-    return (Buffer(GATED, (tokens, 2 * config.d_ffn), "act"),)
+    return (Buffer(GATED, (tokens, config.d_ffn if config.ungated else 2 * config.d_ffn), "act"),)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
@@ -67,13 +74,13 @@ FFN = UnitKind(
     operations=_operations,
     cut=Cut(
         {
-            NORM: ("none", "all"),
+            **dict.fromkeys((NORM, bias_of(NORM), BENT), ("none", "all")),
             GATE: ("rows", "cut"),
-            "ffn_gate.bias": ("rows", "cut"),
+            bias_of(GATE): ("rows", "cut"),
             UP: ("rows", "cut"),
-            "ffn_up.bias": ("rows", "cut"),
+            UP_BIAS: ("rows", "cut"),
             DOWN: ("cols", "cut"),
-            "ffn_down.bias": ("rows", "first"),
+            DOWN_BIAS: ("rows", "first"),
             AFTER: ("sum", "all"),
             LAYER_SCALE: ("sum", "all"),
         },
@@ -85,7 +92,7 @@ FFN = UnitKind(
     scratch=_scratch,
     llama_cpp="ffn_.*",
     strategy="bulk",
-    divided=(GATE, UP),
+    divided=(GATE, UP, UP_BIAS),
     keep=_keep,
     divide=_divide,
     contends="weights",

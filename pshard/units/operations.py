@@ -199,6 +199,51 @@ class GateRows:
         return (self.x,)
 
 
+BENDS = ("times", "plus", "clamp", "relu2", "gelu", "gelu16", "xielu")  # as `Kernels.bend_rows` has them
+
+
+@dataclass(frozen=True)
+class Bend:
+    """An activation, `width` elements a token, as bent in place in one of `BENDS`: by `numbers`, or within `limit`."""
+
+    how: str
+    width: int
+    numbers: TensorSpec | None = None
+    limit: float = 0.0
+    x: Rows = NORMED
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.x,)
+
+
+@dataclass(frozen=True)
+class NormHeads:
+    """Each head of an activation as normalised in place by weights of its own; centred: less its mean before."""
+
+    weight: TensorSpec
+    head: int
+    centred: bool = False
+    x: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.x,)
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return self.weight.cols
+
+
 @dataclass(frozen=True)
 class HeadProducts(Onward):
     """A product of each head's own numbers with its own matrix, of those that stand in `stack` (TensorSpec.parts)."""
@@ -369,6 +414,8 @@ Operation = (
     | Rotate
     | Attend
     | GateRows
+    | Bend
+    | NormHeads
     | HeadProducts
     | StoreLatent
     | AttendLatent

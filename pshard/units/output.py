@@ -5,18 +5,19 @@ from dataclasses import replace
 from pshard.homes import PINNED
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK
+from pshard.units.enter import normalise
 from pshard.units.operands import FOUND
-from pshard.units.operations import Norm, Operation, Product
+from pshard.units.operations import Operation, Product
 from pshard.units.ports import GIVES_LOGITS
 from pshard.units.ranges import Targets, place_rows
 from pshard.units.unit import ANYWHERE, Cut, Tensors, Unit, UnitKind
 
-NORM, HEADS = "output_norm.weight", ("output.weight", "token_embd.weight")
+NORM, BIAS, HEADS = "output_norm.weight", "output_norm.bias", ("output.weight", "token_embd.weight")
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     head = next(tensors[role] for role in HEADS if role in tensors)
-    return Norm(tensors.get(NORM), config.d_model, centred=config.centred), Product(head, out=FOUND)
+    return *normalise(tensors, NORM, config), Product(head, out=FOUND)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
@@ -29,7 +30,7 @@ OUTPUT = UnitKind(
     places=ANYWHERE,
     operations=_operations,
     cut=Cut(
-        {NORM: ("none", "all")} | dict.fromkeys(HEADS, ("rows", "cut")),
+        dict.fromkeys((NORM, BIAS), ("none", "all")) | dict.fromkeys(HEADS, ("rows", "cut")),
         length=lambda config: config.vocab,
         bounds=_bounds,
         flag="head",

@@ -18,11 +18,13 @@ from pshard.units.operands import JOINED, NORMED, STREAM, Rows
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    Bend,
     DeltaNet,
     GatedProduct,
     GateRows,
     HeadProducts,
     Norm,
+    NormHeads,
     PlaceRows,
     Product,
     ProductGroup,
@@ -117,8 +119,8 @@ class Course:
 
     def multiply(self, product: Product) -> None:
         side = self.work.side
-        x, matrix = self.at(product.x), self.weights.matrices[product.matrix.role]
-        bias = None if product.bias is None else self.vector(product.bias.role)
+        x, matrix = self.at(product.x), self.matrix(product.matrix.role, product.out)
+        bias = None if product.bias is None else self.part(product.out).vectors[product.bias.role]
         if product.adds:
             leave(side, x, matrix, bias, self.residual)
         else:
@@ -138,9 +140,13 @@ class Course:
         side.kernels.gate_up(self.at(gated.x), gate, up, self.at(gated.out), both, side.space.tile, config.activation)
 
     def matrix(self, role: str, out: Rows) -> Packed:
-        """A matrix of the weights; of rows that do not come first, those that lie elsewhere."""
+        """A matrix of the weights."""
+        return self.part(out).matrices[role]
+
+    def part(self, out: Rows) -> UnitWeights:
+        """The weights; of rows that do not come first, those that lie elsewhere."""
         last = self.weights.last
-        return (last if last is not None and out.first else self.weights).matrices[role]
+        return last if last is not None and out.first else self.weights
 
     def gate(self, gate: Gate) -> None:
         kernels, activation = self.work.side.kernels, self.work.side.config.activation
@@ -182,6 +188,14 @@ class Course:
 
     def gate_rows(self, gate: GateRows) -> None:
         self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate))
+
+    def bend(self, bend: Bend) -> None:
+        numbers = None if bend.numbers is None else self.vector(bend.numbers.role)
+        self.work.side.kernels.bend_rows(self.at(bend.x), bend.how, numbers, bend.limit)
+
+    def norm_heads(self, norm: NormHeads) -> None:
+        side, weight = self.work.side, self.vector(norm.weight.role)
+        side.kernels.norm_heads(self.at(norm.x), weight, norm.head, side.config.norm_eps, norm.centred)
 
     def multiply_heads(self, products: HeadProducts) -> None:
         """Each head's own numbers with its own matrix, the first of the operand's into the first of the result's."""
@@ -241,4 +255,6 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     Rotate: Course.rotate,
     Attend: Course.attend,
     GateRows: Course.gate_rows,
+    Bend: Course.bend,
+    NormHeads: Course.norm_heads,
 }

@@ -5,7 +5,7 @@ import torch
 from pshard.buffers import STATES
 from pshard.runtime.blocks.block import ALONE, Block, Residual, Work, normalise
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.output import HEADS, NORM
+from pshard.units.output import BIAS, HEADS, NORM
 
 
 class OutputBlock(Block):
@@ -23,6 +23,8 @@ class OutputBlock(Block):
             if side.config.centred:
                 k.centre_rows(picked)
             k.rms_norm(picked, weights.vectors[NORM], side.config.norm_eps, normed)
+            if BIAS in weights.vectors:
+                k.bend_rows(normed, "plus", weights.vectors[BIAS])
             k.linear(normed, head, logits, space.tile)
             if (scale := side.config.logit_scale) != 1:
                 logits.mul_(scale)

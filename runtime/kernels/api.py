@@ -202,6 +202,19 @@ class RowKernels(Protocol):
         """x[M, n] -= the mean of each row, float32. Row strides free."""
         ...
 
+    def bend_rows(self, x: torch.Tensor, how: str, numbers: torch.Tensor | None = None, limit: float = 0.0) -> None:
+        """x[M, n] as bent in one of `BENDS`, act_dtype or float32, in float32 arithmetic. Row strides free.
+
+        "times", "plus": each by its number, numbers [n] or a divisor of n of them, again and again; "clamp": to within
+        +-limit; "relu2": max(x, 0)^2; "gelu", "gelu16": as of `gate_up`; "xielu" (arXiv 2411.13010), of numbers
+        (a, b, c, e): a x^2 + c x above 0, else b (expm1(min(x, e)) - x) + c x. numbers float32."""
+        ...
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:
+        """Each `head` numbers of x[M, n], act_dtype, RMS-normalised, with `centred` less their mean before, times
+        weight[n], float32: every head has its own. Row strides free."""
+        ...
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
         strides free."""

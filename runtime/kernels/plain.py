@@ -156,6 +156,14 @@ class PlainKernels(PlainLatent, PlainDelta):
     def centre_rows(self, x: torch.Tensor) -> None:
         x.sub_(x.mean(-1, keepdim=True))
 
+    def bend_rows(self, x: torch.Tensor, how: str, numbers: torch.Tensor | None = None, limit: float = 0.0) -> None:
+        x.copy_(bend(x.float(), how, numbers, limit))
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:
+        heads = x.float().unflatten(1, (-1, head))
+        heads = heads - heads.mean(-1, keepdim=True) if centred else heads
+        x.copy_((heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + eps)).flatten(1) * weight)
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         x.mul_(torch.sigmoid(hidden @ weight)[:, None])
 
@@ -213,6 +221,25 @@ class PlainKernels(PlainLatent, PlainDelta):
             else:
                 mixed = attend_seen(q.float() * scale, k, v, s.past - first, rows.window, sinks)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
+
+
+def bend(x: torch.Tensor, how: str, numbers: torch.Tensor | None, limit: float) -> torch.Tensor:
+    """See `Kernels.bend_rows`. Raises ValueError for a way that nobody knows."""
+    match how, numbers:
+        case "times", torch.Tensor():
+            return x * numbers.repeat(x.shape[1] // numbers.shape[0])
+        case "plus", torch.Tensor():
+            return x + numbers.repeat(x.shape[1] // numbers.shape[0])
+        case "clamp", None:
+            return x.clamp(-limit, limit)
+        case "relu2", None:
+            return F.relu(x).square()
+        case "gelu" | "gelu16", None:
+            return gate_of(how)(x)
+        case "xielu", torch.Tensor():
+            above, below, slope, eps = numbers
+            return torch.where(x > 0, above * x * x, below * (torch.expm1(torch.minimum(x, eps)) - x)) + slope * x
+    raise ValueError(f"no kernel bends rows by {how!r}")
 
 
 def split_qkv(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

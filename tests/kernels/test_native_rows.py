@@ -151,7 +151,16 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
         "scale_rows": lambda k, x: k.scale_rows(x, hidden, weight),
         "warm_rows": lambda k, x: k.warm_rows(x, table, position),
         "centre_rows": lambda k, x: k.centre_rows(x),
+        "clamp": lambda k, x: k.bend_rows(x, "clamp", limit=0.5),
+        "relu2": lambda k, x: k.bend_rows(x, "relu2"),
+        "gelu": lambda k, x: k.bend_rows(x, "gelu"),
+        "xielu": lambda k, x: k.bend_rows(x, "xielu", torch.tensor([0.8, 1.7, 0.5, -0.01])),
     }
+    for how in ("times", "plus"):
+        work[how] = lambda k, x, how=how: k.bend_rows(x, how, bias)
+        if width % 8 == 0:
+            work[f"{how} again"] = lambda k, x, how=how: k.bend_rows(x, how, table[:8])
+            work[f"norm_heads {how}"] = lambda k, x, how=how: k.norm_heads(x, bias, 8, 1e-5, how == "plus")
     for name, act in work.items():
         got = wide.clone()
         want = wide[:, :width].clone()

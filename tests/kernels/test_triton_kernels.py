@@ -30,6 +30,7 @@ from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
 from pshard.runtime.memory.kv_cache import KV_DTYPES, view_layer  # noqa: E402
 from pshard.units.attention import ATTENTION_PIECES  # noqa: E402
 from pshard.units.kv_cells import KV_BLOCK  # noqa: E402
+from pshard.units.operations import BENDS  # noqa: E402
 from pshard.units.state import CellState, StateShape  # noqa: E402
 
 if READY and DEVICE == "cpu":
@@ -270,6 +271,22 @@ def test_rows_lose_their_mean(kernels: cuda.CudaKernels, shape: tuple[int, int])
     expected = numpy64(x) - numpy64(x).mean(1, keepdims=True)
     kernels.centre_rows(x)
     assert error(x, expected) < 1e-6 and torch.equal(wide[:, cols:], beside)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", [*BENDS, "norm", "centred norm"])
+def test_rows_are_bent_as_plain_kernels_bend_them(kernels: cuda.CudaKernels, how: str, dtype: torch.dtype) -> None:
+    x = random_tensor(3, 1208, seed=78, dtype=dtype)[:, :1200]
+    numbers, four = 1 + 0.3 * random_tensor(1200, seed=79).float(), torch.tensor([0.8, 1.7, 0.5, -0.01], device=DEVICE)
+    given = {"times": numbers[:400].clone(), "plus": numbers, "xielu": four}.get(how)
+    expected = x.float()
+    for act, rows in ((PlainKernels(), expected), (kernels, x)):
+        if how in BENDS:
+            act.bend_rows(rows, how, given, 0.7 if how == "clamp" else 0.0)
+        else:
+            act.norm_heads(rows, numbers, 48, 1e-5, how == "centred norm")
+    assert error(x, numpy64(expected)) < (1e-6 if dtype is torch.float32 else 0.01)
 
 
 @needs_kernels

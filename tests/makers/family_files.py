@@ -87,6 +87,56 @@ RECIPES = {
         experts=Moe(8, 3, 64, sigmoid=True, scale=2.5, bias=True, shared=64, dense=1),
     ),
     "plamo": Recipe(parallel=True, kv=1, eps=1e-5),
+    "command-r-plus": Recipe(
+        adjacent=True,
+        centred=True,
+        parallel=True,
+        own_norms=True,
+        logits=0.8,
+        thetas=(7.5e6, 7.5e6),
+        eps=1e-5,
+        tied=True,
+    ),
+    "olmo": Recipe(adjacent=True, kv=4, centred=True, bare=True, clamp=0.7, eps=1e-5, tied=True),
+    "orion": Recipe(centred=True, norm_biases=True, eps=1e-5),
+    "stablelm": Recipe(centred=True, norm_biases=True, biases=True, rotated=8, eps=1e-5),
+    "stablelm-12b": Recipe(centred=True, norm_biases=True, parallel=True, own_norms=True, rotated=8, eps=1e-5),
+    "starcoder2": Recipe(
+        kv=1,
+        centred=True,
+        norm_biases=True,
+        biases=True,
+        out_bias=True,
+        act="gelu",
+        ffn_biases=True,
+        thetas=(1e5, 1e5),
+        eps=1e-5,
+        tied=True,
+    ),
+    "jais2": Recipe(
+        kv=4,
+        centred=True,
+        norm_biases=True,
+        biases=True,
+        out_bias=True,
+        act="relu2",
+        ffn_biases=True,
+        thetas=(5e5, 5e5),
+        eps=1e-5,
+    ),
+    "nemotron": Recipe(centred=True, norm_biases=True, rotated=16, act="relu2", eps=1e-5),
+    "arcee": Recipe(adjacent=True, act="relu2", eps=1e-5, yarn=Yarn(4.0, 64, 1 + 0.1 * math.log(4))),
+    "apertus": Recipe(head_norms=True, act="xielu", thetas=(1.2e7, 1.2e7), factors=_llama3(1.2e7), eps=1e-5),
+    "hunyuan-dense": Recipe(head_norms=True, turned=True, thetas=2 * (1e4 * 20 ** (32 / 30),), eps=1e-5, tied=True),
+    "hunyuan-moe": Recipe(
+        head_norms=True,
+        turned=True,
+        thetas=2 * (1e4 * 20 ** (32 / 30),),
+        eps=1e-5,
+        ffn=64,
+        experts=Moe(8, 3, 64, shared=64),
+    ),
+    "maincoder": Recipe(adjacent=True, head_norms=True, turned=True, thetas=(1e6, 1e6), eps=1e-5),
     "gemma": Recipe(heads=3, kv=1, head=64, rotated=64, score=64**-0.5, gelu=True, embed=math.sqrt(128), tied=True),
     "ernie4_5": Recipe(
         adjacent=True, kv=1, head=48, rotated=48, score=48**-0.5, thetas=(5e5, 5e5), tied=True, eps=1e-4
@@ -158,67 +208,105 @@ REMOTE = (
     "baichuan",
     "pangu-embedded",
     "plamo",
+    "orion",
+    "maincoder",
 )  # of which transformers has no class
 WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
-        *("minimax-m2", "exaone-moe"),
+        *("minimax-m2", "exaone-moe", "hunyuan-moe"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
 
 
-GGUF_NAMES = {"olmo3": "olmo2"}  # of families that another's files are called as
-COMPOSED = ("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo")  # of what others show each
+GGUF_NAMES = {
+    "olmo3": "olmo2",
+    "command-r-plus": "command-r",
+    "stablelm-12b": "stablelm",
+}  # of families that another's files are called as
+COMPOSED = (
+    *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
+    *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2"),
+)  # of what others show each
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
 IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]
 
 
 def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
     """Random weights that float32 has, by GGUF name; q, k and v apart, gate and up too."""
-    rng, r = np.random.default_rng(seed), recipe
-    q, kv, moe = r.heads * r.head, r.kv * r.head, r.experts
-    made: Weights = {}
-
-    def matrix(name: str, *shape: int, by: float = 1.0) -> None:
-        made[f"{name}.weight"] = by * shape[-1] ** -0.5 * rng.standard_normal(shape)
-
-    def norm(name: str, n: int) -> None:
-        made[f"{name}.weight"] = 1 + 0.3 * rng.standard_normal(n)
-
-    matrix("token_embd", r.vocab, r.d, by=wide)
+    r, drawn = recipe, _Drawn(recipe, np.random.default_rng(seed), {})
+    drawn.matrix("token_embd", r.vocab, r.d, by=wide)
     for i in range(r.layers):
         b = f"blk.{i}."
         if r.before:
-            norm(b + "attn_norm", r.d)
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
-            matrix(f"{b}attn_{part}", rows, r.d)
-            if r.biases:
-                made[f"{b}attn_{part}.bias"] = 0.3 * rng.standard_normal(rows)
-            if (r.head_norms or r.wide_norms) and part != "v":
-                norm(f"{b}attn_{part}_norm", rows if r.wide_norms else r.head)
-        matrix(b + "attn_output", r.d, q)
-        if r.out_bias:
-            made[b + "attn_output.bias"] = 0.3 * rng.standard_normal(r.d)
+            drawn.stream_norm(b + "attn_norm")
+        drawn.attention(b)
         if r.before and not r.parallel:
-            norm(b + "ffn_norm", r.d)
-        count = moe.count if moe.are_in(i) else 0
+            drawn.stream_norm(b + "ffn_norm")
+        drawn.ffn(b, i)
+        if r.after:
+            drawn.norm(b + "post_attention_norm", r.d)
+            drawn.norm(b + "post_ffw_norm", r.d)
+    drawn.stream_norm("output_norm")
+    if not r.tied:
+        drawn.matrix("output", r.vocab, r.d)
+    return {name: values.astype(np.float32).astype(np.float64) for name, values in drawn.made.items()}
+
+
+class _Drawn(NamedTuple):
+    """What has been drawn of a model."""
+
+    r: Recipe
+    rng: np.random.Generator
+    made: Weights
+
+    def matrix(self, name: str, *shape: int, by: float = 1.0) -> None:
+        self.made[f"{name}.weight"] = by * shape[-1] ** -0.5 * self.rng.standard_normal(shape)
+
+    def norm(self, name: str, *shape: int) -> None:
+        self.made[f"{name}.weight"] = 1 + 0.3 * self.rng.standard_normal(shape)
+
+    def bias(self, name: str, n: int) -> None:
+        self.made[f"{name}.bias"] = 0.3 * self.rng.standard_normal(n)
+
+    def stream_norm(self, name: str) -> None:
+        if not self.r.bare:
+            self.norm(name, self.r.d)
+        if self.r.norm_biases:
+            self.bias(name, self.r.d)
+
+    def attention(self, b: str) -> None:
+        r = self.r
+        q, kv = r.heads * r.head, r.kv * r.head
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            self.matrix(f"{b}attn_{part}", rows, r.d)
+            if r.biases:
+                self.bias(f"{b}attn_{part}", rows)
+            if r.own_norms and part != "v":
+                self.norm(f"{b}attn_{part}_norm", rows // r.head, r.head)
+            if (r.head_norms or r.wide_norms) and part != "v":
+                self.norm(f"{b}attn_{part}_norm", rows if r.wide_norms else r.head)
+        self.matrix(b + "attn_output", r.d, q)
+        if r.out_bias:
+            self.bias(b + "attn_output", r.d)
+
+    def ffn(self, b: str, layer: int) -> None:
+        r, moe = self.r, self.r.experts
+        count = moe.count if moe.are_in(layer) else 0
         if count:
-            matrix(b + "ffn_gate_inp", count, r.d)
+            self.matrix(b + "ffn_gate_inp", count, r.d)
         if count and moe.bias:
-            made[b + "exp_probs_b.bias"] = 0.2 * rng.standard_normal(count)
+            self.made[b + "exp_probs_b.bias"] = 0.2 * self.rng.standard_normal(count)
         ffn = [("_exps", (count,), moe.rows or r.ffn), ("_shexp", (), moe.shared)] if count else [("", (), r.ffn)]
         for suffix, stack, rows in ffn:
             for role, shape in (("gate", (rows, r.d)), ("up", (rows, r.d)), ("down", (r.d, rows))):
-                if rows:
-                    matrix(f"{b}ffn_{role}{suffix}", *stack, *shape)
-        if r.after:
-            norm(b + "post_attention_norm", r.d)
-            norm(b + "post_ffw_norm", r.d)
-    norm("output_norm", r.d)
-    if not r.tied:
-        matrix("output", r.vocab, r.d)
-    return {name: values.astype(np.float32).astype(np.float64) for name, values in made.items()}
+                if rows and not (r.act and role == "gate"):
+                    self.matrix(f"{b}ffn_{role}{suffix}", *stack, *shape)
+        for role, rows in (("up", r.ffn), ("down", r.d)) if r.ffn_biases else ():
+            self.bias(f"{b}ffn_{role}", rows)
+        if r.act == "xielu":
+            self.made[b + "act"] = np.array([0.3 + 0.2 * layer, 0.7 - 0.3 * layer, 0.5 + 0.125 * layer, -(2**-7)])
 
 
 class Family(NamedTuple):
@@ -237,7 +325,7 @@ def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_name(path.stem)
     own = _common(recipe) | _moe_keys(recipe) | (_OWN_KEYS[family](recipe) if family in _OWN_KEYS else {})
-    keys = {f"{arch}.{key}": value for key, value in own.items()}
+    keys = {f"{arch}.{key}": value for key, value in own.items()} | _bends(recipe, weights)
     _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
     for name, values in _as_stored(family, recipe, weights).items():
         array = values.astype(np.float32)
@@ -247,6 +335,15 @@ def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -
             encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[qtype])
             writer.add_tensor(name, encoded, raw_dtype=gguf.GGMLQuantizationType[qtype])
     return Family(recipe, weights, _finish(writer, path))
+
+
+def _bends(r: Recipe, weights: Weights) -> dict[str, Any]:
+    """What files say of xIELU, without the architecture's prefix."""
+    if r.act != "xielu":
+        return {}
+    layers = [weights[f"blk.{i}.act"] for i in range(r.layers)]
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    return {f"xielu.{name}": [float(own[at]) for own in layers] for at, name in enumerate(names)}
 
 
 def _common(r: Recipe) -> dict[str, Any]:
@@ -298,6 +395,13 @@ _OWN_KEYS: dict[str, Any] = {
         "rope.scaling.original_context_length": r.longrope.original, "rope.scaling.attn_factor": r.longrope.grows,
         "attention.sliding_window": max(r.windows, default=r.context),
     },
+    "hunyuan-moe": lambda r: {"expert_shared_feed_forward_length": r.experts.shared},
+    "olmo": lambda r: {"attention.clamp_kqv": r.clamp},
+    "arcee": lambda r: {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": r.yarn.factor,
+        "rope.scaling.original_context_length": r.yarn.original,
+    },
+    "command-r-plus": lambda r: {"logit_scale": r.logits, "rope.scaling.type": "none"},
     "command-r": lambda r: {"logit_scale": r.logits, "rope.scaling.type": "none"},
     "olmo3": lambda r: {
         "attention.sliding_window": max(r.windows), "attention.sliding_window_pattern": [w > 0 for w in r.windows],
@@ -318,7 +422,7 @@ _OWN_KEYS: dict[str, Any] = {
 
 def _as_stored(family: str, r: Recipe, weights: Weights) -> Weights:
     """What the GGUF file has: fused tensors and divisors of frequencies, and the names that this family has."""
-    found = dict(weights)
+    found = {name: values for name, values in weights.items() if not name.endswith(".act")}
     for i in range(r.layers):
         b = f"blk.{i}."
         if family == "hy_v3" and b + "exp_probs_b.bias" in found:
@@ -354,6 +458,17 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
     "command-r": ("CohereConfig", "CohereForCausalLM"),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
+    "command-r-plus": ("CohereConfig", "CohereForCausalLM"),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM"),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
+    "stablelm-12b": ("StableLmConfig", "StableLmForCausalLM"),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM"),
+    "jais2": ("Jais2Config", "Jais2ForCausalLM"),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM"),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM"),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM"),
+    "hunyuan-dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
+    "hunyuan-moe": ("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM"),
     "exaone-moe": ("ExaoneMoeConfig", "ExaoneMoeForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
@@ -373,6 +488,7 @@ _HF_NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
 }  # fmt: skip
 _AFTER_ONLY = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_QUERY_KEY = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _AFTER_NAMES = {
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router"},
     "hy_v3": {"exp_probs_b": "mlp.e_score_correction"},
@@ -382,6 +498,13 @@ _AFTER_NAMES = {
     "olmo3": _AFTER_ONLY,
     "exaone4": _AFTER_ONLY,
     "minimax-m2": {"exp_probs_b": "mlp.e_score_correction"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "apertus": {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    "hunyuan-dense": _QUERY_KEY,
+    "hunyuan-moe": _QUERY_KEY | {
+        "ffn_gate_inp": "mlp.gate.wg", "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+        "ffn_up_shexp": "mlp.shared_mlp.up_proj", "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+    },
     "gemma3": {
         "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -403,6 +526,7 @@ def write_family_folder(folder: Path, family: str) -> tuple[Family, Any]:
     prefix = "model.language_model." if "model.language_model.norm.weight" in known else "model."
     for name, values in state.items():
         name = name if name == "lm_head.weight" else prefix + name
+        values = values.reshape(known[name].shape) if values.numel() == 1 else values  # some have no dimension
         assert known.pop(name).shape == values.shape, name
         with torch.no_grad():
             dict(model.state_dict(keep_vars=True))[name].copy_(values)  # biases of choices are buffers
@@ -463,18 +587,23 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         settings |= {"layer_norm_eps": r.eps, "logit_scale": r.logits}
     if family in ("cohere2", "olmo3", "exaone4", "exaone-moe"):
         settings |= {"sliding_window": max(r.windows)}
+    settings |= _HF_OWN[family](r) if family in _HF_OWN else {}
     settings["tie_word_embeddings"] = r.tied
     settings |= _hf_moe(family, r.experts)
     if r.yarn:
         rope |= {"rope_type": "yarn", "factor": r.yarn.factor, "mscale": 1.0, "mscale_all_dim": 1.0,
                  "original_max_position_embeddings": r.yarn.original, "beta_fast": 32.0, "beta_slow": 1.0,
                  "llama_4_scaling_beta": r.temperature[0]}  # fmt: skip
+    if family == "arcee":
+        rope = {k: v for k, v in rope.items() if "scal" not in k}
     if family == "olmo3":
         plain = {"rope_type": "default", "rope_theta": r.thetas[1]}
         rope = {"full_attention": {k: v for k, v in rope.items() if "scal" not in k}, "sliding_attention": plain}
     if r.factors:
         rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                  "original_max_position_embeddings": 64}  # fmt: skip
+    if family.startswith("hunyuan"):
+        rope |= {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 20.0, "factor": 1.0}
     if r.rotated < r.head:
         rope["partial_rotary_factor"] = r.rotated / r.head
     if r.longrope:
@@ -511,6 +640,17 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
     return settings
 
 
+_HF_OWN: dict[str, Any] = {
+    "command-r-plus": lambda r: {"use_qk_norm": True},
+    "olmo": lambda r: {"clip_qkv": r.clamp},
+    "stablelm": lambda r: {"layer_norm_eps": r.eps, "use_qkv_bias": True},
+    "stablelm-12b": lambda r: {"layer_norm_eps": r.eps, "use_parallel_residual": True, "qk_layernorm": True},
+    "starcoder2": lambda r: {"norm_epsilon": r.eps, "use_bias": True},
+    "jais2": lambda r: {"layer_norm_eps": r.eps},
+    "nemotron": lambda r: {"norm_eps": r.eps},
+}
+
+
 def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
     """What the configurations of families with experts call these numbers."""
     own = {
@@ -528,6 +668,7 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
             "moe_layer_interval": moe.every, "moe_num_shared_experts": moe.shared // (moe.rows or 1),
         },
         "minimax-m2": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
+        "hunyuan-moe": {"num_experts": moe.count, "moe_topk": moe.used},
         "exaone-moe": {
             "num_experts": moe.count, "num_experts_per_tok": moe.used, "first_k_dense_replace": moe.dense,
             "routed_scaling_factor": moe.scale, "num_shared_experts": moe.shared // (moe.rows or 1),
@@ -541,7 +682,8 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
 
 def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.ndarray]]:
     """Names below `model.`: rows as transformers rotates them, fused where it has them so, norms of gemma3 less 1."""
-    found = [("embed_tokens.weight", weights["token_embd.weight"]), ("norm.weight", weights["output_norm.weight"])]
+    found = [("embed_tokens.weight", weights["token_embd.weight"])]
+    found += [(n.replace("output_", ""), values) for n, values in weights.items() if n.startswith("output_norm.")]
     if not r.tied:
         found.append(("lm_head.weight", weights["output.weight"]))
     names = _HF_NAMES | _AFTER_NAMES.get(family, {})
@@ -553,6 +695,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             "ernie4_5",
             "ernie4_5-moe",
             "command-r",
+            "command-r-plus",
         ):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
                 own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)
@@ -567,12 +710,18 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             fused = np.concatenate([own.pop(f"ffn_{role}_exps.weight") for role in ("gate", "up")], 1)
             found.append((f"layers.{i}.{at}.experts.gate_up_proj", fused))
             found.append((f"layers.{i}.{at}.experts.down_proj", own.pop("ffn_down_exps.weight")))
+        for part, numbers in zip(("alpha_p", "alpha_n", "beta", "eps"), own.pop("act", ())):
+            found.append((f"layers.{i}.mlp.act_fn.{part}", np.array([numbers] if "alpha" in part else numbers)))
+        if family == "stablelm-12b":
+            for part in "qk":
+                for head, values in enumerate(own.pop(f"attn_{part}_norm.weight")):
+                    found.append((f"layers.{i}.self_attn.{part}_layernorm.norms.{head}.weight", values))
         for role, values in own.items():
             stem, kind = role.rsplit(".", 1)
             full = f"layers.{i}.{names[stem]}.{kind}".replace("correction.bias", "correction_bias")
             found.append((full, values[None] if "moe_statics" in full else values))
-    if family in ("gemma", "gemma3"):
-        found = [(name, values - 1 if "norm" in name else values) for name, values in found]
+    if family in ("gemma", "gemma3", "nemotron"):
+        found = [(name, values - 1 if name.endswith("norm.weight") else values) for name, values in found]
     return found
 
 

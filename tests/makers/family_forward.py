@@ -61,7 +61,9 @@ class Recipe:
     logits: what these are multiplied by. experts: see Moe. before, after:
     norms there of attention and FFN. wide_norms: of q and k, over all heads at once. centred: norms
     take the mean away. parallel: attention and FFN take the same. out_bias: attention's last product has one. factors:
-    divisors of the frequencies.
+    divisors of the frequencies. bare: norms of the stream have no weights; norm_biases: or biases too. act: of FFNs
+    without a gate, which may have biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's.
+    turned: norms of heads follow their rotation.
     """
 
     layers: int = 2
@@ -96,6 +98,13 @@ class Recipe:
     biases: bool = False
     out_bias: bool = False
     factors: tuple[float, ...] = ()
+    bare: bool = False
+    norm_biases: bool = False
+    act: str = ""
+    ffn_biases: bool = False
+    clamp: float = 0.0
+    own_norms: bool = False
+    turned: bool = False
     tied: bool = False
     experts: Moe = NONE
 
@@ -109,22 +118,26 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
     for layer in range(recipe.layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
         if recipe.parallel:
-            h = _normalise(recipe, x, own["attn_norm.weight"])
+            h = _normalise(recipe, x, own, "attn_norm")
             x = x + _attend(recipe, own, h, layer) + _gate(recipe, own, h)
             continue
         for norm, after, branch in (
             ("attn_norm", "post_attention_norm", lambda h, own=own, layer=layer: _attend(recipe, own, h, layer)),
             ("ffn_norm", "post_ffw_norm", lambda h, own=own: _gate(recipe, own, h)),
         ):
-            added = branch(_normalise(recipe, x, own.get(f"{norm}.weight", 1.0)) if recipe.before else x)
+            added = branch(_normalise(recipe, x, own, norm) if recipe.before else x)
             if recipe.after:
                 added = _norm(added, own[f"{after}.weight"], recipe.eps)
             x = x + recipe.residual * added
-    x = _normalise(recipe, x, weights["output_norm.weight"])
+    x = _normalise(recipe, x, weights, "output_norm")
     return recipe.logits * (x @ weights.get("output.weight", weights["token_embd.weight"]).T)
 
 
-def _normalise(recipe: Recipe, x: np.ndarray, weight: np.ndarray | float) -> np.ndarray:
+def _normalise(recipe: Recipe, x: np.ndarray, own: Weights, name: str) -> np.ndarray:
+    return _centre(recipe, x, own.get(f"{name}.weight", 1.0)) + (own[f"{name}.bias"] if recipe.norm_biases else 0.0)
+
+
+def _centre(recipe: Recipe, x: np.ndarray, weight: np.ndarray | float) -> np.ndarray:
     return _norm(x - x.mean(-1, keepdims=True) if recipe.centred else x, weight, recipe.eps)
 
 
@@ -139,13 +152,19 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
         parts[part] = h @ own[f"attn_{part}.weight"].T
         if recipe.biases:
             parts[part] = parts[part] + own[f"attn_{part}.bias"]
+        if recipe.clamp:
+            parts[part] = np.clip(parts[part], -recipe.clamp, recipe.clamp)
         if recipe.wide_norms and part != "v":
             parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
         parts[part] = parts[part].reshape(n, -1, recipe.head)
-        if recipe.head_norms and part != "v":
+        if recipe.own_norms and part != "v":
+            parts[part] = _centre(recipe, parts[part], own[f"attn_{part}_norm.weight"])
+        if recipe.head_norms and part != "v" and not recipe.turned:
             parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
     position = np.arange(n)
     q, k = (_turn(recipe, parts[part], position, layer) for part in "qk")
+    if recipe.turned:
+        q, k = (_norm(x, own[f"attn_{part}_norm.weight"], recipe.eps) for x, part in ((q, "q"), (k, "k")))
     scale, span = recipe.temperature
     q = q * (1 + scale * np.log1p(position // span))[:, None, None]
     window = recipe.window(layer) or n
@@ -194,6 +213,9 @@ def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
 
 def _gate(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
     rule = recipe.experts
+    if recipe.act:
+        up, down = (own[f"ffn_{role}.bias"] if recipe.ffn_biases else 0.0 for role in ("up", "down"))
+        return _bend(recipe.act, h @ own["ffn_up.weight"].T + up, own.get("act")) @ own["ffn_down.weight"].T + down
     if "ffn_gate_inp.weight" not in own:
         return _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
     logits = h @ own["ffn_gate_inp.weight"].T
@@ -212,6 +234,17 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
     if rule.shared:
         added = added + _expert(recipe, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")), h)
     return added
+
+
+def _bend(act: str, x: np.ndarray, numbers: np.ndarray | None) -> np.ndarray:
+    if act == "relu2":
+        return np.maximum(x, 0) ** 2
+    if act == "gelu":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    assert numbers is not None, "xielu"
+    alpha_p, alpha_n, beta, eps = numbers
+    above, below = np.log1p(np.exp(alpha_p)), beta + np.log1p(np.exp(alpha_n))
+    return np.where(x > 0, above * x * x, below * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
 
 def _expert(recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray) -> np.ndarray:

@@ -55,7 +55,11 @@ print("found", json.dumps([found, [row["id"] for row in drawn]]))
 DENSE_AND_EXPERTS = ("llama", "qwen3", "qwen2moe", "qwen3moe", "mixtral", "glm4moe")
 LATENT = "deepseek2"  # like V3: of one like V2-Lite llama.cpp wants 26 layers
 FLASH = "GLM-4.7-Flash"  # whose files are deepseek2's
-GELU_ROUNDED = ("gemma", "gemma3")  # by tables of half precision, to which sums are rounded to different sides
+GELU_ROUNDED = (
+    "gemma",
+    "gemma3",
+    "starcoder2",
+)  # by tables of half precision, to which sums are rounded to different sides
 
 GEMMA4 = tuple(f"gemma4 {name}" for name in GEMMAS)
 
@@ -83,6 +87,7 @@ def write_model(folder: Path, arch: str) -> Path:
             exaone = RECIPES["exaone4"]
             exaone = replace(exaone, layers=64, windows=16 * exaone.windows, still=16 * exaone.still)
             patch.setitem(RECIPES, "exaone4", exaone)
+            patch.setitem(RECIPES, "command-r-plus", replace(RECIPES["command-r-plus"], layers=64))
             patch.setitem(RECIPES, "baichuan", replace(RECIPES["baichuan"], layers=32))
             ernie = RECIPES["ernie4_5-moe"]
             patch.setitem(RECIPES, "ernie4_5-moe", replace(ernie, experts=ernie.experts._replace(every=1)))

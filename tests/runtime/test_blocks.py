@@ -14,6 +14,7 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    Bend,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
@@ -21,6 +22,7 @@ from pshard.units.operations import (
     HeadProducts,
     LookUp,
     Norm,
+    NormHeads,
     Operation,
     Product,
     ProductGroup,
@@ -42,6 +44,8 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     GatedProduct: ("gate_up",),
     Product: ("linear",),
     HeadProducts: ("head_products",),
+    Bend: ("bend_rows",),
+    NormHeads: ("norm_heads",),
     StoreLatent: ("store_latent",),
     AttendLatent: ("attend_latent",),
     Route: ("route",),
@@ -81,7 +85,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "like", ["qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"]
+    "like",
+    [
+        *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
+        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense"),
+    ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:
     path = tmp_path / "tiny.gguf"

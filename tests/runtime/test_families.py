@@ -77,6 +77,20 @@ MISTAKES = {
     ],
     "exaone-moe": [{"still": ()}, {"windows": (49, 49, 49, 0)}, {"head_norms": False}, {"adjacent": True}],
     "plamo": [{"parallel": False}, {"adjacent": True}],
+    "command-r-plus": [{"own_norms": False}, {"parallel": False}, {"logits": 1.0}],
+    "olmo": [{"clamp": 0.0}, {"clamp": 0.71}, {"centred": False}, {"adjacent": False}],
+    "orion": [{"centred": False}, {"norm_biases": False}, {"adjacent": True}],
+    "stablelm": [{"rotated": 32}, {"norm_biases": False}, {"biases": False}, {"centred": False}],
+    "stablelm-12b": [{"own_norms": False}, {"centred": False}, {"norm_biases": False}, {"rotated": 16}],
+    "starcoder2": [{"act": "relu2"}, {"ffn_biases": False}, {"out_bias": False}, {"biases": False}],
+    "jais2": [{"act": "gelu"}, {"ffn_biases": False}, {"norm_biases": False}, {"out_bias": False}],
+    "nemotron": [{"rotated": 32}, {"act": "gelu"}, {"norm_biases": False}],
+    "arcee": [{"act": "gelu"}, {"yarn": None}, {"adjacent": False}],
+    "apertus": [{"act": "relu2"}, {"head_norms": False}, {"factors": ()}],
+    "hunyuan-dense": [{"turned": False}, {"head_norms": False, "turned": False}, {"thetas": (1e4, 1e4)}],
+    "hunyuan-moe": [{"turned": False}, *({"experts": RECIPES["hunyuan-moe"].experts._replace(**wrong)} for wrong in (
+        {"normed": False}, {"shared": 0}))],
+    "maincoder": [{"turned": False}, {"adjacent": False}],
     "gemma3": [
         {"windows": (47,) * 5 + (0,)}, {"windows": (49,) * 5 + (0,)}, {"windows": (0,) + (48,) * 5},
         {"thetas": (1e4, 1e6)}, {"thetas": (1e6, 1e6)}, {"slower": 1.0}, {"embed": 1.0}, {"gelu": False},
@@ -161,6 +175,19 @@ def test_units_of_a_parallel_layer_hand_over_what_both_take(on_cpu: str, tmp_pat
         cpu = unit.layer >= 0 and on_cpu in (kind, "turns") and (on_cpu != "turns" or unit.layer % 2 == (kind == "ffn"))
         state = ("host" if cpu else "vram") if unit.kind.state else None
         where[unit.name] = ("cpu" if cpu or unit.kind.is_looked_up else "pinned", state)
+    tiers = tuple(make_tier(spec, n, where, 2, LONG, 1, batch=64) for n in (1, 64))
+    with open_engine(path, tiers, "fast", LONG) as engine:
+        assert difference(run(engine), family_logits(recipe, weights, IDS)) < 1e-5
+
+
+@pytest.mark.parametrize("place", [("pinned", None, 64, 0), ("streamed", None, 0, 64)], ids=["divided", "kept"])
+def test_an_ffn_without_a_gate_shares_its_rows(place: tuple, tmp_path: Path) -> None:
+    """Its biases go with the rows of up."""
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "jais2")
+    with open_model(path) as file:
+        spec = file.spec
+    where = {u.name: ("cpu" if u.kind.is_looked_up else "pinned", "vram" if u.kind.state else None) for u in spec.units}
+    where |= {u.name: place for u in spec.units if u.name.endswith(".ffn")}
     tiers = tuple(make_tier(spec, n, where, 2, LONG, 1, batch=64) for n in (1, 64))
     with open_engine(path, tiers, "fast", LONG) as engine:
         assert difference(run(engine), family_logits(recipe, weights, IDS)) < 1e-5

@@ -11,6 +11,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.kernels.unpack import plain_rows
+from pshard.units.operations import BENDS
 
 _KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "q8_0"}
 _TILE_LOSES = ("F32", "F16")  # bf16 tiles would drop bits that the file has
@@ -37,6 +38,12 @@ class HostRows:
 
     def centre_rows(self, x: torch.Tensor) -> None:
         native.centre_rows(x, (x.shape[0], x.shape[1]), x.stride(0))
+
+    def bend_rows(self, x: torch.Tensor, how: str, numbers: torch.Tensor | None = None, limit: float = 0.0) -> None:
+        native.bend_rows(x, (x.shape[0], x.shape[1]), x.stride(0), BENDS.index(how), numbers, limit)
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:
+        native.norm_heads(x, (x.shape[0], x.shape[1]), x.stride(0), weight, head, eps, centred)
 
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         strides = x.stride(0), hidden.stride(0)

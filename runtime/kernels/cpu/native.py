@@ -70,6 +70,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "add_bias": ("v", "plllp"),
     "warm_rows": ("v", "plllpp"),
     "centre_rows": ("v", "plll"),
+    "bend_rows": ("v", "pllliplf"),
+    "norm_heads": ("v", "plllplfi"),
     "gate_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
     "rope_store": ("v", "plliiippfpplippplpplliii"),
@@ -528,6 +530,19 @@ def warm_rows(x: Buffer, shape: tuple[int, int], stride: int, table: Buffer, pos
     """x[t] *= table[position[t]], f32 [tokens, width] as in `add_bias`, f32 and i32 [tokens]; positions are read when
     the call is made, also when it is replayed."""
     _function("warm_rows")(_at(x), stride, *shape, _at(table), _at(position))
+
+
+def bend_rows(x: Buffer, shape: tuple[int, int], stride: int, how: int, numbers: Buffer | None, limit: float) -> None:
+    """x as `Kernels.bend_rows` bends it, f32 of `shape`, rows `stride` apart; how: its place among `BENDS`."""
+    given = (None, 0) if numbers is None else (_at(numbers), numbers.shape[0])
+    _function("bend_rows")(_at(x), stride, *shape, how, *given, limit)
+
+
+def norm_heads(
+    x: Buffer, shape: tuple[int, int], stride: int, weight: Buffer, head: int, eps: float, centred: bool
+) -> None:
+    """x as `Kernels.norm_heads` has it, f32 of `shape`, rows `stride` apart; weight: f32 [shape[1]]."""
+    _function("norm_heads")(_at(x), stride, *shape, _at(weight), head, eps, centred)
 
 
 def gate_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], gate: Buffer) -> None:

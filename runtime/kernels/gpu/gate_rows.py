@@ -5,6 +5,7 @@ import triton
 
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+from pshard.units.operations import BENDS
 
 
 class GatesOnGpu:
@@ -48,6 +49,23 @@ class GatesOnGpu:
         block = triton.next_power_of_2(cols)
         triton_rows.centre_rows_kernel[(tokens,)](
             x, x.stride(0), cols, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        )
+
+    def bend_rows(self, x: torch.Tensor, how: str, numbers: torch.Tensor | None = None, limit: float = 0.0) -> None:
+        """See `Kernels.bend_rows`."""
+        self._activations.ready = self._placed = None
+        tokens, cols = x.shape
+        count = 1 if numbers is None else numbers.shape[0]
+        triton_rows.bend_rows_kernel[(triton.cdiv(cols, 1024), tokens)](
+            x, x.stride(0), numbers, count, limit, cols, HOW=BENDS.index(how), BLOCK=1024, num_warps=4
+        )
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:
+        """See `Kernels.norm_heads`."""
+        self._activations.ready = None
+        tokens, cols = x.shape
+        triton_rows.norm_heads_kernel[(cols // head, tokens)](
+            x, x.stride(0), weight, head, eps, CENTRED=centred, BLOCK=triton.next_power_of_2(head), num_warps=1
         )
 
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:

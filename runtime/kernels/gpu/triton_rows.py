@@ -47,6 +47,44 @@ def centre_rows_kernel(x, x_stride, cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def bend_rows_kernel(x, x_stride, numbers, count, limit, cols, HOW: tl.constexpr, BLOCK: tl.constexpr):
+    """x[m, c] as bent by number HOW of `BENDS`; program (piece of the columns, m)."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, mask = x + tl.program_id(1).to(tl.int64) * x_stride + column, column < cols
+    value = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+    if HOW == 0:
+        bent = value * tl.load(numbers + column % count, mask=mask, other=0.0)
+    elif HOW == 1:
+        bent = value + tl.load(numbers + column % count, mask=mask, other=0.0)
+    elif HOW == 2:
+        bent = tl.minimum(tl.maximum(value, -limit), limit)
+    elif HOW == 3:
+        bent = tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
+    elif HOW == 4 or HOW == 5:
+        bent = gate_mul(value, 1.0, True)
+    else:
+        above = tl.load(numbers) * value * value
+        below = tl.load(numbers + 1) * (tl.exp(tl.minimum(value, tl.load(numbers + 3))) - 1.0 - value)
+        bent = tl.where(value > 0, above, below) + tl.load(numbers + 2) * value
+    tl.store(row, bent.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_heads_kernel(x, x_stride, weight, head, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (h, m): head h of x[m] over its root mean square, less its mean before where CENTRED, times its weight.
+    BLOCK >= head."""
+    at = tl.arange(0, BLOCK)
+    mask, own = at < head, tl.program_id(0) * head + at
+    row = x + tl.program_id(1).to(tl.int64) * x_stride + own
+    value = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+    if CENTRED:
+        value = tl.where(mask, value - tl.sum(value, axis=0) / head, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, axis=0) / head + eps)
+    value = value * tl.load(weight + own, mask=mask, other=0.0)
+    tl.store(row, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def gate_mul_kernel(gate, up, in_stride, out, out_stride, cols, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """out[m, c] = act(gate[m, c]) * up[m, c]; program (piece of the columns, m). out may be gate."""
     m = tl.program_id(1).to(tl.int64)

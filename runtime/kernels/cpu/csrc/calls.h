@@ -33,6 +33,10 @@ PSHARD_API void pshard_add_bias(float* x, int64_t stride, int64_t tokens, int64_
 PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* table,
                                  const int32_t* position);
 PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int64_t width);
+PSHARD_API void pshard_bend_rows(float* x, int64_t stride, int64_t tokens, int64_t width, int how,
+                                 const float* numbers, int64_t count, float limit);
+PSHARD_API void pshard_norm_heads(float* x, int64_t stride, int64_t tokens, int64_t width, const float* weight,
+                                  int64_t head, float eps, int centred);
 PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,
                                  int64_t width);
 PSHARD_API void pshard_scale_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* hidden,

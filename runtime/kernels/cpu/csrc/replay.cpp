@@ -50,6 +50,8 @@ const Callable kCallables[] = {
     make<pshard_add_bias>("add_bias", pshard_add_bias),
     make<pshard_warm_rows>("warm_rows", pshard_warm_rows),
     make<pshard_centre_rows>("centre_rows", pshard_centre_rows),
+    make<pshard_bend_rows>("bend_rows", pshard_bend_rows),
+    make<pshard_norm_heads>("norm_heads", pshard_norm_heads),
     make<pshard_gate_rows>("gate_rows", pshard_gate_rows),
     make<pshard_scale_rows>("scale_rows", pshard_scale_rows),
     make<pshard_rope_store>("rope_store", pshard_rope_store),

@@ -137,6 +137,17 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half, bool hal
   }
 }
 
+// A row through a gate that multiplies nothing.
+void bend_by(void (*gate)(float*, const float*, int64_t), float* row, int64_t width) {
+  alignas(64) float ones[16], rest[16] = {};
+  std::fill(ones, ones + 16, 1.0f);
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) gate(row + i, ones, 16);
+  std::memcpy(rest, row + i, (width - i) * sizeof(float));
+  gate(rest, ones, 16);
+  std::memcpy(row + i, rest, (width - i) * sizeof(float));
+}
+
 }  // namespace
 }  // namespace pshard
 
@@ -185,6 +196,57 @@ PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int
     for (const float s : sums) total += s;
     const float mean = static_cast<float>(total / width);
     for (int64_t i = 0; i < width; ++i) row[i] -= mean;
+  });
+}
+
+// x[t] = bent x[t]; `how` is the place of its name in native.py. numbers: of column i number i % count.
+PSHARD_API void pshard_bend_rows(float* x, int64_t stride, int64_t tokens, int64_t width, int how,
+                                 const float* numbers, int64_t count, float limit) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float* row = x + t * stride;
+    switch (how) {
+      case 0:  // times
+        for (int64_t i = 0; i < width; i += count)
+          for (int64_t j = 0; j < std::min(count, width - i); ++j) row[i + j] *= numbers[j];
+        break;
+      case 1:  // plus
+        for (int64_t i = 0; i < width; i += count)
+          for (int64_t j = 0; j < std::min(count, width - i); ++j) row[i + j] += numbers[j];
+        break;
+      case 2:  // clamp
+        for (int64_t i = 0; i < width; ++i) row[i] = std::min(std::max(row[i], -limit), limit);
+        break;
+      case 3:  // relu2
+        for (int64_t i = 0; i < width; ++i) row[i] = row[i] > 0 ? row[i] * row[i] : 0.0f;
+        break;
+      case 4:
+        bend_by(kernels().gelu_mul, row, width);
+        break;
+      case 5:
+        bend_by(kernels().gelu16_mul, row, width);
+        break;
+      default:  // xielu
+        for (int64_t i = 0; i < width; ++i) {
+          const float g = row[i], above = numbers[0] * g * g, below = std::expm1(std::min(g, numbers[3])) - g;
+          row[i] = (g > 0 ? above : numbers[1] * below) + numbers[2] * g;
+        }
+    }
+  });
+}
+
+// Each head of x[t], `head` numbers, over its root mean square, or its standard deviation and less its mean, * weight.
+PSHARD_API void pshard_norm_heads(float* x, int64_t stride, int64_t tokens, int64_t width, const float* weight,
+                                  int64_t head, float eps, int centred) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    for (int64_t at = 0; at < width; at += head) {
+      float* row = x + t * stride + at;
+      double total = 0;
+      for (int64_t i = 0; centred && i < head; ++i) total += row[i];
+      const float mean = static_cast<float>(total / head);
+      for (int64_t i = 0; i < head; ++i) row[i] -= mean;
+      const float factor = rms_factor(row, head, eps);
+      for (int64_t i = 0; i < head; ++i) row[i] *= factor * weight[at + i];
+    }
   });
 }
 
