@@ -502,6 +502,30 @@ ARCHITECTURES = (
 )
 
 
+# What models have that is not computed, by what files call them, with - for _.
+_MAMBA = "state-space layers (Mamba-2)"
+_SELECTS = "attention that selects its tokens by an index (DSA)"
+_LACKING = {
+    **dict.fromkeys(("deepseek4", "deepseek-v4"), "hyper-connections and compressed attention"),
+    **dict.fromkeys(("glm5-next", "glm5next"), "hyper-connections and a delta net that decays by channel"),
+    "kimi-linear": "a delta net that decays by channel",
+    **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),
+    **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
+    **dict.fromkeys(("lfm2", "lfm2moe", "lfm2-moe"), "short convolutions"),
+    **dict.fromkeys(("llama4", "llama4-text"), "attention within chunks and experts whose inputs are weighted"),
+    "gemma2": "a cap on scores of attention",
+    "refact": "ALiBi",
+    **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
+    "arctic": "an FFN beside experts of another input",
+    "grovemoe": "experts that belong to chunks of experts",
+    "smallthinker": "a router that takes the input of its layer",
+    **dict.fromkeys(("mimo2", "mimo-v2-flash"), "values of another length than keys"),
+    **dict.fromkeys(("step35", "step3p5", "step3p7"), "a gate of each head and an FFN that is clamped"),
+    "laguna": "a gate of each head and heads that differ from layer to layer",
+    "mistral4": "latent attention with a temperature",
+}
+
+
 def find_gguf_architecture(name: object, where: str, has_experts: bool = False) -> Architecture:
     """The architecture that a GGUF file calls `name`; a name that two have is that of the one with experts or without.
 
@@ -523,5 +547,7 @@ def find_hf_architecture(name: object, where: str, has_experts: bool = False) ->
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:
     if isinstance(name, str) and name in table:
         return table[name]
+    if isinstance(name, str) and (lacks := _LACKING.get(name.replace("_", "-"))):
+        raise UserError(f"{where}: architecture {name!r} is not supported yet: it has {lacks}; take another model")
     supported = ", ".join(sorted(table))
     raise UserError(f"{where}: architecture {name!r} is not supported yet; take a model of one of these: {supported}")

@@ -173,6 +173,13 @@ def test_a_folder_with_code_of_its_own_is_refused_by_name(family: str, tmp_path:
         open_model(folder)
 
 
+@pytest.mark.parametrize(("name", "lacks"), [("deepseek4", "hyper-connections"), ("nemotron_h", "Mamba-2")])
+def test_a_model_with_what_is_not_computed_is_refused_with_its_name(name: str, lacks: str) -> None:
+    for find in (find_gguf_architecture, find_hf_architecture):
+        with pytest.raises(UserError, match=f"'{name}' is not supported yet: it has .*{lacks}.*; take another model"):
+            find(name, "m.gguf")
+
+
 def test_minicpm_without_multipliers_has_those_of_its_first_models(tmp_path: Path, monkeypatch) -> None:
     """As MiniCPM-2B was trained: embeddings 12, residuals 1.4 / sqrt(layers), logits 256 / width."""
     monkeypatch.setitem(family_files._OWN_KEYS, "minicpm", lambda recipe: {})
