@@ -274,8 +274,9 @@ def test_gelu_takes_the_place_of_silu(isa: str, types: tuple[str, str, str], tok
         assert relative_error(out.numpy(), (wanted @ d.T).numpy()) < 0.02
 
 
-def test_a_table_s_gelu_has_its_numbers_to_the_last_bit(isa: str) -> None:
-    """Of every half-precision number: what torch rounds of its own, but where a float32 lies between two."""
+def test_a_table_s_gelu_gives_half_precision_numbers(isa: str) -> None:
+    """Of every half-precision number, and of ones beside them: what torch rounds, or of few the next one; near
+    -5 torch's tanh is -1 already, which costs 1.8e-7."""
     numbers = torch.arange(65536).to(torch.uint16).view(torch.float16).float()
     numbers = numbers[numbers.isfinite()]
     numbers = torch.cat([numbers, numbers * 1.0002, torch.tensor([-1e30, 1e30])])
@@ -286,7 +287,7 @@ def test_a_table_s_gelu_has_its_numbers_to_the_last_bit(isa: str) -> None:
     gate, up = (Packed(rows.view(torch.uint8).flatten(), "F32", 16, 32) for rows in both)
     native.gate_up(x, gate, up, out, len(x), gate_kind="gelu16")
     want = gate_of("gelu16")(numbers)
-    near = (out[:, 0] == want) | ((out[:, 0] - want).abs() <= 2e-3 * want.abs() + 1e-7)
+    near = (out[:, 0] == want) | ((out[:, 0] - want).abs() <= 2e-3 * want.abs() + 2e-7)
     assert near.all() and (out[:, 0] == want).float().mean() > 0.98
 
 
