@@ -50,9 +50,21 @@ class TierNow:
 
 
 @dataclass(frozen=True)
+class BudgetRate:
+    """What the plan of a budget is predicted to give to one request alone: the first token of a prompt of that many
+    tokens after `first` seconds, then `answer` tokens per second."""
+
+    vram_mib: int
+    prompt: int
+    first: float
+    answer: float
+
+
+@dataclass(frozen=True)
 class PlanInForce:
     """The plan that the engine runs. vram_mib: a budget for each rank. budgets: those that POST /budget can move to,
-    each a sum over ranks. notes: one line for every fallback in use. promise: what the plan is
+    each a sum over ranks; rates: what these promise, of those that were there when the plan was loaded. notes: one line
+    for every fallback in use. promise: what the plan is
     predicted to give to the load that it is for. drafter: who drafts; drafts: of a text's step at most."""
 
     vram_mib: tuple[int, ...]
@@ -67,6 +79,7 @@ class PlanInForce:
     budgets: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     promise: "Promise | None" = None
+    rates: tuple[BudgetRate, ...] = ()
     drafter: str = "none"
     drafts: int = 0
 

@@ -17,7 +17,7 @@ from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.plan_beside import plan_beside
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
-from pshard.server.life.read_facts import add_promise, keep_one_tier, plan_drafts, read_facts
+from pshard.server.life.read_facts import add_promise, keep_one_tier, plan_drafts, rate_budgets, read_facts
 from pshard.server.life.rehearse_steps import compiles_kernels, rehearse_steps
 from pshard.server.scheduling.served_machine import Machine
 from pshard.session.choose_drafts import choose_drafts
@@ -81,6 +81,7 @@ class ModelLoader:
         def facts(notes: tuple[str, ...]):  # type: ignore[no-untyped-def]
             told = (*opened.file.notes, *notes, *filter(None, [why]))
             found = read_facts(spec, opened.profile, variant, self.budgets, told)
+            found = replace(found, shown=replace(found.shown, rates=rate_budgets(self._variants)))
             found = keep_one_tier(found) if self._how.deterministic else found
             found = plan_drafts(found, drafts) if drafts else found
             return add_promise(found, variant.workload, self._gap)

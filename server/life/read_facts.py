@@ -1,6 +1,6 @@
 """What of a plan the scheduler decides by, and what people are told of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -9,11 +9,11 @@ from pshard.model import ModelSpec
 from pshard.plan import TierPlan, Variant
 from pshard.planner.serving.promise import promise_times
 from pshard.planner.serving.step_times import StepTimes, time_steps
-from pshard.predicted_times import tier_seconds
+from pshard.predicted_times import decode_rate, first_token_seconds, tier_seconds
 from pshard.routing.followed import under_plan
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.server.scheduling.served_machine import PlanFacts
-from pshard.server.snapshot import PlanInForce, TierNow
+from pshard.server.snapshot import BudgetRate, PlanInForce, TierNow
 from pshard.speculation import NONE
 from pshard.units.kv_cells import longest_sequence
 from pshard.workload import Workload
@@ -97,6 +97,14 @@ def served_tiers(tiers: Sequence[int], deterministic: bool) -> tuple[int, ...]:
 def add_promise(facts: PlanFacts, workload: Workload, gap: float) -> PlanFacts:
     """Facts with what the plan is predicted to give to its load; gap: seconds that steps with prompts keep."""
     return replace(facts, shown=replace(facts.shown, promise=promise_times(workload, facts.times, gap)))
+
+
+def rate_budgets(variants: Mapping[int, Variant]) -> tuple[BudgetRate, ...]:
+    """What the plan of each budget is predicted to give to one request alone."""
+    return tuple(
+        BudgetRate(mib, v.workload.prompt_tokens, first_token_seconds(v), decode_rate(v))
+        for mib, v in sorted(variants.items())
+    )
 
 
 def _show_tier(tier: TierPlan, seconds: float) -> TierNow:

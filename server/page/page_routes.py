@@ -1,4 +1,4 @@
-"""Routes of the page: /, its script and its style, and /events."""
+"""Routes of the page: /, its scripts and its style, and /events."""
 
 from collections.abc import AsyncIterator
 from html import escape
@@ -16,7 +16,7 @@ from pshard.server.page.show_parts import show_parts
 if TYPE_CHECKING:
     from pshard.server.jobs import Service
 
-ASSETS = {"/page/live.js": "text/javascript", "/page/live.css": "text/css"}
+ASSETS = {"/page/live.js": "text/javascript", "/page/live.chat.js": "text/javascript", "/page/live.css": "text/css"}
 OPEN_PATHS = ("/", *ASSETS)  # need no key: they tell nothing of the server unless the one who asks has one
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from pshard.jsonio import to_json
 from pshard.server.snapshot import (
     Blocks,
+    BudgetRate,
     Counters,
     Distributions,
     Histogram,
@@ -40,6 +42,7 @@ def make_snapshot(now: float = 100.0, **what: Any) -> Snapshot:
         queue=64,
         plan=PlanInForce(
             (12000,), 40960, 40960, 64, "f16", "f16", "none", "layers streamed", budgets=(6000, 12000), notes=(NASTY,),
+            rates=(BudgetRate(6000, 4096, 1.25, 4.5), BudgetRate(12000, 4096, 0.5, 9.0)),
             tiers=(TierNow(1, 67.0, 67.0, 0, "link"), TierNow(16, 145.0, 151.2, 40, "link")),
         ),
         running=(
@@ -92,6 +95,14 @@ def page_server(service: LookedAt, key: str = "") -> Iterator[tuple[str, list[di
             return JSONResponse({"error": {"message": "too long <b>"}}, 400)
         return StreamingResponse(_answer(word), media_type="text/event-stream")
 
+    async def props(request: Request) -> JSONResponse:
+        plan = service.snapshot().plan
+        return JSONResponse({"plan": to_json(plan) if plan else None})
+
+    async def budget(request: Request) -> JSONResponse:
+        asked.append(await request.json())
+        return JSONResponse({"plan": f"{asked[-1]['vram_mib']} MiB: moved"})
+
     class Guard:
         """As the server's: what is not open wants the key."""
 
@@ -108,6 +119,7 @@ def page_server(service: LookedAt, key: str = "") -> Iterator[tuple[str, list[di
             await self.app(scope, receive, send)
 
     routes = [*page_routes(service, "demo <1>", bool(key)), Route("/v1/chat/completions", chat, methods=["POST"])]  # type: ignore[arg-type]
+    routes += [Route("/props", props), Route("/budget", budget, methods=["POST"])]
     app = Starlette(routes=routes, middleware=[Middleware(Guard)])
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

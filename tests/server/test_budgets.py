@@ -46,6 +46,15 @@ def test_a_plan_that_was_made_after_the_start_is_found_by_the_command_that_is_na
     assert loader.budgets == (world.budget, world.roomy)
 
 
+def test_what_each_budget_promises_is_told_with_the_plan(world, loader) -> None:
+    loader.look_again(1, True, never)
+    machine = loader.load(None)
+    rates = machine.facts.shown.rates
+    machine.close()
+    assert tuple(rate.vram_mib for rate in rates) == loader.budgets == (1, world.roomy)
+    assert rates[0].answer < rates[1].answer and rates[0].first > rates[1].first > 0  # more VRAM is faster
+
+
 @pytest.mark.parametrize("budget", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_plan_is_made_when_it_is_asked_for(world, loader, budget) -> None:
     loader.look_again(budget, True, never)

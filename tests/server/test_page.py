@@ -17,6 +17,7 @@ from pshard.server.page.draw_steps import (
     rates_of,
     recent_steps,
 )
+from pshard.server.page.page_routes import ASSETS
 from pshard.server.page.show_parts import quantile_of, show_parts
 from pshard.server.snapshot import Histogram, StepSeen
 
@@ -65,7 +66,7 @@ def test_the_page_is_whole_without_scripts_and_lets_nothing_else_in() -> None:
 
 def test_script_and_style_are_served_by_the_server_itself() -> None:
     client = open_client(LookedAt())
-    for path, kind in (("/page/live.js", "text/javascript"), ("/page/live.css", "text/css")):
+    for path, kind in ASSETS.items():
         answer = client.get(path)
         assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind) and len(answer.text) > 1000
         assert "://" not in answer.text
