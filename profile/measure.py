@@ -56,7 +56,7 @@ from pshard.profile.timed.time_kernels import KernelBench, repeat_unlike
 from pshard.profile.timed.time_links import LinkBench, measure_contention, open_link, time_copies
 from pshard.profile.tuning.attention_cases import attention_cases
 from pshard.profile.tuning.compile_jobs import compile_jobs
-from pshard.profile.tuning.tile_cases import tile_cases
+from pshard.profile.tuning.tile_cases import int8_cases, tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import Device, open_device
@@ -205,7 +205,8 @@ def choose_tiles(request: ProfileRequest, bench: KernelBench | None, notes: list
     effort = request.effort
     shapes = shapes_to_tune(effort, request.model)
     cases = tile_cases(shapes, effort.tile_tokens, effort.tile_matrices)
-    cases += attention_cases(shapes) if effort.tile_tokens else []  # a short profile has no time for tiles
+    if effort.tile_tokens:  # a short profile has no time for tiles
+        cases += [*attention_cases(shapes), *int8_cases(shapes, effort.tile_matrices)]
     tuned = tune_tiles(bench, bench.kernels, cases, effort.tile_seconds)
     where = side_name(bench.side)
     if not cases:

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from pshard.batch_sizes import LOGIT_ROWS
+from pshard.buffers import DEQUANT_BYTES
 from pshard.profile.effort import Shapes
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.kernels.api import Kernels, Packed
 from pshard.runtime.kernels.gpu.default_tiles import gated_kernel
-from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.times.gpu_tiles import INT8_KERNEL, INT8_TYPES, Tile, TileChoice
+
+INT8_TOKENS = (128, 512, 4096)  # of products of many rows, each up to the next
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class TileCase:
     @property
     def is_listed_by_call(self) -> bool:
         """Whether candidates depend on more than this: the kernels know them once they were called."""
-        return not self.kernel.startswith(("matvec", "gated"))
+        return not self.kernel.startswith(("matvec", "gated", INT8_KERNEL))
 
     def choose(self, tile: Tile, device: str = "acc", seconds: float = 1.0, default_seconds: float = 1.0) -> TileChoice:
         """A tile as the choice for this case."""
@@ -57,12 +60,23 @@ def tile_cases(shapes: Shapes, tokens: tuple[int, ...], most: int) -> list[TileC
     return sorted(cases, key=lambda c: (c.tokens, -packed_nbytes(c.qtype, *c.matrices[0]), c.kernel, c.qtype))
 
 
+def int8_cases(shapes: Shapes, most: int) -> list[TileCase]:
+    """Products of many rows, in int8 or by a library: each type of these shapes and INT8_TOKENS."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for qtype, rows, cols in shapes.matmuls:
+        if qtype in INT8_TYPES:
+            found.setdefault(qtype, set()).add((rows, cols))
+    largest = {q: tuple(sorted(matrices, key=lambda m: (-m[0] * m[1], m))[:most]) for q, matrices in found.items()}
+    return [TileCase(INT8_KERNEL, q, n, matrices) for n in INT8_TOKENS for q, matrices in sorted(largest.items())]
+
+
 def calls_of(
     kernels: Kernels, case: TileCase, weights: list[Packed], x: torch.Tensor
 ) -> tuple[Callable[[int], None], torch.Tensor]:
     """A function of i that makes the case's product of x [tokens, cols] with copy i of a matrix, and where it goes."""
-    out, none = x.new_empty(x.shape[0], weights[0].rows), torch.empty(0, dtype=torch.uint8, device=x.device)
-    if case.kernel == "matvec":
+    room = DEQUANT_BYTES if case.kernel == INT8_KERNEL else 0
+    out, none = x.new_empty(x.shape[0], weights[0].rows), torch.empty(room, dtype=torch.uint8, device=x.device)
+    if case.kernel in ("matvec", INT8_KERNEL):
         return lambda i: kernels.linear(x, weights[i % len(weights)], out, none), out
     both = x.new_empty(x.shape[0], 2 * weights[0].rows)
 

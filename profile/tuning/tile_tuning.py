@@ -15,7 +15,7 @@ from pshard.profile.tuning.attention_cases import calls_of_attention, calls_of_e
 from pshard.profile.tuning.compile_ahead import Request, compile_ahead, count_processes, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.runtime.kernels.api import TiledKernels
-from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.times.gpu_tiles import INT8_KERNEL, Tile, TileChoice
 
 NOISE = 0.03  # a tile must be faster than the default by more than this
 NO_ROOM = KernelRefused, torch.OutOfMemoryError  # of a card that has no tile, or no memory, for a case
@@ -102,6 +102,8 @@ class _Trial:
             default = best = next(iter(seconds))
             totals = {tile: totals[tile] + more for tile, more in seconds.items()}
             faster = [t for t in totals if totals[t] < (1 - NOISE) * totals[default]]
+            if self.case.kernel == INT8_KERNEL:  # the times of both ways are kept, whichever is faster
+                faster = [t for t in totals if t != default]
             if not faster:
                 break
             best = min(faster, key=lambda tile: totals[tile])

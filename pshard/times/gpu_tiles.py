@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+INT8_KERNEL = "int8"  # products of more than SMALL_BATCH rows; what they are beside is a library's in bfloat16
+INT8_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+LEAST_GAIN = 1.03  # below, one way is as fast as another but for noise
 ANY_BATCH = 1  # as tokens of a choice: kernels whose tile is the same for batches of every size
 
 
@@ -25,14 +28,18 @@ class Tile:
     tokens: int = 32
 
 
+LIBRARY = Tile(0, 0, 0, 0)  # no tile: a library's product in bfloat16, of weights that are dequantised before
+
+
 @dataclass(frozen=True)
 class TileChoice:
     """The fastest tile of a kernel for matrices of a quant type and batches of up to `tokens`, a power of two.
 
     `device`: "acc", or "acc1"... for an accelerator unlike the first. `kernel`: "matvec" (a product), "gated" (gate and
     up of an FFN), "gated few" (the same with few rows), "grouped gate" and "grouped down" (experts of many tokens:
-    `tokens` are pairs of a tile); or "prompt 128", "decode 128x16", "latent prompt 512", "latent decode 512": attention
-    by numbers of a head and heads that share one, where `qtype` is that of cells and `tokens` ANY_BATCH. `seconds`: of
+    `tokens` are pairs of a tile), "int8" (products of `tokens` or more, SMALL_BATCH left behind); or "prompt 128",
+    "decode 128x16", "latent prompt 512", "latent decode 512": attention by numbers of a head and heads that share one,
+    where `qtype` is that of cells and `tokens` ANY_BATCH. `seconds`: of
     one product with each of some matrices, or of attention or experts, with this tile and with the one that is used
     without a profile; when that one stayed they are the same.
     """
@@ -44,6 +51,11 @@ class TileChoice:
     tile: Tile
     seconds: float
     default_seconds: float
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is to be used: products in int8 are kept with their times where the library is faster, too."""
+        return self.kernel != INT8_KERNEL or self.gain > LEAST_GAIN
 
     @property
     def is_of_a_batch(self) -> bool:

@@ -28,12 +28,12 @@ from pshard.runtime.kernels.api import DeltaWeights, Packed, RopeTable
 from pshard.runtime.kernels.gpu import triton_copy, triton_flags
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
-from pshard.runtime.kernels.gpu.default_tiles import gated_kernel
+from pshard.runtime.kernels.gpu.default_tiles import INT8_TILES, gated_kernel
 from pshard.runtime.kernels.gpu.exchange import triton_exchange, triton_many_rows
-from pshard.runtime.kernels.gpu.products import many_rows
+from pshard.runtime.kernels.gpu.products import int8_rows, many_rows
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key
 from pshard.runtime.ranks.peer_memory import PeerExchange
-from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.times.gpu_tiles import INT8_TYPES, Tile, TileChoice
 from pshard.units.attention import ATTENTION_PIECES
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.operations import Attend, AttendLatent
@@ -154,6 +154,9 @@ def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], 
         for tokens in (4, 256):
             for act in (torch.bfloat16, torch.float32):
                 yield f"delta net {shape}, {tokens} tokens", partial(_run_delta, bench, shape, tokens, act), False
+    for qtype in [q for q in INT8_TYPES if q in types]:
+        for tile in INT8_TILES[:1] if brief else INT8_TILES:
+            yield f"int8 products {qtype}, {tile}", partial(_multiply_in_int8, bench, qtype, tile), False
     for call_label, call in _other_calls(bench):
         yield call_label, call, False
 
@@ -192,6 +195,12 @@ def _few_rows(bench: KernelBench) -> Iterator[Named]:
                 x = bench.activations(tokens, shape[1])
                 call, _ = calls_of(bench.kernels, TileCase(kernel, qtype, tokens, (shape,)), weights, x)
                 yield f"{kernel} {qtype}, {tokens} tokens", partial(call, 0)
+
+
+def _multiply_in_int8(bench: KernelBench, qtype: str, tile: Tile) -> None:
+    (weight,), x = bench.pool.rotate_weights(qtype, 4096, 4096)[:1], bench.activations(128, 4096)
+    target = int8_rows.Target(weight, x.new_empty(128, 4096), None)
+    int8_rows.multiply(x, [target], tile, torch.empty(1 << 20, dtype=torch.uint8))
 
 
 def _attend_window(bench: KernelBench, heads: Attend, kind: str, tokens: int, window: int, sinks: bool) -> None:

@@ -30,18 +30,19 @@ from pshard.profile.tuning import compile_jobs as compile_jobs_module
 from pshard.profile.tuning.attention_cases import attention_cases
 from pshard.profile.tuning.compile_ahead import Request
 from pshard.profile.tuning.compile_jobs import compile_jobs, list_requests
-from pshard.profile.tuning.tile_cases import TileCase, calls_of, tile_cases
+from pshard.profile.tuning.tile_cases import INT8_TOKENS, TileCase, calls_of, int8_cases, tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.quant import QUANT_TYPES
 from pshard.registries.fingerprint import digest, fingerprint_inputs
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.runtime.kernels.api import Packed, TiledKernels
 from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
-from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile, grouped_tiles
+from pshard.runtime.kernels.gpu.default_tiles import INT8_TILES, TUNING, candidate_tiles, default_tile, grouped_tiles
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.session.open_plan import Opened
 from pshard.session.start_engine import start_engine
-from pshard.times.gpu_tiles import ANY_BATCH, Tile, TileChoice
+from pshard.times.gpu_tiles import ANY_BATCH, INT8_KERNEL, LIBRARY, Tile, TileChoice
 from pshard.units.operations import Attend, AttendLatent
 from pshard.workload import Workload
 
@@ -111,6 +112,8 @@ class FakeKernels(PlainKernels):
         self.limits, self.passed_over = H100, ()
 
     def tiles_of(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+        if kernel == INT8_KERNEL:
+            return LIBRARY, *INT8_TILES
         return candidate_tiles(kernel, qtype, tokens, H100)
 
     def try_tile(self, choice: TileChoice) -> None:
@@ -131,7 +134,7 @@ class FakeKernels(PlainKernels):
 def tune(monkeypatch: pytest.MonkeyPatch):
     """Tunes CASE with made-up times: `seconds`: (tile, rows) -> seconds; `late`: what was not compiled in time."""
 
-    def run(kernels: FakeKernels, seconds, late: tuple[Tile, ...] = (), failing: tuple[Tile, ...] = ()):
+    def run(kernels: FakeKernels, seconds, late: tuple[Tile, ...] = (), failing: tuple[Tile, ...] = (), case=CASE):
         errors = [RuntimeError("no kernel") for _ in failing]
 
         def request(call):
@@ -163,7 +166,7 @@ def tune(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(tile_tuning, "requests_of", request)
         monkeypatch.setattr(tile_tuning, "race_seconds", race)
         bench = KernelBench("acc1", kernels, torch.device("cpu"), pool, Pace(0.01), 1.0)
-        return tune_tiles(bench, kernels, [CASE], 1.0), bench_rows
+        return tune_tiles(bench, kernels, [case], 1.0), bench_rows
 
     return run
 
@@ -198,6 +201,38 @@ def test_tiles_that_fail_or_are_wrong_or_late_are_passed_over(tune) -> None:
     assert tuned.choices[0].tile == DEFAULT and tuned.untried == 2 and not tuned.failures
     tuned, _ = tune(FakeKernels(), lambda tile, rows: 0.5 if tile == SECOND else 1.0, failing=(SECOND, THIRD))
     assert tuned.choices[0].tile == DEFAULT and tuned.failures == ("RuntimeError: no kernel",) * 2
+
+
+@pytest.mark.parametrize("gain", [1.5, 1.0, 0.6])
+def test_times_of_products_in_int8_are_kept_beside_the_librarys_and_the_faster_way_is_used(tune, gain: float) -> None:
+    case = TileCase(INT8_KERNEL, "Q4_0", 512, ((64, 64), (32, 64)))
+    best = INT8_TILES[2]
+    seconds = {LIBRARY: 1.0, best: 1 / gain}
+    tuned, _ = tune(FakeKernels(), lambda tile, rows: seconds.get(tile, 3.0), case=case)
+    assert [(c.kernel, c.tokens, c.tile) for c in tuned.choices] == [(INT8_KERNEL, 512, best)]
+    assert tuned.choices[0].gain == pytest.approx(gain)
+    picker = TilePicker(H100, tuned.choices)
+    for tokens in (65, 512, 4096):
+        ways = picker.many_rows("Q4_0", tokens)[1]
+        assert ways == ((best, LIBRARY) if gain > 1.1 else (LIBRARY,))
+    assert picker.many_rows("Q8_0", 512)[1] == (LIBRARY,)
+
+
+def test_numbers_of_rows_have_ways_of_their_own() -> None:
+    choices = [
+        TileChoice("acc", INT8_KERNEL, "Q4_0", n, INT8_TILES[0], 1.0, gain) for n, gain in ((128, 0.8), (512, 2))
+    ]
+    picker = TilePicker(H100, choices)
+    ways = {n: picker.many_rows("Q4_0", n)[1][0] for n in (65, 200, 511, 512, 9000)}
+    assert ways == {65: LIBRARY, 200: LIBRARY, 511: LIBRARY, 512: INT8_TILES[0], 9000: INT8_TILES[0]}
+
+
+def test_products_in_int8_are_tried_for_the_types_that_have_them() -> None:
+    matmuls = (("Q4_0", 64, 64), ("Q4_0", 128, 64), ("BF16", 64, 64), ("IQ2_S", 64, 256), ("MXFP4", 64, 64))
+    cases = int8_cases(Shapes(matmuls, (("Q6_K", 999, 256),), (), ((64, 64),), (), 64), 1)
+    assert [(c.qtype, c.tokens, c.matrices) for c in cases] == [
+        (qtype, n, (matrix,)) for n in INT8_TOKENS for qtype, matrix in (("MXFP4", (64, 64)), ("Q4_0", (128, 64)))
+    ]
 
 
 def test_without_time_for_other_tiles_nothing_is_chosen(tune) -> None:

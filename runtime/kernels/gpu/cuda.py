@@ -23,6 +23,7 @@ from pshard.runtime.kernels.gpu.experts.experts_kernels import ExpertsOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
+from pshard.runtime.kernels.gpu.products.int8_rows import Target
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.unpack import BY_ROWS
 from pshard.times.gpu_tiles import Tile, TileChoice
@@ -144,7 +145,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         tokens = x.shape[0]
         if tokens > SMALL_BATCH:
             self._activations.ready = None
-            many_rows.multiply(x, weight, out, tile, bias, accumulate)
+            many_rows.multiply(x, (Target(weight, out, bias),), tile, self._picker, accumulate)
         elif weight.qtype in BY_ROWS:
             self._activations.ready = None
             self._few_rows.multiply_plain(x, weight, out, bias, accumulate)
@@ -162,8 +163,14 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         biases: tuple[torch.Tensor | None, ...],
     ) -> None:
         """See `Kernels.linear_group`. One launch for up to SMALL_BATCH rows and three weights of one type."""
+        if x.shape[0] > SMALL_BATCH:
+            self._activations.ready = None
+            each = [weight.rows for weight in weights]
+            parts = out[:, : sum(each)].split(each, dim=1)
+            many_rows.multiply(x, tuple(map(Target, weights, parts, biases)), tile, self._picker)
+            return
         at = 0
-        for run in find_runs(weights, biases) if x.shape[0] <= SMALL_BATCH else ((i,) for i in range(len(weights))):
+        for run in find_runs(weights, biases):
             together, theirs = tuple(weights[i] for i in run), tuple(biases[i] for i in run)
             part = out[:, at : at + sum(weight.rows for weight in together)]
             if len(run) > 1:

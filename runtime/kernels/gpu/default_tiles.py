@@ -58,6 +58,16 @@ _GROUPED: dict[tuple[str, int], tuple[Tile, ...]] = {  # besides the defaults; s
     ("grouped down", 64): (Tile(64, 128, 4, 2, tokens=64), Tile(64, 64, 4, 3, tokens=128)),
     ("grouped down", 128): (Tile(128, 128, 4, 2, tokens=64), Tile(128, 64, 4, 3, tokens=128)),
 }
+# Of products of many rows in int8: `depth` chunks are loaded at once, with two stages before the last are multiplied
+INT8_TILES = (
+    Tile(128, 1, 4, 1, tokens=64),
+    Tile(128, 1, 8, 1, tokens=128),
+    Tile(128, 1, 4, 1, tokens=128),
+    Tile(64, 1, 4, 1, tokens=128),
+    Tile(128, 1, 4, 2, tokens=64),
+    Tile(128, 2, 4, 1, tokens=64),
+    Tile(128, 1, 8, 1, registers=128, tokens=128),
+)
 _ROOMY = 160 << 10  # bytes of shared memory a block of cards that have room for these too: up to 131072 with BF16
 _GROUPED_ROOMY: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("grouped gate", 16): (Tile(16, 64, 4, 4, tokens=128),),

@@ -1,4 +1,8 @@
-"""Products of more than SMALL_BATCH rows: weights are dequantised tile by tile, and a library GEMM does the rest."""
+"""Products of more than SMALL_BATCH rows: in int8 where the picker says so, else weights are dequantised tile by tile,
+and a library GEMM does the rest."""
+
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -7,21 +11,48 @@ from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.default_tiles import TUNING
-from pshard.runtime.kernels.gpu.products import triton_dequant
+from pshard.runtime.kernels.gpu.products import int8_rows, triton_dequant
+from pshard.runtime.kernels.gpu.products.int8_rows import Target
 from pshard.runtime.kernels.gpu.products.places import places
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
+from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key, TilePicker
 from pshard.runtime.kernels.unpack import PLAIN
+from pshard.times.gpu_tiles import LIBRARY, Tile
 
 
 def multiply(
-    x: torch.Tensor,
-    weight: Packed,
-    out: torch.Tensor,
-    tile: torch.Tensor,
-    bias: torch.Tensor | None,
-    accumulate: bool,
+    x: torch.Tensor, targets: Sequence[Target], scratch: torch.Tensor, picker: TilePicker, accumulate: bool = False
 ) -> None:
+    """out[M, rows] (+)= x @ W.T + bias for each of the targets. `scratch`: uint8, see `Kernels.linear`."""
+    together: dict[tuple[Key, tuple[Tile, ...]], list[Target]] = {}
+    for target in targets:
+        key, ways = picker.many_rows(target.weight.qtype, x.shape[0])
+        ways = tuple(tile for tile in ways if tile == LIBRARY or int8_rows.fits(target.weight, tile, scratch))
+        together.setdefault((key, ways or (LIBRARY,)), []).append(target)
+    for (key, ways), some in together.items():
+        picker.launch(key, ways, partial(_multiply_by, x, some, scratch, accumulate))
+    for target in targets:
+        if target.bias is not None:
+            out, rows = target.out, target.weight.rows
+            triton_rows.add_bias_kernel[(triton.cdiv(rows, 1024), out.shape[0])](
+                out, out.stride(0), target.bias, rows, BLOCK=1024, num_warps=4
+            )
+
+
+def _multiply_by(
+    x: torch.Tensor, targets: Sequence[Target], scratch: torch.Tensor, accumulate: bool, tile: Tile
+) -> None:
+    """One way of all of these products."""
+    if tile != LIBRARY:
+        int8_rows.multiply(x, targets, tile, scratch, accumulate)
+        return
+    for target in targets:
+        _multiply_tiles(x, target, scratch, accumulate)
+
+
+def _multiply_tiles(x: torch.Tensor, target: Target, tile: torch.Tensor, accumulate: bool) -> None:
     """Tile by tile of rows: dequantise, then a GEMM into columns of `out`; even tiles, whole 256 where they fit."""
+    weight, out = target.weight, target.out
     if weight.qtype == "BF16":
         step = weight.rows
     else:
@@ -36,10 +67,6 @@ def multiply(
             w = tile[: 2 * n * weight.cols].view(torch.bfloat16).view(n, weight.cols)
             dequantise(weight, first, w)
         _multiply_by_library(x, w, out[:, first : first + n], accumulate)
-    if bias is not None:
-        triton_rows.add_bias_kernel[(triton.cdiv(weight.rows, 1024), x.shape[0])](
-            out, out.stride(0), bias, weight.rows, BLOCK=1024, num_warps=4
-        )
 
 
 def dequantise(weight: Packed, first_row: int, out: torch.Tensor) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pshard.errors import KernelRefused
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
-from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles, default_tile, grouped_tiles
+from pshard.runtime.kernels.gpu.default_tiles import INT8_TILES, candidate_tiles, default_tile, grouped_tiles
 from pshard.runtime.kernels.gpu.tiles.kernel_failures import describe_failure, is_kernel_failure, name_card, refuse
-from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.times.gpu_tiles import INT8_KERNEL, LIBRARY, Tile, TileChoice
 
 Key = tuple[str, str, int]  # kernel, quant type or that of cells, bucket of tokens; as of a `TileChoice`
 
@@ -27,7 +27,12 @@ class TilePicker:
 
     def use(self, choices: Iterable[TileChoice]) -> None:
         """See `TiledKernels.use_tiles`."""
-        self._chosen = {(c.kernel, c.qtype, c.tokens): c.tile for c in choices}
+        choices = tuple(choices)
+        self._chosen = {(c.kernel, c.qtype, c.tokens): c.tile for c in choices if c.is_faster}
+        self._counts: dict[str, list[int]] = {}
+        for choice in choices:
+            if choice.kernel == INT8_KERNEL:
+                self._counts.setdefault(choice.qtype, []).append(choice.tokens)
         self._only: Key | None = None
         self._ways.clear()
         self._of_32.clear()
@@ -36,6 +41,7 @@ class TilePicker:
         """See `TiledKernels.try_tile`."""
         self.use((choice,))
         self._only = choice.kernel, choice.qtype, choice.tokens
+        self._chosen = {self._only: choice.tile}
 
     def few_rows(self, kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
         """Tiles of a product of up to `tokens`, a power of two; the first is to be tried first."""
@@ -57,6 +63,15 @@ class TilePicker:
         """Tiles of "grouped gate" or "grouped down" with so many pairs; the first is to be tried first."""
         return self.ways((kernel, qtype, together), lambda: grouped_tiles(kernel, together, self.limits))
 
+    def many_rows(self, qtype: str, tokens: int) -> tuple[Key, tuple[Tile, ...]]:
+        """Ways of a product of more than SMALL_BATCH rows, and what to launch it by: tiles in int8, LIBRARY the last.
+
+        As a profile found for the largest batch of up to `tokens`, or for the smallest one.
+        """
+        counts = self._counts.get(qtype, ())
+        key = INT8_KERNEL, qtype, max((n for n in counts if n <= tokens), default=min(counts, default=0))
+        return key, self.ways(key, lambda: (LIBRARY,))
+
     def fixed(self, kernel: str, qtype: str, tokens: int) -> Tile:
         """The tile of a kernel that has one."""
         return default_tile(kernel, qtype, tokens, self.limits)
@@ -65,6 +80,8 @@ class TilePicker:
         """See `TiledKernels.tiles_of`."""
         if kernel.startswith(("matvec", "gated")):
             return self.few_rows(kernel, qtype, tokens)
+        if kernel == INT8_KERNEL:
+            return LIBRARY, *INT8_TILES
         return self._ways.get((kernel, qtype, tokens), ())
 
     def ways(self, key: Key, tiles: Callable[[], Sequence[Tile]]) -> tuple[Tile, ...]:

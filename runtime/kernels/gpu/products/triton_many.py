@@ -1,0 +1,228 @@
+"""Products of many rows in int8, straight from packed weights: no tile is ever dequantised.
+
+A warp multiplies two records, 32 rows, by groups of 32 tokens. Weights are in the registers where the tensor cores want
+them as they lie in memory (triton_fragments), and `quantise_many_kernel` leaves the activations so: neither passes
+shared memory. Every sum of 32 is exact; it becomes a float32 and is added with its scales.
+
+Of a group of 32 tokens, token 8b + g is column g of product b. Its chunk n of 32 columns is 256 words, those of two
+products b at a time for each thread; a float32 for each token, 8 q + 2 b + side for token 8b + 2q + side; and the sum
+of its codes times that scale at 4 g + b.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.gpu.products.triton_fragments import decode, load_codes, load_halves
+from pshard.runtime.kernels.gpu.products.triton_mma import (
+    MAGIC,
+    add_products,
+    dot16_from,
+    dot_from,
+    load4,
+    signed_byte_of,
+)
+from pshard.runtime.kernels.gpu.products.triton_records import _addends, _row_scales
+
+GROUP: tl.constexpr = tl.constexpr(32)
+
+
+@triton.jit
+def quantise_many_kernel(x, x_stride, words, scale, sums, tokens, chunks):
+    """x [tokens, 32 * chunks] as `many_rows_kernel` reads it; program (chunk, group of 32 tokens)."""
+    n = tl.program_id(0)
+    group = tl.program_id(1)
+    t = tl.arange(0, 32)
+    m = group * 32 + t
+    column = n * 32 + tl.arange(0, 32)
+    at = x + m.to(tl.int64)[:, None] * x_stride + column[None, :]
+    value = tl.load(at, mask=(m < tokens)[:, None], other=0.0).to(tl.float32)
+    peak = tl.max(tl.abs(value), axis=1)
+    inverse = 127.0 / tl.maximum(peak, 1e-30)  # of nothing but zeros: some number
+    code = ((value * inverse[:, None] + 12582912.0) - 12582912.0).to(tl.int32)
+    place = tl.arange(0, 4)[None, None, :] * 8
+    word = tl.sum((tl.reshape(code, (32, 8, 4)) & 255) << place, axis=2)
+    c = tl.arange(0, 8)[None, :]
+    b, g = t // 8, t % 8
+    base = (group * chunks + n).to(tl.int64)
+    lane = g[:, None] * 4 + c % 4
+    tl.store(words + base * 256 + (b // 2 * 128)[:, None] + lane * 4 + (b % 2 * 2)[:, None] + c // 4, word)
+    s = peak / 127.0
+    tl.store(scale + base * 32 + g // 2 * 8 + b * 2 + g % 2, s)
+    tl.store(sums + base * 32 + g * 4 + b, tl.sum(code, axis=1).to(tl.float32) * s)
+
+
+@triton.jit
+def _floats(pointer):
+    """Four consecutive float32 at a multiple of 16 bytes."""
+    words = load4(pointer.to(tl.pointer_type(tl.int32), bitcast=True), True)
+    return (words[0].to(tl.float32, bitcast=True), words[1].to(tl.float32, bitcast=True),
+            words[2].to(tl.float32, bitcast=True), words[3].to(tl.float32, bitcast=True))  # fmt: skip
+
+
+@triton.jit
+def _take(record, words, scale, n, q, four, per_group, high, scales, mins, d, GROUPS: tl.constexpr, QTYPE: tl.constexpr,
+          LOW: tl.constexpr, HIGH: tl.constexpr):  # fmt: skip
+    """Chunk n as it lies in memory: (words of the weights, words of the activations, their scales)."""
+    raw = load_codes(record, n, q, four, high, mins, QTYPE, LOW, HIGH)
+    x: tl.tuple = ()
+    xs: tl.tuple = ()
+    for group in tl.static_range(GROUPS):
+        at = words + group * per_group * 256 + n * 256
+        x = x + load4(at, True) + load4(at + 128, True)
+        at = scale + group * per_group * 32 + n * 32
+        xs = xs + _floats(at) + _floats(at + 4)
+    return raw, x, xs
+
+
+@triton.jit
+def _weight_scales(record, n, four, whole, scales, d, QTYPE: tl.constexpr):
+    """Scales of the four rows in chunk n, of the first and of the second 16 columns; of most types they are one."""
+    found: tl.tuple = ()
+    if QTYPE == "Q6_K":
+        first = tl.load(record + (scales + four) // 4 + n * 8)
+        second = tl.load(record + (scales + four) // 4 + n * 8 + 4)
+        for row in tl.static_range(4):
+            found = found + (signed_byte_of(first, row).to(tl.float32) * whole[row],)  # noqa: RUF005
+        for row in tl.static_range(4):
+            found = found + (signed_byte_of(second, row).to(tl.float32) * whole[row],)  # noqa: RUF005
+    else:
+        plain = _row_scales(record, n, four, scales, d, QTYPE)
+        for row in tl.static_range(4):
+            if QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "IQ4_XS":
+                found = found + (plain[row] * whole[row],)  # noqa: RUF005
+            else:
+                found = found + (plain[row],)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _add_chunk(totals, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS: tl.constexpr, QTYPE: tl.constexpr,
+               HIGH: tl.constexpr):  # fmt: skip
+    """The sums with those of chunk n."""
+    codes: tl.tuple = ()
+    for row in tl.static_range(4):
+        codes = codes + (decode(raw, row, q, None, QTYPE, HIGH),)  # noqa: RUF005
+    ws = _weight_scales(record, n, four, whole, scales, d, QTYPE)
+    magic = tl.full(q.shape, MAGIC, tl.float32)
+    grown: tl.tuple = ()
+    for block in tl.static_range(4 * GROUPS):
+        b0, b1 = x[2 * block], x[2 * block + 1]
+        for pair in tl.static_range(2):
+            a0, a2 = codes[2 * pair]
+            a1, a3 = codes[2 * pair + 1]
+            if QTYPE == "Q6_K":
+                dots = dot16_from(a0, a1, b0, magic, magic, magic, magic)
+                others = dot16_from(a2, a3, b1, magic, magic, magic, magic)
+            else:
+                dots = dot_from(a0, a1, a2, a3, b0, b1, magic, magic, magic, magic)
+            for i in tl.static_range(4):
+                old = totals[8 * block + 4 * pair + i]
+                x_scale = xs[2 * block + i % 2]
+                if QTYPE == "Q6_K":
+                    value = (dots[i] - MAGIC) * ws[2 * pair + i // 2] + (others[i] - MAGIC) * ws[4 + 2 * pair + i // 2]
+                    value = value * x_scale
+                else:
+                    value = (dots[i] - MAGIC) * (ws[2 * pair + i // 2] * x_scale)
+                value = old + value
+                grown = grown + (value,)  # noqa: RUF005
+    return grown
+
+
+@triton.jit
+def many_rows_kernel(
+    weight, words, scale, sums, out, tokens, rows, chunks, out_stride, record, high, scales, mins, d, dmin,
+    WR: tl.constexpr, WT: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr,
+    BAND: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """out[tokens, rows] (+)= activations @ weight.T: a program takes WR * 32 rows and WT * GROUPS * 32 tokens.
+
+    UNIT chunks are loaded at once, a divisor of `chunks`; of types with superblocks or addends, of 8. AHEAD: those of
+    the next turn are loaded before this turn's are multiplied. BAND: so many tiles of rows next to each other share
+    their activations in L2.
+    """
+    thread = tl.arange(0, 32 * WR * WT)
+    lane, warp = thread % 32, thread // 32
+    g, q = lane // 4, lane % 4
+    four = g % 4 * 4
+    tiles = tl.cdiv(rows, WR * 32)
+    columns = tl.cdiv(tokens, WT * GROUPS * 32)
+    program = tl.program_id(0)
+    band = program // (BAND * columns)
+    wide = tl.minimum(tiles - band * BAND, BAND)
+    inside = program - band * BAND * columns
+    tile = band * BAND + inside % wide
+    first_group = (inside // wide * WT + warp // WR) * GROUPS
+    group = (tile * WR + warp % WR) * 2 + lane // 16
+    exists = group * 16 < rows
+    mine = weight.to(tl.pointer_type(tl.int32), bitcast=True) + tl.where(exists, group, 0).to(tl.int64) * record
+    halves = mine.to(tl.pointer_type(tl.float16), bitcast=True)
+    there = first_group.to(tl.int64) * chunks
+    words += there * 256 + lane * 4
+    scale += there * 32 + q * 8
+    sums += there * 32 + g * 4
+    totals: tl.tuple = ()
+    for _ in tl.static_range(GROUPS * 32):
+        totals = totals + (tl.zeros((32 * WR * WT,), tl.float32),)  # noqa: RUF005
+    SUPER: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS"
+    ADDED: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
+    TURN: tl.constexpr = 8 if SUPER or ADDED else UNIT
+    if AHEAD:
+        next_ = _take(mine, words, scale, 0, q, four, chunks, high, scales, mins, d, GROUPS, QTYPE, LOW, HIGH)
+    for start in range(0, chunks, TURN):
+        if SUPER:
+            whole = load_halves(halves + d // 2 + start // 8 * 16 + four)
+        else:
+            whole = ()
+        if ADDED:
+            added = _addends(mine, start + q, four, scales, mins, dmin, QTYPE)
+            later = _addends(mine, start + q + 4, four, scales, mins, dmin, QTYPE)
+            if SUPER:
+                less = load_halves(halves + dmin // 2 + start // 8 * 16 + four)
+            zero = tl.zeros((32 * WR * WT,), tl.float32)
+            more: tl.tuple = ()
+            for part in tl.static_range(GROUPS):
+                at = sums + part * chunks * 32 + (start + q) * 32
+                low, up = _floats(at), _floats(at + 128)
+                for b in tl.static_range(4):
+                    for pair in tl.static_range(2):
+                        r = add_products(added[2 * pair], added[2 * pair + 1], later[2 * pair], later[2 * pair + 1],
+                                         low[b], up[b], zero, zero, zero, zero)  # fmt: skip
+                        for i in tl.static_range(4):
+                            old = totals[32 * part + 8 * b + 4 * pair + i]
+                            if SUPER:
+                                more = more + (old - less[2 * pair + i // 2] * r[i],)  # noqa: RUF005
+                            else:
+                                more = more + (old + r[i],)  # noqa: RUF005
+            totals = more
+        for inner in range(start, start + TURN, UNIT):
+            if AHEAD:
+                for k in tl.static_range(UNIT):
+                    raw, x, xs = next_
+                    following = tl.minimum(inner + k + 1, chunks - 1)
+                    next_ = _take(mine, words, scale, following, q, four, chunks, high, scales, mins, d, GROUPS, QTYPE,
+                                  LOW, HIGH)  # fmt: skip
+                    totals = _add_chunk(totals, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
+                                        HIGH)  # fmt: skip
+            else:
+                taken: tl.tuple = ()
+                for k in tl.static_range(UNIT):
+                    one = _take(mine, words, scale, inner + k, q, four, chunks, high, scales, mins, d, GROUPS, QTYPE,
+                                LOW, HIGH)  # fmt: skip
+                    taken = taken + (one,)  # noqa: RUF005
+                for k in tl.static_range(UNIT):
+                    raw, x, xs = taken[k]
+                    totals = _add_chunk(totals, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
+                                        HIGH)  # fmt: skip
+    row = (group * 16 + four)[:, None] + tl.arange(0, 4)[None, :]
+    for block in tl.static_range(4 * GROUPS):
+        for side in tl.static_range(2):
+            m = (first_group + block // 4) * 32 + block % 4 * 8 + 2 * q + side
+            low = tl.join(totals[8 * block + side], totals[8 * block + 4 + side])
+            up = tl.join(totals[8 * block + 2 + side], totals[8 * block + 6 + side])
+            value = tl.reshape(tl.join(low, up), (32 * WR * WT, 4)) * (1.0 / FACTOR)
+            at = out + m.to(tl.int64)[:, None] * out_stride + row
+            mask = (m < tokens)[:, None] & (row < rows)
+            if ACCUMULATE:
+                value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(at, value.to(out.dtype.element_ty), mask=mask)
