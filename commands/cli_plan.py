@@ -38,6 +38,7 @@ from pshard.registries.known_models import note_model
 from pshard.registries.store import check_registry_place, load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.session.this_machine import free_host_bytes
+from pshard.session.use_disk import limit_ram, may_need_disk, name_least_ram, use_disk
 from pshard.speculation import NONE, DraftQuestion
 from pshard.workload import Workload
 
@@ -218,6 +219,7 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
             tell(f"note: {note}")
         if args.why:
             find_layer(model.spec, args.why)  # a name that there is not is told before minutes of planning
+        profile = _see_host(args, model, limit_ram(profile, args.ram), elsewhere, tell)
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:
@@ -240,6 +242,21 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
     return Planned(
         model.spec, profile, inputs, workloads[0], variants, trials, replay=replay, record=record, skipped=skipped
     )
+
+
+def _see_host(
+    args: argparse.Namespace, model: "ModelFile", profile: MachineProfile, elsewhere: bool, tell: Tell
+) -> MachineProfile:
+    """The profile with the timings of the disk that holds the model. A model that is not here, or is not to run here,
+    is planned for the disk that the profile has timed."""
+    ranks = 1 if args.split_mode == "none" else 2
+    if not elsewhere and Path(model.spec.path).exists() and not find_offered(named_model(args)):
+        return use_disk(model, profile, ranks, args.profile, tell)
+    known = sorted({row.disk for row in profile.disks})
+    if not known or not may_need_disk(model.spec, profile, ranks):
+        return replace(profile, disks=())
+    tell(f"note: planned for the disk that was timed: {known[0]}")
+    return profile.of_disk(known[0])
 
 
 def _keep_fast(spec: "ModelSpec", profile: MachineProfile, made: list[Made]) -> list[Made]:
@@ -360,7 +377,7 @@ def _plan(
         return time_rows(model.spec, profile, keep_drafts(model.spec, variant, chosen)), trials
     except NoPlan as error:
         if args.sweep is None:
-            raise
+            raise (name_least_ram(error, model.spec, profile, workload) if args.ram else error) from None
         tell(f"skipped: {error}")
         return None, ()
 

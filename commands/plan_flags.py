@@ -50,6 +50,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="VRAM budget in MiB, one per device (12000, 11.5G; default: what is free less a margin)",
     )  # fmt: skip
     p.add_argument(
+        "--ram", type=parse_mib, metavar="MIB",
+        help="host memory for all that runs, in MiB (6G); the rest of the model stays on disk (default: all there is)",
+    )  # fmt: skip
+    p.add_argument(
         "-c",
         "--ctx-size",
         type=parse_context,
@@ -113,6 +117,8 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
     """The flags with what the environment says. Raises UserError for those that do not go together."""
     if args.vram is None and args.sweep is None:
         args.vram = env_default("VRAM", parse_mib_list, None)
+    if args.ram is None:
+        args.ram = env_default("RAM", parse_mib, 0)
     if args.ctx_size is None:
         args.ctx_size = env_default("CTX_SIZE", parse_context, None)
     if args.validate is None:
@@ -193,6 +199,7 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         tensor_split=given_ratios(args),
         reduce_dtype=args.reduce_dtype,
         concurrency=args.concurrency or 0,
+        ram_mib=args.ram,
     )
     if first.sequences > first.max_ubatch:
         raise UserError(

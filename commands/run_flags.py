@@ -4,7 +4,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pshard.commands.command_line import env_default, parse_context, parse_count, parse_mib_list, settle_context
+from pshard.commands.command_line import (
+    env_default,
+    parse_context,
+    parse_count,
+    parse_mib,
+    parse_mib_list,
+    settle_context,
+)
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.draft_flags import find_draft_model
 from pshard.commands.parsing.model_flags import add_model_flags, choose_model
@@ -30,6 +37,13 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         default=env_default("VRAM", parse_mib_list, None),
         metavar="MIB",
         help="VRAM budget in MiB (12000, 11.5G), one per device; the largest planned variant that fits is used",
+    )
+    group.add_argument(
+        "--ram",
+        type=parse_mib,
+        default=env_default("RAM", parse_mib, 0),
+        metavar="MIB",
+        help="host memory for all that runs, in MiB (6G); the rest of the model stays on disk (default: all there is)",
     )
     context = env_default("CTX_SIZE", parse_context, None)
     group.add_argument(
@@ -68,6 +82,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
     return RunRequest(
         model=model,
         vram_mib=args.vram,
+        ram_mib=args.ram,
         context=args.ctx_size,
         sequences=sequences,
         type_k=args.cache_type_k,

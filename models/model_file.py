@@ -130,6 +130,11 @@ class ModelFile:
         file is no longer what was opened: then what was read may be wrong."""
         self._tensors[name].forget()
 
+    def leave_no_cache(self) -> None:
+        """From here on what is forgotten of the files leaves the system's cache too; before `map_files`."""
+        for file in self._files:
+            file.leaves_no_cache = True
+
     def map_files(self, guard: Callable[[int, int], None], unguard: Callable[[int], None]) -> None:
         """Read from the files' own pages from here on, without copies; see `MappedFile.map`."""
         for file in self._files:

@@ -50,6 +50,7 @@ class MappedFile:
     """A file that is read in parts. Each is copied, until `map`: then arrays are the file's own pages."""
 
     _map: mmap.mmap | None = None
+    leaves_no_cache = False  # whether what is forgotten leaves the system's cache too: set before `map`
 
     def __init__(self, path: Path, advice: str) -> None:
         """Raises UserError when the file cannot be opened or is empty. advice: what to do when there is none."""
@@ -82,7 +83,8 @@ class MappedFile:
             return
         self.check_unchanged()
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._file.close()  # the mapping has a handle of its own
+        if not self.leaves_no_cache:
+            self._file.close()  # the mapping has a handle of its own
         address = np.frombuffer(self._map, np.uint8).ctypes.data
         guard(address, len(self._map))
         self._unguard = weakref.finalize(self._map, unguard, address)
@@ -139,6 +141,8 @@ class MappedFile:
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
+        if self.leaves_no_cache and hasattr(os, "posix_fadvise"):  # unmapping alone leaves all of it there
+            os.posix_fadvise(self._file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
         self.check_unchanged()
 
     def close(self) -> None:

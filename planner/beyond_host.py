@@ -2,17 +2,20 @@
 bytes. They come to the accelerator for every micro-batch, through the lanes of their home."""
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
+from math import inf
 
 from pshard.errors import NoPlan
-from pshard.homes import Home
+from pshard.homes import ON_CPU, PINNED, STREAMED, VRAM, Home
 from pshard.on_host import keep_on_host
 from pshard.plan import Placement, TierPlan
-from pshard.planner.price.draft import Room, draft_tier
+from pshard.planner.price.draft import Beyond, Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.share import WHOLE
 from pshard.units.unit import Place, Unit, places_of
 
+MOST_TRIED = 6  # units of which all sets are tried
 SLOTS = 2  # one is filled while the other is computed from
 SPREAD = 0.618  # of equal units in turn: any number of them lies evenly over the layers
 
@@ -20,25 +23,127 @@ SPREAD = 0.618  # of equal units in turn: any number of them lies evenly over th
 def move_beyond(
     room: Room, tiers: tuple[TierPlan, ...], pin_order: tuple[str, ...], costs: Sequence[TierCosts]
 ) -> tuple[TierPlan, ...]:
-    """The tiers with as few bytes beyond host memory as keep the rest within it. Raises NoPlan when not even all that
-    may live there does."""
+    """The tiers with so many units beyond host memory that it holds the rest: those, and as they are or with the arena
+    filled with what else would be outside, whichever takes less time. Raises NoPlan when not even all that may live
+    there suffices."""
     if room.beyond is None or kept_bytes(room, tiers) <= room.beyond.host:
         return tiers
-    home, left = room.beyond.home, kept_bytes(room, tiers) - room.beyond.host
+    best, least, why = tiers, inf, None
+    for tried in dict.fromkeys(_list_starts(room, tiers)):
+        for moved in _choose_moved(room, tried, costs, room.beyond):
+            try:
+                found = _move_all(room, tried, moved, pin_order, room.beyond.home)
+            except NoPlan as error:
+                why = error
+                continue
+            if kept_bytes(room, found) <= room.beyond.host:
+                seconds = sum(c.load.weight * simulated_seconds(room, t, c) for t, c in zip(found, costs, strict=True))
+                best, least = (found, seconds) if seconds < least else (best, least)
+    if least == inf:
+        raise why or _lack(room, tiers, costs, room.beyond)
+    return best
+
+
+def _choose_moved(
+    room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCosts], beyond: Beyond
+) -> Iterator[set[str]]:
+    """Sets of units that may live beyond host memory so that it holds the rest: the cheapest for their bytes, and where
+    there are few all sets that suffice and of which none could be left out."""
+    left, movable = kept_bytes(room, tiers) - beyond.host, list(_list_movable(room, tiers, costs, beyond.home))
+    if left > sum(nbytes for _, nbytes in movable):
+        return
+    moved = _take(movable, left)
+    yield moved
+    sizes = sorted(nbytes for _, nbytes in movable)
+    small = [(name, nbytes) for name, nbytes in movable if nbytes <= 2 * sizes[len(sizes) // 2]]
+    if len(small) < len(movable) and sum(nbytes for _, nbytes in small) >= left:
+        yield _take(small, left)  # slots take room too, and are as large as the largest
+    if len(movable) > MOST_TRIED:
+        return
+    for count in range(1, len(movable) + 1):
+        for some in combinations(movable, count):
+            spare = sum(nbytes for _, nbytes in some) - left
+            names = {name for name, _ in some}
+            if spare >= 0 and names != moved and all(nbytes > spare for _, nbytes in some):
+                yield names
+
+
+def _take(movable: Sequence[tuple[str, int]], left: int) -> set[str]:
+    """The first units that have so many bytes."""
     moved = set[str]()
-    for name, nbytes in _list_movable(room, tiers, costs, home):
-        if left <= 0:
-            break
-        moved.add(name)
-        left -= nbytes
-    if left > 0:
-        raise NoPlan(f"host memory lacks {-(-left >> 20)} MiB for what cannot live in {home}: give it more, or --vram")
+    for name, nbytes in movable:
+        if left > 0:
+            moved.add(name)
+            left -= nbytes
+    return moved
+
+
+def _lack(room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCosts], beyond: Beyond) -> NoPlan:
+    """What to say where no set of units suffices."""
+    movable = sum(nbytes for _, nbytes in _list_movable(room, tiers, costs, beyond.home))
+    mib = -(-max(1, kept_bytes(room, tiers) - beyond.host - movable) >> 20)
+    return NoPlan(f"host memory lacks {mib} MiB for what cannot live in {beyond.home}: give it more, or --vram")
+
+
+def _list_starts(room: Room, tiers: tuple[TierPlan, ...]) -> Iterator[tuple[TierPlan, ...]]:
+    """The tiers as they are; with what is left of their arenas filled with pins; and with other pins, the largest units
+    first: the largest one of what is not pinned is as large as slots are."""
+    yield tiers
+    spread = sorted((i * SPREAD % 1, unit.name) for i, unit in enumerate(room.spec.units))
+    names = [name for _, name in spread if not room.spec.unit(name).kind.is_looked_up]
+    yield _fill_arena(room, tiers, names)
+    if not any(p.share for tier in tiers for p in tier.placements):
+        by_size = sorted(names, key=lambda name: -room.spec.unit(name).packed_nbytes)
+        yield _fill_arena(room, tuple(_unpin(room, tier) for tier in tiers), by_size)
+
+
+def _unpin(room: Room, tier: TierPlan) -> TierPlan:
+    """A tier with nothing pinned that may be streamed."""
+    where = {p.unit: p.where for p in tier.placements}
+    for p in tier.placements:
+        if p.in_arena and (STREAMED, p.kv) in _legal(room, p.unit):
+            where[p.unit] = STREAMED
+    kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
+    return draft_tier(room, tier.tokens, where, kv, SLOTS, {}, tier.in_place)
+
+
+def _fill_arena(room: Room, tiers: Sequence[TierPlan], order: Sequence[str]) -> tuple[TierPlan, ...]:
+    """The tiers with whole units pinned in what is left of the arena beside slots, in that order; a larger tier has
+    none that a smaller one has not."""
+    found = list[TierPlan]()
+    for tier in tiers:
+        if not any(p.share for p in tier.placements):
+            tier = _fill_tier(room, tier, order)
+            order = [p.unit for p in tier.placements if p.in_arena and p.unit in order]
+        found.append(tier)
+    return tuple(found)
+
+
+def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str]) -> TierPlan:
+    where = {p.unit: p.where for p in tier.placements}
+    kv = {p.unit for p in tier.placements if p.has_state_in_vram}
+    for name in order:
+        has_state = room.spec.unit(name).kind.state is not None
+        pinned = PINNED, VRAM.name if has_state else None
+        if where[name] == PINNED or pinned not in _legal(room, name):
+            continue
+        wider = where | {name: PINNED}, kv | ({name} if has_state else set())
+        drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), SLOTS, {}, tier.in_place)
+        if drafted.buffers.total <= room.arena:
+            (where, kv), tier = wider, drafted
+    return tier
+
+
+def _move_all(
+    room: Room, tiers: tuple[TierPlan, ...], moved: set[str], pin_order: tuple[str, ...], home: Home
+) -> tuple[TierPlan, ...]:
+    """The tiers with these units beyond host memory. Raises NoPlan where a tier has no room for slots."""
     while True:  # what one tier has no room for lives there in all others too
         redrafted = tuple(_redraft(room, tier, moved, pin_order, home) for tier in tiers)
         dropped = {p.unit for tier in redrafted for p in tier.placements if p.site.is_beyond_host} - moved
         if not dropped:
             return redrafted
-        moved |= dropped
+        moved = moved | dropped
 
 
 def _list_movable(
@@ -75,17 +180,27 @@ def _redraft(room: Room, tier: TierPlan, moved: set[str], pin_order: tuple[str, 
     where = {n: home.name if n in moved and not p.site.in_arena else p.where for n, p in places.items()}
     shares = {n: p.share for n, p in places.items() if p.share}
     kv = frozenset(n for n, p in places.items() if p.has_state_in_vram)
-    pins = [n for n in pin_order if places[n].in_arena]
+    known = {name: i for i, name in enumerate(pin_order)}
+    pins = sorted((n for n, p in places.items() if p.in_arena), key=lambda n: known.get(n, len(known)))
     for slots in (max(tier.buffers.slots, SLOTS), 1):
         tried, left = dict(where), list(pins)
         while True:
             drafted = draft_tier(room, tier.tokens, tried, kv, slots, shares, tier.in_place)
             if drafted.buffers.total <= room.arena:
                 return drafted
-            if not left or left[-1] in shares or (home.name, places[left[-1]].kv) not in _legal(room, left[-1]):
+            last = next((n for n in reversed(left) if n not in shares and _leave(room, places[n], home)), None)
+            if last is None:
                 break
-            tried[left.pop()] = home.name
+            left.remove(last)
+            tried[last] = _leave(room, places[last], home)
     raise NoPlan(f"{room.workload.vram_mib[0]} MiB have no room for a slot of what lives in {home}; raise --vram")
+
+
+def _leave(room: Room, place: Placement, home: Home) -> str:
+    """Where else a pinned unit may be, with its state where that is: beyond host memory, or what is looked up there;
+    "": nowhere."""
+    legal = _legal(room, place.unit)
+    return next((where for where in (home.name, ON_CPU) if (where, place.kv) in legal), "")
 
 
 def _legal(room: Room, name: str) -> tuple[Place, ...]:

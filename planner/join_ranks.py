@@ -15,6 +15,7 @@ from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import (
     Candidate,
 )
+from pshard.planner.search.residency_order import order_nested
 from pshard.predicted_times import sum_round
 
 
@@ -64,7 +65,8 @@ def simulate_together(
 def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     """A rank's plan, as yet without predictions."""
     solved, tiers = chosen.solution, []
-    for tier in move_beyond(task.room, chosen.tiers, chosen.residency.pin_order, task.costs):
+    moved = move_beyond(task.room, chosen.tiers, chosen.residency.pin_order, task.costs)
+    for tier in moved:
         solve = Solve(
             solved.status if solved else "placed" if task.plan_needed else "not needed",
             solved.gap if solved else 0.0,
@@ -75,7 +77,7 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
         tiers.append(replace(tier, solve=solve))
     pins = max(sum(p.in_arena for p in t.placements) for t in tiers)
     kv = max(sum(p.has_state_in_vram for p in t.placements) for t in tiers)
-    order = chosen.residency
+    order = chosen.residency if moved is chosen.tiers else order_nested(task.room, moved)
     orders, caches = (order.pin_order[:pins], order.kv_order[:kv]), task.room.spec.caches
     reserve = task.room.reserve_mib
     return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches, reserve)

@@ -77,11 +77,12 @@ def count_cores() -> int:
 
 
 def usable_memory() -> int:
-    """Bytes of RAM, or of the cgroup's limit where that is lower."""
+    """Bytes of RAM, or of the lowest limit of a control group above, where that is lower: above memory.high the system
+    slows a process down, above memory.max it ends one."""
     import psutil
 
     limits = [psutil.virtual_memory().total]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+    for name in ("memory.max", "memory.high", "memory/memory.limit_in_bytes"):
         limits += [int(text) for text in _cgroup_values(name) if text.isdigit()]
     return min(limits)
 

@@ -210,6 +210,20 @@ class CopyTiming:
 
 
 @dataclass(frozen=True)
+class DiskTiming:
+    """Seconds of reading so many bytes of a model's file past the page cache, in pieces of `block` bytes, `depth` at
+    once. `block` and `depth` 0: of bringing a unit of so many packed bytes to host memory behind others, as runs do.
+    `disk`: what holds the file, as the system calls it; `direct`: whether it takes reads past the page cache."""
+
+    disk: str
+    direct: bool
+    block: int
+    depth: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ReadTiming:
     """Host DRAM read rate, bytes per second, with that many threads."""
 
@@ -310,12 +324,18 @@ class MachineProfile:
     refused: tuple[RefusedKernel, ...] = ()  # each once for a device
     reserves: tuple[Reserve, ...] = ()  # none: not measured
     ranks_per_host: int = 0
+    disks: tuple[DiskTiming, ...] = ()
+    ram_bytes: int = 0  # of host memory that plans may take on each host, where --ram says so
     version: int = PROFILE_VERSION
 
     @property
     def busy(self) -> str | None:
         """The note that says how much other programs or machines disturbed the timings; None where they did not."""
         return next((note for note in self.provenance.notes if note.startswith(BUSY)), None)
+
+    def of_disk(self, disk: str) -> "MachineProfile":
+        """The profile with the timings of one disk alone."""
+        return replace(self, disks=tuple(row for row in self.disks if row.disk == disk))
 
     def ranks_here(self, ranks: int) -> int:
         """How many of so many ranks share one host."""

@@ -66,7 +66,8 @@ class Workload:
     expected lengths per sequence; they weigh the tiers against each other. concurrency: of a server's load, how many
     of the sequences run on average (`running_shares`); 0 where all of them always do. drafting: who drafts, and how
     many drafts a text's step has; acceptance: how likely they hold, where there are drafts. drafter_mib: of each
-    budget, what a second program takes that drafts.
+    budget, what a second program takes that drafts. ram_mib: of host memory that all of it may take on a host; 0: what
+    there is.
     """
 
     vram_mib: tuple[int, ...]
@@ -86,6 +87,7 @@ class Workload:
     drafting: Drafting = NO_DRAFTS
     acceptance: Acceptance | None = None
     drafter_mib: int = 0
+    ram_mib: int = 0
 
     def under(self, split: Split) -> "Workload":
         """The same with another split."""

@@ -75,7 +75,7 @@ def _check_experts(profile: MachineProfile) -> None:
 
 def _amounts(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
     """Fields that are above 0, by name, and the least that they are."""
-    for table in ("matmuls", "attention", "experts", "routes", "deltas", "in_place", "copies", "collectives"):
+    for table in ("matmuls", "attention", "experts", "routes", "deltas", "in_place", "copies", "collectives", "disks"):
         for i, row in enumerate(getattr(profile, table)):
             yield f"{table}[{i}].seconds", row.seconds, LEAST_SECONDS
     for i, share in enumerate(profile.shares):
@@ -101,7 +101,7 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
     for i, d in enumerate(profile.deltas):
         flops = 6.0 * d.value_heads * d.head**2 * d.tokens * d.sequences
         yield f"deltas[{i}].seconds", flops / d.seconds, MOST_FLOPS
-    for table in ("in_place", "copies", "collectives"):
+    for table in ("in_place", "copies", "collectives", "disks"):
         for i, row in enumerate(getattr(profile, table)):
             yield f"{table}[{i}].seconds", row.nbytes / row.seconds, MOST_BYTES
     for i, read in enumerate(profile.reads):

@@ -16,6 +16,7 @@ NEAR_BUDGET = 0.9  # of the largest budget that fits: the load that a plan is fo
 def plan_command(model_path: str, want: Workload) -> str:
     """The pshard-plan command that makes a variant for this workload."""
     words = ["pshard-plan", "-m", str(model_path), "--vram", ",".join(map(str, want.vram_mib))]
+    words += ["--ram", str(want.ram_mib)] * (want.ram_mib > 0)
     words += ["-c", str(want.context), "-np", str(want.sequences)]
     standard = Workload(want.vram_mib)
     if (want.type_k, want.type_v) != (standard.type_k, standard.type_v):
@@ -68,6 +69,7 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
                 _rank_budget(v, largest),
                 _rank_load(v, want),
                 sum(v.workload.vram_mib),
+                v.workload.ram_mib,
                 -v.workload.sequences,
                 v.workload.max_ubatch == want.max_ubatch,
                 _rank_context(v, want),
@@ -139,6 +141,7 @@ def _serves(variant: Variant, want: Workload) -> bool:
     return (
         len(made.vram_mib) == len(there)
         and all(planned <= mib for planned, mib in zip(made.vram_mib, there))
+        and (made.ram_mib == 0 if not want.ram_mib else 0 < made.ram_mib <= want.ram_mib)
         and made.context >= want.context
         and made.sequences >= want.sequences
         and (made.type_k, made.type_v) == (want.type_k, want.type_v)

@@ -18,7 +18,8 @@ Inputs = tuple[tuple[str, str], ...]
 def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: MachineProfile) -> Inputs:
     """Everything whose change invalidates a plan, as (name, value) pairs in a fixed order.
 
-    model_inputs: what the model file says of itself (architecture, digest of shapes and quant types, bytes).
+    model_inputs: what the model file says of itself (architecture, digest of shapes and quant types, bytes). The
+    profile has timings of disks where plans need the model's, of that one alone.
     """
     host = profile.host
     pairs = [(f"model {name}", str(value)) for name, value in model_inputs]
@@ -31,6 +32,9 @@ def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: Machine
             pairs.append((f"driver {acc.index}", acc.driver))
     if profile.lockable_bytes is not None:
         pairs.append((PAGE_LOCKS, f"{profile.lockable_bytes} bytes at most"))
+    if profile.disks:
+        rows = json.dumps(to_json(profile.disks), sort_keys=True).encode()
+        pairs.append(("disk", f"{profile.disks[0].disk}, timed as {hashlib.sha256(rows).hexdigest()[:12]}"))
     pairs += [profile_input(profile), ("registry format", str(REGISTRY_VERSION)), ("plan format", str(PLAN_FORMAT))]
     return tuple(pairs)
 
@@ -41,13 +45,15 @@ def profile_input(profile: MachineProfile) -> tuple[str, str]:
 
 
 def digest_profile(profile: MachineProfile) -> str:
-    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking changes none of them.
+    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking, or of host memory, changes none of them.
+    Disks are apart: most plans need none.
 
     Profiles of before there were several hosts, or experts, delta nets or reading in place were timed, or kernels that
     are refused or what torch takes were kept, are what they were.
     """
     data = to_json(profile)
-    del data["lockable_bytes"]
+    for apart in ("lockable_bytes", "disks", "ram_bytes"):
+        del data[apart]
     for later in ("ranks_per_host", "experts", "routes", "deltas", "in_place", "refused", "reserves"):
         if not data[later]:
             del data[later]

@@ -104,7 +104,7 @@ def build_engine(
         device.close()
         raise
     executor.walks.exact = exact
-    notes = (*pair[2], *_note_pageable(executor))
+    notes = (*pair[2], *_note_pageable(executor), *executor.transfers.notes)
     store = KVStore(file, ranges, states, executor, group)
     return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes, head)
 

@@ -26,6 +26,7 @@ def load(
     kernels: str = "fast",
     replan: bool = False,
     plan: bool = True,
+    ram: int | None = None,
 ) -> "Engine":
     """Load a model and return its engine; profile this machine and plan the model first, where that was not done.
 
@@ -39,6 +40,7 @@ def load(
         replan: plan now (needs vram) instead of using the stored plan.
         plan: make what is missing, a profile or a plan that fits, as `pshard run` does, and say so on stderr; False: it
             is an error, as where what runs is to be what was planned.
+        ram: MiB of host memory for all that runs; the rest of the model stays on disk. None: all there is.
 
     Returns:
         Engine with `generate`, `forward`, `plan`, `memory()`, `reset` and `close`.
@@ -63,6 +65,7 @@ def load(
         registry=place,
         replan=replan,
         plans=plan,
+        ram_mib=ram or 0,
     )
     if plan:
         from pshard.session.readiness.first_profile import ensure_profile

@@ -15,6 +15,7 @@ from pshard.routing.order_experts import order_experts
 from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
 from pshard.session.run_request import RunRequest, full_workload, places_of, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine, doubt_free_memory, free_host_bytes
+from pshard.session.use_disk import limit_ram, name_least_ram, use_disk
 from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, MTP, PLANNED_DRAFTS, PROGRAMS, DraftQuestion
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
@@ -56,6 +57,8 @@ def open_plan(request: RunRequest) -> Opened:
     check_kv_types(file.spec.config, request.type_k, request.type_v)
     profile = load_profile(request.profile)
     check_machine(profile, request.profile)
+    profile = limit_ram(profile, request.ram_mib)
+    profile = use_disk(file, profile, request.ranks, request.profile, tell_once)
     want = wanted_workload(request, profile)
     path = registry_path(request.model, request.registry)
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
@@ -149,7 +152,10 @@ def _plan_again(
     record = _recall_record(path, file) if known else None
     with planning_bar(f"planning {spec.name}"):
         drafted = _plan_head(request, spec, profile, workload, path, file) if request.drafts in PROGRAMS else None
-        planned = drafted or plan_split(spec, profile, workload, request.auto_ratios)
+        try:
+            planned = drafted or plan_split(spec, profile, workload, request.auto_ratios)
+        except UserError as error:
+            raise (name_least_ram(error, spec, profile, workload) if workload.ram_mib else error) from None
         asked = replace(planned.workload, max_ubatch=workload.max_ubatch)
         planned = plan_slots(spec, profile, asked, planned, record)
         planned = keep_drafts(spec, planned, drafted) if drafted else planned

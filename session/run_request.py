@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pshard.buffers import scratch_bytes
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
+from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.serving.size_load import size_load
 from pshard.reserve import reserve_mib
 from pshard.session.this_machine import free_vram_mib
@@ -47,6 +48,7 @@ class RunRequest:
     concurrency: int = 0  # of a server's load, how many requests run on average; 0: no server
     drafts: str = NONE  # who is to draft, as --spec says
     draft_model: Path | None = None  # that drafts
+    ram_mib: int = 0  # of host memory in all; 0: what there is
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
     @property
@@ -108,6 +110,7 @@ def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
         max_tp=binding_limits(request.max_tp, devices),
         reduce_dtype=request.reduce_dtype or Workload.reduce_dtype,
         concurrency=request.concurrency,
+        ram_mib=request.ram_mib,
     )
 
 
@@ -140,4 +143,7 @@ def suggest_budget(full: Workload, spec: "ModelSpec", profile: MachineProfile) -
     devices = profile.accelerators
     there = [devices[i if i < len(devices) else 0].memory_bytes // MIB for i in range(ranks)]
     usable = [min(free, most) - min(MARGIN_MIB, most // 20) for free, most in zip(full.vram_mib, there)]
+    if profile.ram_bytes and devices[0].kind == "cpu":  # the budget is a part of it, beside others
+        looked_up = sum(unit.packed_nbytes for unit in spec.units if unit.kind.is_looked_up)
+        usable = [(usable_bytes(profile, ranks) - looked_up - kv) // ranks // MIB] * ranks
     return replace(full, vram_mib=tuple(max(1, min(mib, whole)) for mib in usable))

@@ -46,7 +46,8 @@ def start_engine(
     filled: "FilledMemory | None" = None,
 ) -> "Engine":
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal. records: which
-    experts tokens use is kept for `Engine.record_routing`. checkpoints: of states that cannot be cut back are kept.
+    experts tokens use is kept for `Engine.record_routing`. checkpoints: of states that cannot be cut back are kept,
+    where --ram does not say that host memory is for other things.
     plays, exact, filled: see build_engine."""
     from pshard.registries.profile_store import note_page_locks
     from pshard.runtime.build_engine import build_engine
@@ -58,11 +59,14 @@ def start_engine(
     device = open_device(opened.profile.accelerators[0].kind, index)
     if group is None or group.size == 1:  # a rank of several keeps the share of threads it was given
         use_threads(opened.profile.host.threads)
+    ram_mib = variant.workload.ram_mib
+    if ram_mib or any(rank.beyond_host for rank in variant.ranks):
+        opened.file.leave_no_cache()
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
             tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact, filled=filled,
-            checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group, filled)) if checkpoints else 0,
+            checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group, filled)) if checkpoints and not ram_mib else 0,
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()

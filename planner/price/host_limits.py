@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.homes import Home, list_far_homes
+from pshard.homes import DISK, READ, Home, list_far_homes
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.on_host import keep_on_host
@@ -19,13 +19,23 @@ from pshard.workload import MIB, Workload
 
 RESERVE = 2 << 30  # bytes left to the system, the process itself and what reading the model file caches...
 RESERVED_SHARE = 16  # ...or this part of a small memory
+# bytes of host memory that a process takes beside what is planned: Python, torch, the C++ library, rows of logits,
+# rings and read-ahead. What a run took: docs/disk.md
+PROCESS = {"cpu": 448 << 20, "cuda": 2304 << 20}
 
 
 def usable_bytes(profile: MachineProfile, ranks: int) -> int:
     """Bytes of host memory for weights, KV cache and arenas of the CPU, of all hosts. Ranks on GPUs beyond those of the
     profile are on further hosts like it. A plan that comes near gets a note (shown/memory_use.py)."""
     memory = profile.host.memory_bytes
+    if profile.ram_bytes:
+        return count_hosts(profile, ranks) * max(0, profile.ram_bytes - process_bytes(profile, ranks))
     return count_hosts(profile, ranks) * (memory - min(RESERVE, memory // RESERVED_SHARE))
+
+
+def process_bytes(profile: MachineProfile, ranks: int) -> int:
+    """Bytes of host memory that the processes of so many ranks take on a host beside what is planned."""
+    return profile.ranks_here(ranks) * PROCESS[profile.accelerators[0].kind]
 
 
 def count_hosts(profile: MachineProfile, ranks: int) -> int:
@@ -53,7 +63,7 @@ def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> 
     totals = [_total(room) for room in rooms]
     if sum(totals) <= left:
         return tuple(rooms)
-    if home := find_beyond(profile):
+    if home := find_beyond(profile, len(rooms)):
         return tuple(replace(r, beyond=Beyond(home, max(0, left * t // sum(totals)))) for r, t in zip(rooms, totals))
     needs = [_needed(room, largest) for room in rooms]
     spare = left - sum(needs)
@@ -63,15 +73,16 @@ def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> 
 def host_fits(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> bool:
     """Whether host memory holds what the arenas cannot beside the scratch of the largest tier, were units divisible, or
     that may live beyond it."""
-    return find_beyond(profile) is not None or sum(_needed(room, largest) for room in rooms) <= _left(
+    return find_beyond(profile, len(rooms)) is not None or sum(_needed(room, largest) for room in rooms) <= _left(
         rooms, profile, largest
     )
 
 
-def find_beyond(profile: MachineProfile) -> Home | None:
-    """The first home beyond host memory whose lanes the profile has timed."""
-    timed = {copy.direction for copy in profile.copies}
-    return next((home for home in list_far_homes() if {lane.timed for lane in home.way_in} <= timed), None)
+def find_beyond(profile: MachineProfile, ranks: int) -> Home | None:
+    """The first home beyond host memory whose lanes the profile has timed; several ranks have none on disk."""
+    timed = {copy.direction for copy in profile.copies} | {READ.timed for row in profile.disks if not row.block}
+    timed_homes = (home for home in list_far_homes() if {lane.timed for lane in home.way_in} <= timed)
+    return next((home for home in timed_homes if ranks == 1 or home is not DISK), None)
 
 
 def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> tuple[str, int]:

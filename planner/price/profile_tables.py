@@ -14,6 +14,7 @@ from math import log
 from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
 from pshard.collectives import fastest_collective
 from pshard.errors import UserError
+from pshard.homes import READ
 from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.delta_tables import DeltaTables
@@ -58,7 +59,9 @@ class Tables:
         self.routed, self.deltas = ExpertTables(profile), DeltaTables(profile)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
-        self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in copies)
+        timed = [((c.direction, c.memory), c.nbytes, c.seconds) for c in copies]
+        timed += [((READ.timed, "pinned"), d.nbytes, d.seconds) for d in profile.disks if not d.block]
+        self._copies = _grouped(timed)
         for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
             if not table:
                 raise UserError(f"the machine profile has no {what} timings; run pshard-profile again")

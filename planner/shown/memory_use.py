@@ -18,11 +18,13 @@ GIB = 1 << 30
 @dataclass(frozen=True)
 class MemoryUse:
     """What a plan takes. vram_mib: of each budget, what torch and the kernels hold included. host_bytes: of weights, KV
-    cache and, without a GPU, of what lies in the budget, on all hosts together, which have host_memory_bytes."""
+    cache and, without a GPU, of what lies in the budget, on all hosts together, which have host_memory_bytes, or may
+    take so many: is_limited, by --ram."""
 
     vram_mib: tuple[int, ...]
     host_bytes: int
     host_memory_bytes: int
+    is_limited: bool = False
 
     @property
     def host(self) -> str:
@@ -40,7 +42,8 @@ def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> M
     return MemoryUse(
         tuple(mib - -nbytes // MIB for mib, nbytes in zip(own, used)),
         count_host_bytes(specs, variant, kind),
-        hosts * profile.host.memory_bytes,
+        hosts * (profile.ram_bytes or profile.host.memory_bytes),
+        profile.ram_bytes > 0,
     )
 
 
@@ -51,7 +54,7 @@ def describe_tight(use: MemoryUse, free: int | None = None) -> str | None:
     """
     takes = f"the plan keeps {use.host_bytes / GIB:.1f} GiB in host memory"
     left = use.host_memory_bytes - use.host_bytes
-    if left < use.host_memory_bytes / LEFT:
+    if not use.is_limited and left < use.host_memory_bytes / LEFT:
         return (
             f"{takes}, which leaves {left / GIB:.1f} of {use.host_memory_bytes / GIB:.4g} to the system, other "
             "programs and the file while it is read; where they need more the machine swaps or ends the run: a shorter "

@@ -61,6 +61,11 @@ class Transfers:
                 self._refused = True
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for every fallback of what holds weights beyond host memory."""
+        return tuple(note for store in self._beyond.values() for note in store.notes)
+
+    @property
     def beyond_nbytes(self) -> int:
         """Bytes of host memory for what lives beyond it: rings, and what the stores have."""
         return sum(r.nbytes for r in self._rings.values()) + sum(s.nbytes for s in self._beyond.values())

@@ -64,3 +64,11 @@ def test_the_cpu_is_an_accelerator_of_its_own_kind():
 def test_an_unknown_accelerator_is_refused():
     with pytest.raises(UserError, match="choose cuda or cpu"):
         identify_accelerators("tpu")
+
+
+@pytest.mark.parametrize("limit", ["memory.max", "memory.high"])
+def test_the_lowest_limit_of_a_control_group_above_is_all_there_is(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above memory.high a process is slowed down until it stands still."""
+    limits = {limit: ["max", str(1 << 28), str(1 << 30)]}
+    monkeypatch.setattr("pshard.profile.identify._cgroup_values", lambda name: limits.get(name, ["max"]))
+    assert usable_memory() == 1 << 28

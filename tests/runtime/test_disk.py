@@ -1,10 +1,13 @@
 """Weights that live on disk: read from the model's file for every micro-batch, with the logits of VRAM."""
 
+import ctypes
+import mmap
 import os
 import time
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engines import converse, open_engine, pinned_everywhere
@@ -117,3 +120,50 @@ def test_a_made_up_disk_takes_as_long_as_it_says(tmp_path: Path, monkeypatch: py
         reader.read([PieceList([Piece(number, at, 1 << 16) for at in range(0, 1 << 20, 1 << 16)])])
         assert 0.05 < time.perf_counter() - begun < 0.5
         assert reader.read_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_reads_what_its_tier_has_on_disk_once(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What slots keep across a step's end was read before it: so many steps read so many times the whole."""
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", n_layers=4)
+    spec = open_model(path).spec
+    tiers = on_disk(spec)
+    with open_engine(path, tiers, context=256, device=device) as engine:
+        engine.forward([1])
+        engine.device.synchronize()
+        before = engine.memory().read
+        rows = [engine.forward([n]) for n in range(4)]
+        engine.device.synchronize()
+        assert engine.memory().read - before == 4 * count_read(spec, tiers[0])
+    with open_engine(path, pinned_everywhere(spec, context=256), context=256, device=device) as engine:
+        engine.forward([1])
+        assert torch.equal(torch.stack(rows), torch.stack([engine.forward([n]) for n in range(4)]))
+
+
+def test_loading_under_ram_leaves_nothing_of_the_file_in_the_page_cache(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", d_ffn=1024)
+    os.sync()
+    for leaves in (True, False):
+        with open_model(path) as file:
+            if not leaves:
+                file.leave_no_cache()
+            file.map_files(lambda *_: None, lambda _: None)
+            for tensor in (t for unit in file.spec.units for t in unit.matrices):
+                file.tensor_bytes(tensor.name).sum()
+                file.forget_tensor(tensor.name)
+        assert (count_cached(path) > 0.1) == leaves
+
+
+def count_cached(path: Path) -> float:
+    """The share of a file's pages in the page cache, but for its header, which reading it again brings."""
+    size = path.stat().st_size
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+        pages = -(-size // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * pages)()
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        if ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found):
+            pytest.skip("the system does not say what is cached")
+        return sum(page & 1 for page in found) / pages

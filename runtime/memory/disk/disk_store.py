@@ -64,6 +64,11 @@ class DiskStore:
         return self._reader.notes
 
     @property
+    def is_direct(self) -> bool:
+        """Whether files are read past the page cache."""
+        return self._reader.is_direct
+
+    @property
     def nbytes(self) -> int:
         return self._reader.nbytes + sum(vector.nbytes for vector in self._kept)
 

@@ -71,6 +71,7 @@ class Reader {
     madvise(memory, nbytes, MADV_HUGEPAGE);  // a request has at most 254 segments: small pages halve the rate
     memory_ = memory, mapped_ = nbytes;
     base_ = reinterpret_cast<uint8_t*>(round_up<uintptr_t>(reinterpret_cast<uintptr_t>(memory), huge));
+    std::memset(base_, 0, slots * slot_bytes);  // now, not in the first reads
     for (int i = 0; i < slots; ++i) free_.push_back(i);
     for (alive_ = 0; alive_ < threads; ++alive_) threads_.emplace_back([this] { work(); });
   }

@@ -1,0 +1,130 @@
+"""Reads of a model's file from disk, cold: as runs make them, and by block and depth."""
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pshard.machine import DiskTiming
+from pshard.model import ModelSpec
+from pshard.runtime.devices.device import CpuDevice
+from pshard.runtime.memory.disk.disk_store import DiskStore
+from pshard.runtime.memory.disk.fake_disk import read_fake_disk
+from pshard.runtime.memory.disk.reader import DiskReader, Piece, PieceList
+from pshard.runtime.memory.weights import WeightSource
+from pshard.units.divide_unit import whole_unit
+from pshard.units.unit import Unit, places_of
+
+BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+DEPTHS = (1, 4, 16)
+GRID_BYTES = 64 << 20  # of one block and depth
+GRID_SECONDS = 0.25  # of one at depth 1, about: what a slow disk is spared
+UNIT_BYTES = 256 << 20  # of units of one size
+MOST_UNITS = 16
+
+
+class ReadModel(WeightSource, Protocol):
+    """A model's file whose tensors can be found on disk."""
+
+    spec: ModelSpec
+
+
+def name_disk(path: Path) -> str:
+    """What holds a file: device, file system and mount, or what PSHARD_DISK makes up."""
+    if fake := read_fake_disk():
+        return fake.name
+    number = os.stat(path).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return device
+    for line in reversed(lines):  # proc_pid_mountinfo(5)
+        left, _, right = line.partition(" - ")
+        if left.split()[2] == device:
+            kind, source = right.split()[:2]
+            return f"{source} ({kind}) at {left.split()[4]}"
+    return device
+
+
+def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
+    """Timings of the disk that holds a model, a second or two: units of some sizes as runs bring them, then reads by
+    block and depth all over the file. No byte is read twice, as drives keep what was read. Raises UserError for a file
+    that cannot be read so."""
+    units = [unit for unit in file.spec.units if _may_live_there(file, unit)]
+    if not units:
+        return ()
+    path = _find_path(file, units[0])
+    disk, rows = name_disk(path), list[DiskTiming]()
+    by_size: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_size.setdefault(unit.packed_nbytes, []).append(unit)
+    sizes = sorted(by_size)
+    for size in sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}):
+        some = by_size[size][: max(2, min(MOST_UNITS, UNIT_BYTES // size))]
+        direct, seconds = _time_units(file, some)
+        rows.append(DiskTiming(disk, direct, 0, 0, size, seconds))
+    rows += _time_grid(disk, path)
+    return tuple(rows)
+
+
+def _may_live_there(file: ReadModel, unit: Unit) -> bool:
+    """Whether a plan may leave a unit on disk, where it lies as it is used."""
+    if all(where != "disk" for where, _ in places_of(unit.kind, False)):
+        return False
+    stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
+    return bool(stacks) and all(file.locate(*place) is not None for place in stacks)
+
+
+def _find_path(file: ReadModel, unit: Unit) -> Path:
+    tensor = unit.matrices[0]
+    found = file.locate(tensor.name, 0 if tensor.parts else None)
+    assert found is not None
+    return found[0]
+
+
+def _time_units(file: ReadModel, units: list[Unit]) -> tuple[bool, float]:
+    """Whether units are read past the page cache, and the seconds that each takes behind the others. The first one, if
+    there are others, shows the system where the file lies."""
+    device = CpuDevice()
+    with closing(device), closing(DiskStore(device, tuple(map(whole_unit, units)))) as store:
+        store.load(file, None, lambda _: None)
+        place = torch.empty(store.least, dtype=torch.uint8)
+        blobs = [store.blob(unit.name) for unit in units]
+        for some in (blobs[:1], blobs[1:] or blobs):
+            sources = [part for blob in some for part in blob.split(store.split(blob))]
+            started = time.perf_counter()
+            for source in sources:
+                store.fill(place[: source.numel()], source)
+            device.synchronize()
+        seconds = time.perf_counter() - started
+        store.check()
+        return store.is_direct, seconds / len(some)
+
+
+def _time_grid(disk: str, path: Path) -> Iterator[DiskTiming]:
+    """Reads at random places of a file."""
+    places = list(range(path.stat().st_size // max(BLOCKS)))
+    random.Random(1).shuffle(places)
+    for block in BLOCKS:
+        rate = 0.0
+        for depth in DEPTHS:
+            most = GRID_BYTES if not rate else min(GRID_BYTES, int(rate * depth * GRID_SECONDS))
+            count = min(len(places), max(1, most // max(BLOCKS)))
+            if not count:
+                return
+            taken, places = places[:count], places[count:]
+            with closing(DiskReader(block, depth)) as reader:
+                number = reader.add_file(path)
+                starts = [place * max(BLOCKS) + at for place in taken for at in range(0, max(BLOCKS), block)]
+                jobs = [PieceList([Piece(number, start, block)]) for start in starts]
+                started = time.perf_counter()
+                reader.read(jobs)
+                seconds = time.perf_counter() - started
+                rate = rate or len(starts) * block / seconds
+                yield DiskTiming(disk, reader.is_direct, block, depth, len(starts) * block, seconds)

@@ -1,0 +1,102 @@
+"""The machine as the plans of one model see it: how much host memory they may take, and the disk that holds the model,
+where host memory may not."""
+
+from bisect import bisect_left
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pshard.errors import CannotWrite, NoPlan, UserError
+from pshard.machine import MachineProfile
+from pshard.workload import MIB, UNLIMITED_MIB, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pshard.model import ModelSpec
+    from pshard.models import ModelFile
+
+AMPLE = 0.8  # a model below this part of what is usable needs no disk: states and buffers fit beside it
+
+
+def limit_ram(profile: MachineProfile, ram_mib: int, flag: str = "--ram") -> MachineProfile:
+    """The machine with so much host memory for all that runs; 0: what there is. Raises UserError for more than that."""
+    there = profile.host.memory_bytes
+    if ram_mib * MIB > there:
+        raise UserError(f"{flag} {ram_mib} MiB are more than the {there // MIB} MiB of this machine; give less")
+    return replace(profile, ram_bytes=ram_mib * MIB)
+
+
+def may_need_disk(spec: "ModelSpec", profile: MachineProfile, ranks: int) -> bool:
+    """Whether host memory may not hold a model. Several ranks have no disk to read from yet."""
+    from pshard.planner.price.host_limits import usable_bytes
+
+    return ranks == 1 and spec.packed_nbytes > AMPLE * usable_bytes(profile, ranks)
+
+
+def use_disk(
+    file: "ModelFile", profile: MachineProfile, ranks: int, given: Path | None, say: "Callable[[str], None]"
+) -> MachineProfile:
+    """The profile with the timings of the disk that holds the model, where plans may need it; else with none. A disk
+    that the profile lacks is timed now, and kept there. given: the profile's file, where one was asked for."""
+    if not may_need_disk(file.spec, profile, ranks):
+        return replace(profile, disks=())
+    from pshard.profile.timed.time_disk import name_disk, time_disk
+    from pshard.registries.profile_store import save_profile
+    from pshard.runtime.kernels.cpu import native
+
+    disk = name_disk(Path(file.spec.path))
+    known = profile.of_disk(disk)
+    if known.disks or not native.is_available():
+        return known
+    found = time_disk(file)
+    if not found:
+        say("note: nothing of this model can be used from disk as it lies in its files; a GGUF file can")
+        return known
+    profile = replace(profile, disks=(*profile.disks, *found))
+    say(describe_disk(profile.of_disk(disk)))
+    try:
+        save_profile(replace(profile, ram_bytes=0), given)
+    except CannotWrite as error:
+        say(f"note: the timings of the disk are for this run only: {error}")
+    return profile.of_disk(disk)
+
+
+ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
+
+
+def name_least_ram(error: UserError, spec: "ModelSpec", profile: MachineProfile, workload: Workload) -> UserError:
+    """The error of a plan that cannot be made under --ram, with the least that one can be made under; the same error
+    where there is none, or --ram is not why."""
+    from pshard.planner.make_plan import plan_roughly
+    from pshard.session.run_request import suggest_budget
+
+    def works(mib: int) -> bool:
+        wider, asked = replace(profile, ram_bytes=mib * MIB), replace(workload, ram_mib=mib)
+        if profile.accelerators[0].kind == "cpu":
+            asked = suggest_budget(replace(asked, vram_mib=(UNLIMITED_MIB,) * len(workload.vram_mib)), spec, wider)
+        try:
+            plan_roughly(spec, wider, asked, 1.0).variant  # noqa: B018 what is chosen, checked
+        except (UserError, ValueError):
+            return False
+        return True
+
+    step = max(1, spec.packed_nbytes // MIB // ALIKE)
+    tried = range(workload.ram_mib + step, profile.host.memory_bytes // MIB, step)
+    least = bisect_left(tried, True, key=works)
+    if not workload.ram_mib or least == len(tried):
+        return error
+    return NoPlan(f"--ram {workload.ram_mib} MiB is too little for {spec.name}; give {tried[least]} MiB or more")
+
+
+SLOW = 1e9  # bytes a second: NVMe drives do better
+
+
+def describe_disk(profile: MachineProfile) -> str:
+    """A line about the profile's only disk."""
+    best = max((row for row in profile.disks if not row.block), key=lambda row: row.nbytes / row.seconds)
+    rate = best.nbytes / best.seconds
+    line = f"disk: {best.disk} brings {rate / 1e9:.2f} GB/s of weights to host memory"
+    if not best.direct:
+        line += ", through the page cache, as its file system refuses direct reads"
+    return line + ("; an NVMe drive would be several times as fast" if rate < SLOW else "")

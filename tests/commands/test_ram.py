@@ -1,0 +1,41 @@
+"""--ram: what host memory may not hold stays on disk, with the same tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli_world import World, make_world
+
+import pshard
+from pshard.commands.cli_plan import main as plan
+from pshard.planner.price import host_limits
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A model of 14 MiB, a disk of 1 GB/s whose reads arrive in random order, and a process that takes 4 MiB."""
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PSHARD_DISK", "fake:rate=1G,jitter=1ms")
+    monkeypatch.setattr(host_limits, "PROCESS", {"cpu": 4 * MIB, "cuda": 4 * MIB})
+    return make_world(tmp_path, n_layers=6)
+
+
+def speak(world: World, ram: int) -> torch.Tensor:
+    with pshard.load(world.model, ram=ram or None, type_k="f32", type_v="f32", kernels="plain") as engine:
+        assert bool(engine.rank_plan.beyond_host) == bool(engine.memory().disk) == bool(ram)
+        return torch.stack([engine.forward(list(range(40))), *(engine.forward([n]) for n in range(3))])
+
+
+def test_every_ram_from_the_least_on_gives_the_logits_of_all_in_memory(world: World, capfd) -> None:
+    flags = ["-m", str(world.model), "-c", "128", "-ctk", "f32", "-ctv", "f32"]
+    assert plan([*flags, "--ram", "1"]) == 2
+    *_, line = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("error: --ram 1 MiB is too little for tiny; give ")
+    least = int(line.split("give ")[1].split()[0])
+    plan(flags)
+    right = speak(world, 0)
+    for ram in (least, least + 3):
+        assert plan([*flags, "--ram", str(ram)]) == 0
+        assert torch.equal(speak(world, ram), right)
