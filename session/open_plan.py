@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import CannotWrite, NotPlanned, StaleRegistry, UserError
 from pshard.machine import MachineProfile
-from pshard.plan import Variant
+from pshard.plan import PlanSet, Variant
 from pshard.registries.known_models import note_model
 from pshard.routing.order_experts import order_experts
 from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
     from pshard.planner.shown.memory_use import MemoryUse
+    from pshard.registries.choose import Choice
     from pshard.registries.fingerprint import Inputs
     from pshard.routing.record import RoutingRecord
 
@@ -48,7 +49,6 @@ def open_plan(request: RunRequest) -> Opened:
     Raises UserError: no profile, a stale plan, no plan that can be made; and where none is to be made, NotPlanned.
     """
     from pshard.models.attach_draft import open_drafted
-    from pshard.registries.choose import Choice, choose_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
     from pshard.registries.store import describe_other_locks, load_registry, own_plans, registry_path
@@ -71,14 +71,13 @@ def open_plan(request: RunRequest) -> Opened:
         full = suggest_budget(full, file.spec, profile)
     command = replan_command(request, full)
 
-    def choose() -> Choice:
+    def choose() -> "Choice":
         registry = load_registry(path, command)
         plans = own_plans(registry, inputs, f"{command} (or add --replan)")
         small = [v for v in plans.variants if request.ubatch is None or v.workload.max_ubatch <= request.ubatch]
         if plans.variants and not small:
             raise NotPlanned(f"no plan keeps its micro-batches to {request.ubatch} tokens; run: {command}")
-        small = _those_for(small, request.drafts, command)
-        found = choose_variant(replace(plans, variants=tuple(small)), want, command)
+        found = _choose_for(request.drafts, replace(plans, variants=tuple(small)), want, command)
         if other := describe_other_locks(registry, found.variant, inputs):
             tell_once(f"note: the plan was made for another limit ({other}); for a plan for this one run: {command}")
         return found
@@ -112,8 +111,22 @@ def open_plan(request: RunRequest) -> Opened:
     return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
 
 
+def _choose_for(drafts: str, plans: PlanSet, want: Workload, command: str) -> "Choice":
+    """The plan that serves, of those for who is to draft; where any drafter will do, else of all. Raises NotPlanned."""
+    from pshard.registries.choose import choose_variant
+
+    first = _those_for(list(plans.variants), drafts, command)
+    try:
+        return choose_variant(replace(plans, variants=tuple(first)), want, command)
+    except NotPlanned:
+        if drafts in PROGRAMS:
+            raise
+        return choose_variant(plans, want, command)
+
+
 def _those_for(variants: list[Variant], drafts: str, command: str) -> list[Variant]:
-    """Of plans those for who is to draft, as --spec says. Raises NotPlanned where none has the head that is to."""
+    """Of plans those that go first by who is to draft, as --spec says. Raises NotPlanned where none has the head that
+    is to."""
     headed = [v for v in variants if v.drafter]
     if drafts in PROGRAMS and variants and not headed:
         what = "the model's multi-token head" if drafts == MTP else "the draft model"

@@ -8,6 +8,9 @@ from cli_world import World
 from head_files import make_headed_world
 
 from pshard.commands import cli_bench, cli_plan, cli_run
+from pshard.session.open_plan import open_plan
+from pshard.session.run_request import RunRequest
+from pshard.speculation import AUTO
 
 
 @pytest.fixture
@@ -36,3 +39,15 @@ def test_a_head_is_planned_run_and_benched(world: World, capsys) -> None:
     _, drafted = json.loads(capsys.readouterr().out)
     assert drafted["test"] == "tg30 mtp 3 made up" and drafted["drafts"]["kind"] == "mtp"
     assert drafted["drafts"]["draft_seconds"] > 0 and drafted["drafts"]["steps"] < 25
+
+
+def test_a_plan_with_a_head_hides_no_other_one_that_serves_where_any_will_do(world: World, capsys) -> None:
+    """A server takes the head where its plan has one: a plan of a head for one text is none for two."""
+    head = ["--spec", "mtp", "--spec-rates", ".8", "--spec-n", "1"]
+    assert cli_plan.main(["-m", str(world.model), "--vram", "64", "-c", "256", *head]) == 0
+    request = RunRequest(world.model, (64,), 512, 2, profile=world.profile, drafts=AUTO, plans=True)
+    for _ in range(2):  # one is planned, and then found
+        opened = open_plan(request)
+        assert opened.variant.workload.sequences == 2 and opened.variant.drafter is None
+        opened.file.close()
+    assert capsys.readouterr().err.count("it was planned anew") == 1
