@@ -1,6 +1,7 @@
 // The vector operations of the kernels for AVX2 with FMA and F16C: 16 lanes of 32 bits in two registers.
 // Included inside an anonymous namespace of isa_avx2.cpp, after <immintrin.h>. Meanings as in simd_avx512.h.
 
+constexpr bool kFewCounts = false;
 struct Bytes {
   __m256i a, b;
 };

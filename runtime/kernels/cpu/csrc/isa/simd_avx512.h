@@ -1,6 +1,7 @@
 // The vector operations of the kernels for AVX-512 with VNNI: 16 lanes of 32 bits in one register.
 // Included inside an anonymous namespace of isa_avx512.cpp, after <immintrin.h>.
 
+constexpr bool kFewCounts = false;  // a group's tokens at once, so that its weights are decoded once
 using Bytes = __m512i;  // 64 bytes: 4 consecutive columns of each of 16 rows
 using Ints = __m512i;   // 16 x int32
 using Floats = __m512;  // 16 x float

@@ -2,6 +2,7 @@
 // which the compiler cuts into the registers it has. Included inside an anonymous namespace of isa_portable.cpp.
 // Meanings as in simd_avx512.h.
 
+constexpr bool kFewCounts = true;  // groups of four tokens and of one: more would compile for a minute
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
@@ -14,11 +15,13 @@ inline Vector load_as(const T* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+// Lane by lane through memory: a register takes one lane at a time, which is slower to run and to compile.
 template <class Vector, class Function>
 inline Vector each(Function&& f) {
-  Vector v{};
-  for (int i = 0; i < 16; ++i) v[i] = f(i);
-  return v;
+  std::remove_reference_t<decltype(Vector{}[0])> lanes[16];
+#pragma GCC unroll 1
+  for (int i = 0; i < 16; ++i) lanes[i] = f(i);
+  return load_as<Vector>(lanes);
 }
 
 inline Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
@@ -33,8 +36,11 @@ inline Bytes shift(Bytes v) {
   else return reinterpret_cast<Bytes>(reinterpret_cast<Words>(v) >> -Left);
 }
 inline Bytes lookup(Bytes index, const uint8_t* table16) {
-  for (int i = 0; i < 64; ++i) index[i] = table16[index[i]];
-  return index;
+  uint8_t lanes[64];
+  store_bytes(lanes, index);
+#pragma GCC unroll 1
+  for (int i = 0; i < 64; ++i) lanes[i] = table16[lanes[i]];
+  return load_bytes(lanes);
 }
 
 inline Ints splat_int(const int32_t* p) { return Ints{} + *p; }
@@ -54,9 +60,7 @@ inline Ints dot4(Ints acc, Bytes codes, const int8_t* q) {
 }
 
 inline Floats zero() { return Floats{}; }
-inline Floats splat(float x) {
-  return each<Floats>([&](int) { return x; });
-}
+inline Floats splat(float x) { return x - Floats{}; }  // of -0 too
 inline Floats load(const float* p) { return load_as<Floats>(p); }
 inline void store(float* p, Floats v) { std::memcpy(p, &v, 64); }
 inline Floats add(Floats x, Floats y) { return x + y; }

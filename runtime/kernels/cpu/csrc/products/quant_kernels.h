@@ -55,9 +55,10 @@ class Fetcher {
   bool small_;
 };
 
-// Each decoded chunk meets `Count` tokens. A token's result does not depend on Count: its sums run in the same order.
+// Each decoded chunk meets `Count` tokens, `stride` a chunk. A token's result does not depend on Count: its sums run in
+// the same order.
 template <class D, int Count>
-inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t cols, const ActChunk* act,
+inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t cols, const ActChunk* act, int stride,
                           const uint8_t* ahead, float* tile) {
   constexpr int kHalves = D::kHalves, kBlock = kFormats[D::kType].block;
   D decoder(record, planes);
@@ -67,7 +68,7 @@ inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t c
   int64_t chunk = 0;
   for (int64_t block = 0; block < cols / kBlock; ++block) {
     decoder.enter(block);
-    for (int j = 0; j < kBlock / 32; ++j, ++chunk, act += Count) {
+    for (int j = 0; j < kBlock / 32; ++j, ++chunk, act += stride) {
       Bytes codes[8];
       Floats scale[kHalves], addend[kHalves];
       decoder.codes(chunk, codes);
@@ -103,11 +104,20 @@ inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t c
 template <class D>
 void linear_quant(const uint8_t* record, const Planes& planes, int64_t cols, int, const TokenGroup& group,
                   float* tile) {
-  switch (group.count) {
-    case 1: return linear_tokens<D, 1>(record, planes, cols, group.act, group.ahead, tile);
-    case 2: return linear_tokens<D, 2>(record, planes, cols, group.act, group.ahead, tile);
-    case 4: return linear_tokens<D, 4>(record, planes, cols, group.act, group.ahead, tile);
-    default: return linear_tokens<D, 8>(record, planes, cols, group.act, group.ahead, tile);
+  const auto count = [&](auto tokens, int from) {
+    linear_tokens<D, tokens()>(record, planes, cols, group.act + from, group.count, group.ahead, tile + from * 16);
+  };
+  if constexpr (kFewCounts) {
+    int m = 0;
+    for (; m + 4 <= group.count; m += 4) count(std::integral_constant<int, 4>{}, m);
+    for (; m < group.count; ++m) count(std::integral_constant<int, 1>{}, m);
+  } else {
+    switch (group.count) {
+      case 1: return count(std::integral_constant<int, 1>{}, 0);
+      case 2: return count(std::integral_constant<int, 2>{}, 0);
+      case 4: return count(std::integral_constant<int, 4>{}, 0);
+      default: return count(std::integral_constant<int, 8>{}, 0);
+    }
   }
 }
 
