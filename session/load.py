@@ -34,7 +34,7 @@ def load(
         model: GGUF file or safetensors folder, or a model of the Hub (`org/repo:Q4_K_M`), fetched if it is not here.
         vram: budget in MiB, or one for each device; the largest planned variant that fits is taken. None: what is free.
         context: cells of the KV cache that are needed; sequences: how many share them. None: whatever is planned.
-        type_k, type_v: types of the KV cache: "bf16", "f16", "f32" or "q8_0".
+        type_k, type_v: types of the KV cache: "bf16", "f16", "f32", "q8_0" or "q4_0".
         registry: plan file, when it does not lie in its usual place.
         kernels: "fast", or "plain" for torch in float32.
         replan: plan now (needs vram) instead of using the stored plan.

@@ -17,7 +17,7 @@ from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
 from pshard.runtime.memory.kv_cache import KV_DTYPES
 from pshard.runtime.memory.workspace import view_buffers
 from pshard.units.attention import ATTENTION_PIECES
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks
+from pshard.units.kv_cells import CODED, KV_BLOCK, kv_blocks
 from pshard.units.latent_attention import latent_pieces
 from pshard.units.moe.routed import scratch_of
 from pshard.units.operations import DeltaNet
@@ -47,7 +47,7 @@ def list_cases() -> Iterator[KernelCase]:
             yield KernelCase("product", f"{qtype}, {_say(tokens)}", partial(_multiply, qtype, tokens))
     for heads in HEADS:
         for cells in CELLS:
-            if cells != "q8_0" or heads[2] % 32 == 0:
+            if cells not in CODED or heads[2] % 32 == 0:
                 for tokens in (1, MANY):
                     name = f"heads of {heads[2]}, {cells}, {_say(tokens)}"
                     yield KernelCase("attention over cells", name, partial(_attend, heads, cells, tokens, 0))
@@ -56,7 +56,7 @@ def list_cases() -> Iterator[KernelCase]:
         yield KernelCase("attention over cells", name, partial(_attend, (8, 2, 64), "bf16", tokens, 128))
     for tokens in (1, SMALL_BATCH, MANY):
         yield KernelCase("gate and up", f"Q4_K, {_say(tokens)}", partial(_gate_up, tokens))
-    for cells in ("bf16", "q8_0"):
+    for cells in ("bf16", *CODED):
         yield KernelCase("rope and store", cells, partial(_rope_store, cells))
     for tokens in (1, MANY):
         yield KernelCase("norm", f"{_say(tokens)}", partial(_normalise, tokens))

@@ -4,7 +4,8 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 from pshard.quant import QUANT_TYPES, file_nbytes
 
-KV_TYPES = ("f32", "bf16", "f16", "q8_0")  # names in small letters of the quant types whose sizes they have
+KV_TYPES = ("f32", "bf16", "f16", "q8_0", "q4_0")  # names in small letters of the quant types whose sizes they have
+CODED = ("q8_0", "q4_0")  # of these a cell is codes and scales, and takes a row of bytes
 KV_BLOCK = 64  # cells that a sequence takes from the KV cache at once; a tile of attention lies in one or in whole ones
 
 
@@ -49,6 +50,8 @@ def check_kv_types(config: ModelConfig, type_k: str, type_v: str) -> None:
             raise UserError(
                 f"{kind} keeps the KV cache in blocks of {block}, and this model's {held} numbers; give {flag} bf16"
             )
+    if config.latent and "q4_0" in (type_k, type_v):
+        raise UserError("latents are not kept as q4_0, which is not supported yet; give -ctk and -ctv bf16 or q8_0")
     if config.latent and type_k != type_v:
         raise UserError(
             f"this model keeps one latent of each token, which is key and value at once, and -ctk {type_k} and "

@@ -135,7 +135,7 @@ class RowIndex:
 @dataclass(frozen=True)
 class LayerKV:
     """KV cache of one layer on the device that attends: k and v are [blocks, n, G, d] float32, float16 or bfloat16, or
-    q8_0: int8 [blocks, n, bytes of a cell], see kv_codec. They may be of different types.
+    q8_0, q4_0: int8, uint8 [blocks, n, bytes of a cell], see kv_codec. They may be of different types.
 
     Cell i of a sequence is cell i % n of the block that stands at i // n among the sequence's own.
     """
@@ -367,8 +367,8 @@ class Kernels(RowKernels, Protocol):
     ) -> None:
         """qkv [M, (H + 2G) d] act_dtype, heads = (H, G, d). Per head: RMS-normalise q and k where a norm weight
         (float32 [d]) is given, and v, without weights, with `values`; rotate q in place and k by each row's position,
-        and store k and v in the row's cell of kv.k and kv.v, quantised where these are q8_0. What is left of k and v in
-        qkv is undefined."""
+        and store k and v in the row's cell of kv.k and kv.v, quantised where these are codes. What is left of k and v
+        in qkv is undefined."""
         ...
 
     def attention(

@@ -1,8 +1,10 @@
 """Cells of the KV cache and the numbers in them. A cell is what one token leaves: [G, d] keys or values.
 
 A q8_0 cell is a row of bytes, int8 [G d + G d / 16]: the codes of all heads, then one f16 scale for every 32 of them,
-in order. Sizes and meaning are those of GGUF's Q8_0, number = scale * code; here codes lie together, so that kernels
-read whole vectors, and a cell in one piece, so that cells are copied like those of any other type.
+in order. A q4_0 cell is one too, uint8 [G d / 2 + G d / 16]: of each byte the low half is the code of a number, the
+high half that of the next. Sizes and meaning are those of GGUF's Q8_0 and Q4_0, number = scale * code and scale *
+(code - 8); here codes lie together, so that kernels read whole vectors, and a cell in one piece, so that cells are
+copied like those of any other type.
 """
 
 from collections.abc import Sequence
@@ -10,14 +12,22 @@ from collections.abc import Sequence
 import torch
 
 BLOCK = 32
+CODES = {torch.int8: 1, torch.uint8: 2}  # q8_0 and q4_0: codes of a byte
 SCALE_BYTES = 2
 
 
 def encode_cells(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """values [..., G, d] as cells of that dtype; int8 is q8_0, whose codes are at most half a scale off."""
-    if dtype != torch.int8:
+    """values [..., G, d] as cells of that dtype; int8 is q8_0, whose codes are at most half a scale off, uint8
+    q4_0, where the largest number of 32, by its size, is -8 scales."""
+    if dtype not in CODES:
         return values.to(dtype)
     blocks = values.float().flatten(-2).unflatten(-1, (-1, BLOCK))
+    if dtype == torch.uint8:
+        high, low = blocks.amax(-1), blocks.amin(-1)
+        scales = (torch.where(high >= -low, high, low) / -8).half()
+        codes = (blocks / scales.float()[..., None]).round().nan_to_num(0.0).clamp(-8, 7) + 8
+        pairs = codes.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2))
+        return torch.cat((pairs[..., 0] | pairs[..., 1] << 4, scales.view(torch.uint8)), -1)
     scales = (blocks.abs().amax(-1) / 127).half()
     codes = (blocks / scales.float()[..., None]).round().nan_to_num(0.0).clamp(-127, 127).to(torch.int8)
     return torch.cat((codes.flatten(-2), scales.view(torch.int8)), -1)
@@ -25,11 +35,13 @@ def encode_cells(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def decode_cells(cells: torch.Tensor, dim: int) -> torch.Tensor:
     """float32 [..., G, d] of what `encode_cells` gave; dim is d."""
-    if cells.dtype != torch.int8:
+    if cells.dtype not in CODES:
         return cells.float()
-    width = _width(cells)
-    scales = cells[..., width:].contiguous().view(torch.float16).float()
-    blocks = cells[..., :width].unflatten(-1, (-1, BLOCK)).float() * scales[..., None]
+    end = _width(cells) // CODES[cells.dtype]
+    scales, codes = cells[..., end:].contiguous().view(torch.float16).float(), cells[..., :end]
+    if cells.dtype == torch.uint8:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
+    blocks = codes.unflatten(-1, (-1, BLOCK)).float() * scales[..., None]
     return blocks.flatten(-2).unflatten(-1, (-1, dim))
 
 
@@ -43,16 +55,16 @@ def gather_cells(cache: torch.Tensor, blocks: Sequence[int], cells: int) -> torc
 
 
 def take_head(cells: torch.Tensor, head: int, dim: int) -> torch.Tensor:
-    """One head's part of [n, ...] cells, contiguous [n, m]: numbers, or codes and then scales of q8_0."""
-    if cells.dtype != torch.int8:
+    """One head's part of [n, ...] cells, contiguous [n, m]: numbers, or bytes of codes and then scales."""
+    if cells.dtype not in CODES:
         return cells[:, head].contiguous()
     return torch.cat([cells[:, part] for part in _parts_of(cells, head, dim)], 1)
 
 
 def put_head(cells: torch.Tensor, head: int, dim: int, values: torch.Tensor) -> None:
-    """Write into the cells what `take_head` gave, as flat numbers (or bytes of q8_0)."""
+    """Write into the cells what `take_head` gave, as flat numbers or bytes."""
     rows = values.view(cells.shape[0], -1)
-    if cells.dtype != torch.int8:
+    if cells.dtype not in CODES:
         cells[:, head] = rows
         return
     at = 0
@@ -63,11 +75,12 @@ def put_head(cells: torch.Tensor, head: int, dim: int, values: torch.Tensor) -> 
 
 
 def _width(cells: torch.Tensor) -> int:
-    """G d of q8_0 cells."""
-    return cells.shape[-1] * BLOCK // (BLOCK + SCALE_BYTES)
+    """G d of cells of codes."""
+    return cells.shape[-1] * BLOCK // (BLOCK // CODES[cells.dtype] + SCALE_BYTES)
 
 
 def _parts_of(cells: torch.Tensor, head: int, dim: int) -> tuple[slice, slice]:
-    """Where a head's codes and its scales lie in a q8_0 cell."""
-    width, scales = _width(cells), dim // BLOCK * SCALE_BYTES
-    return slice(head * dim, (head + 1) * dim), slice(width + head * scales, width + (head + 1) * scales)
+    """Where a head's codes and its scales lie in a cell of codes."""
+    codes, scales = dim // CODES[cells.dtype], dim // BLOCK * SCALE_BYTES
+    end = _width(cells) // CODES[cells.dtype]
+    return slice(head * codes, (head + 1) * codes), slice(end + head * scales, end + (head + 1) * scales)

@@ -10,11 +10,17 @@ from pshard.quant import BUFFER_ALIGN, align
 from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.memory.kv_blocks import pool_spans
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
+from pshard.units.kv_cells import CODED, KV_BLOCK, kv_blocks, kv_nbytes
 from pshard.units.state import CellState, StateShape
 
 JOIN_BYTES = 512 << 10  # what the link moves while one more copy is issued (10 us at 50 GB/s)
-KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
+KV_DTYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "q8_0": torch.int8,
+    "q4_0": torch.uint8,
+}
 
 
 def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape, window: int = 0) -> LayerKV:
@@ -24,7 +30,7 @@ def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: Stat
     for kind in (shape.type_k, shape.type_v):
         cell = kv_nbytes(kind, n_kv_heads * head_dim)
         nbytes = blocks * KV_BLOCK * cell
-        extents = (cell,) if kind == "q8_0" else (n_kv_heads, head_dim)
+        extents = (cell,) if kind in CODED else (n_kv_heads, head_dim)
         views.append(memory[at : at + nbytes].view(KV_DTYPES[kind]).view(blocks, KV_BLOCK, *extents))
         at += align(nbytes, BUFFER_ALIGN)
     return LayerKV(*views)

@@ -3,10 +3,10 @@
 The file (kv_file.py) holds cells by what they mean, not by where they lay. Its fields: fingerprint of the model,
 layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells). Its parts:
 
-    for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 for each cell
-        the head's codes (int8) and then its scales (f16, one for 32 codes). Latents are the K of one head, whose V has
-        no number. Of a layer with a window the last cells only: from the block of KV_BLOCK cells on where what the next
-        token sees begins
+    for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 and q4_0 for
+        each cell the head's codes (of 8 or 4 bits) and then its scales (f16, one for 32 codes). Latents are the K of
+        one head, whose V has no number. Of a layer with a window the last cells only: from the block of KV_BLOCK cells
+        on where what the next token sees begins
     of a model with a gated delta net, whose fields have `states`: the lengths of checkpoints, the last one the text's;
         of each for every such layer and key head a part, see checkpoints/saved_states.py
 

@@ -42,7 +42,8 @@ PACKED = tuple(name for name, q in QUANT_TYPES.items() if q.planes)
 PLAIN = ("F32", "F16", "BF16", "FP8")
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CELLS = ("bf16", "f16", "q8_0", "f32")
-BRIEF_CELLS, BRIEF_TYPES = ("bf16", "q8_0", "f32"), ("Q4_0", "Q6_K", "MXFP4", "IQ2_XS", "NVFP4")
+CODED = ("q4_0",)  # which latents do not have
+BRIEF_CELLS, BRIEF_TYPES = ("bf16", "q8_0", "q4_0", "f32"), ("Q4_0", "Q6_K", "MXFP4", "IQ2_XS", "NVFP4")
 HEADS = (  # of the supported models: head sizes, and heads that share one
     Attend(32, 8, 128), Attend(64, 8, 128), Attend(64, 8, 64), Attend(32, 32, 96), Attend(16, 8, 256),
     Attend(24, 2, 256), Attend(8, 1, 256), Attend(32, 4, 80), Attend(96, 8, 192), Attend(64, 1, 128),
@@ -126,10 +127,10 @@ Named = tuple[str, Callable[[], object]]
 
 def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], object], bool]]:
     """What is launched; whether its tiles are chosen."""
-    kinds, types = (BRIEF_CELLS, BRIEF_TYPES) if brief else (CELLS, PACKED)
+    kinds, types = (BRIEF_CELLS, BRIEF_TYPES) if brief else ((*CELLS, *CODED), PACKED)
     for heads in BRIEF_HEADS if brief else HEADS:
         for kind in kinds:
-            if kind == "q8_0" and heads.head_dim % 32:
+            if kind in ("q8_0", *CODED) and heads.head_dim % 32:
                 continue  # there are no such cells
             for tokens in (1, 128):
                 run = partial(time_attention, bench, heads, kind, tokens, [1024])
@@ -140,7 +141,7 @@ def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], 
                 call = partial(_attend_window, bench, heads, kind, tokens, window, sinks)
                 yield f"attention {heads.heads} {kind}, {tokens} tokens, window {window}", call, False
     for latent in LATENTS:
-        for kind in kinds:
+        for kind in (kind for kind in kinds if kind not in CODED):
             for tokens in (1, 128):
                 run = partial(time_latent, bench, latent, kind, tokens, [1024])
                 yield f"latent {latent.heads} {kind}, {tokens} tokens", run, True

@@ -691,7 +691,7 @@ def test_bad_plan_flags(world: World, refuse: Refuse, flags: list[str], words: s
 def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: str) -> None:
     world = make_world(tmp_path, head_dim=48, n_layers=1)
     more = ["-p", "hi", "-n", "1"] if command == "run" else []
-    said = refuse(command, "-m", world.model, "--vram", "6", "-ctk", "q8_0", *more)
+    said = refuse(command, "-m", world.model, "--vram", "6", "-ctk", "q8_0", "-ctv", "q4_0", *more)
     assert "heads have 48 numbers; give -ctk bf16" in said
     assert not world.registry.exists()
 

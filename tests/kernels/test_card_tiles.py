@@ -20,7 +20,7 @@ from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.times.gpu_tiles import Tile, TileChoice
 
 CARDS = [card for card in KNOWN_CARDS.values() if card.runs_kernels]
-CELLS = {"bf16": 4.0, "q8_0": 2.125, "f32": 8.0, "f32 and q8_0": 5.0625}
+CELLS = {"bf16": 4.0, "q8_0": 2.125, "q8_0 and q4_0": 1.625, "f32": 8.0, "f32 and q8_0": 5.0625}
 HEADS = (16, 32, 64, 128, 256, 512)
 H100, RTX_3060 = KNOWN_CARDS[90], KNOWN_CARDS[86]
 

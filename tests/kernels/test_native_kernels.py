@@ -325,7 +325,9 @@ def test_attention_is_causal_softmax(
     check_attention(kv_types, before, tokens, heads, kv_heads, dim)
 
 
-@pytest.mark.parametrize("kv_types", [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0")])
+@pytest.mark.parametrize(
+    "kv_types", [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0")]
+)
 @pytest.mark.parametrize(
     ("before", "tokens", "heads", "kv_heads", "dim"),
     [(0, 1, 1, 1, 32), (700, 1, 8, 2, 128), (63, 65, 6, 2, 96), (130, 2, 2, 1, 544)],

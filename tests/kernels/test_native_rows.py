@@ -20,11 +20,11 @@ from pshard.runtime.kernels.kv_codec import encode_cells
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.memory.kv_cache import KV_DTYPES, view_layer
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks
+from pshard.units.kv_cells import CODED, KV_BLOCK, kv_blocks
 from pshard.units.state import CellState, StateShape
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"no C++ library: {native.why_missing()}")
-KV_TYPES = [("f32", "f32"), ("bf16", "bf16"), ("f16", "q8_0"), ("q8_0", "bf16")]
+KV_TYPES = [("f32", "f32"), ("bf16", "bf16"), ("f16", "q8_0"), ("q8_0", "bf16"), ("q8_0", "q4_0")]
 
 
 @pytest.fixture(params=(1, 3))
@@ -82,28 +82,30 @@ def test_rotation_and_cells_are_torchs(
         if kind == "q8_0":  # a code may round the other way, a scale in its last bit
             near = (a.short() - b.short()).abs() <= 1
             assert near.all() and (a == b).float().mean() > 0.99
+        elif kind == "q4_0":
+            assert (a == b).float().mean() > 0.99
         else:
             torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0", "q4_0"])
 def test_any_number_becomes_the_cell_that_torch_makes(kind: str) -> None:
     """Denormal, huge, halfway, infinite: values are stored as they come, without rotation."""
     dim = 64
     edges = [0.0, -0.0, 6e-8, 2.9e-8, 3e-8, 6.1e-5, 65504.0, 65519.9, 65520.0, 1e30, 1.00048828125, 1.0009765625, 1e-42]
     numbers = torch.tensor(edges + [-x for x in edges] + [1.0 + i / 4096 for i in range(38)])
-    if kind != "q8_0":
+    if kind not in CODED:
         numbers[-1], numbers[-2] = torch.inf, torch.nan
     else:
-        numbers = numbers.clamp(-1e6, 1e6)
+        numbers = numbers.clamp(-5e5, 5e5)
     qkv = torch.cat([torch.zeros(2 * dim), numbers])[None]
     kv = make_cache((kind, kind), 1, dim, 1)
     rope = RopeTable(torch.ones(64, 32), torch.zeros(64, 32), "halves")
     HostKernels().rope_store(qkv, (1, 1, dim), None, None, 1e-6, rope, make_rows([Segment(0, 0, 1, 9, (0,))]), kv)
     want = encode_cells(numbers.view(1, dim), KV_DTYPES[kind])
     found = kv.v[0, 9].view(want.shape)
-    whole = torch.zeros_like(want, dtype=torch.bool) if kind == "q8_0" else want.isnan()
-    assert whole.sum() == (0 if kind == "q8_0" else 1)
+    whole = torch.zeros_like(want, dtype=torch.bool) if kind in CODED else want.isnan()
+    assert whole.sum() == (0 if kind in CODED else 1)
     assert torch.equal(found[~whole].view(torch.uint8), want[~whole].view(torch.uint8))
     assert found[whole].isnan().all()
 
@@ -113,7 +115,8 @@ LONG = [(3000 + i, 20) for i in range(80)]  # partial sums of 38 MiB: more than 
 
 
 @pytest.mark.parametrize(
-    ("kv_types", "spans"), [(("bf16", "bf16"), SHORT), (("q8_0",) * 2, SHORT), (("f16",) * 2, LONG)]
+    ("kv_types", "spans"),
+    [(("bf16", "bf16"), SHORT), (("q8_0",) * 2, SHORT), (("q4_0",) * 2, SHORT), (("f16",) * 2, LONG)],
 )
 def test_sequences_attended_together_get_the_bits_they_get_alone(
     threads: int, kv_types: tuple[str, str], spans: list[tuple[int, int]]

@@ -378,7 +378,7 @@ def test_rope_store_normalises_rotates_and_stores(
     assert torch.isnan(kv.k[untouched]).all() and torch.isnan(kv.v[untouched]).all()
 
 
-MIXES = [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0")]
+MIXES = [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0")]
 
 
 @needs_kernels
@@ -403,12 +403,13 @@ def test_rope_store_quantises(
     PlainKernels().rope_store(plain, (heads, groups, d), None, norm, 1e-6, rope, rows, expected, values)
     kernels.rope_store(qkv, (heads, groups, d), None, norm, 1e-6, rope, rows, got, values)
     assert error(qkv[:, : heads * d], numpy64(plain[:, : heads * d])) < 0.006
-    for mine, other in ((got.k, expected.k), (got.v, expected.v)):
+    for kind, mine, other in zip(kv_types, (got.k, got.v), (expected.k, expected.v)):
         untouched = torch.ones(POOL, KV_BLOCK, dtype=torch.bool, device=DEVICE)
         untouched[cells_of(rows, KV_BLOCK)] = False
         assert (mine[untouched].contiguous().view(torch.uint8) == 77).all()
         a, b = decode_cells(mine[~untouched], d), decode_cells(other[~untouched], d)
-        assert error(a, numpy64(b)) < 0.01  # keys are rounded to bfloat16 before they are quantised
+        # keys are rounded to bfloat16 before they are quantised, which changes a code of 4 bits by a sixteenth
+        assert error(a, numpy64(b)) < (0.04 if kind == "q4_0" else 0.01)
     if (
         kv_types[1] == "q8_0" and not values
     ):  # values are rounded once: the same codes, but for ties and scales on the edge

@@ -101,6 +101,8 @@ def test_a_cell_is_a_latent_and_a_key_whatever_the_heads(tmp_path: Path) -> None
         assert state.nbytes(shape) == 128 * (RANK + ROPE) * 2
         assert state.fetched(7, 1) == 7 * (RANK + ROPE) * 2 and state.can_be_cut
         check_kv_types(config, "q8_0", "q8_0")
+        with pytest.raises(UserError, match=r"latents are not kept as q4_0, .* give -ctk and -ctv bf16 or q8_0"):
+            check_kv_types(config, "q4_0", "q4_0")
         with pytest.raises(UserError, match="-ctk bf16 and -ctv f16 differ; give both the same type"):
             check_kv_types(config, "bf16", "f16")
 

@@ -13,7 +13,13 @@ from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.kernels.unpack import plain_rows
 from pshard.units.operations import BENDS
 
-_KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "q8_0"}
+_KV_NAMES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int8: "q8_0",
+    torch.uint8: "q4_0",
+}
 _TILE_LOSES = ("F32", "F16")  # bf16 tiles would drop bits that the file has
 # without a matrix unit: up to here the C++ kernel keeps up with torch's GEMM: 1.1 against 0.75 TFLOP/s on two Zen 5
 # cores, dequantisation included

@@ -467,9 +467,10 @@ def attention(
 ) -> None:
     """Causal attention of new tokens of several sequences: q and out f32 [tokens, heads, head_dim].
 
-    k and v are cells of kv_heads * head_dim numbers of a KV type each ("f32", "f16", "bf16", "q8_0": see kv_codec); one
-    cell begins `cell_strides` bytes after the other (default: no gaps). The new tokens' cells are already written:
-    token i of a sequence sees cells 0..before+i. Head h reads kv head h // (heads // kv_heads). Softmax in f32.
+    k and v are cells of kv_heads * head_dim numbers of a KV type each ("f32", "f16", "bf16", "q8_0", "q4_0": see
+    kv_codec); one cell begins `cell_strides` bytes after the other (default: no gaps). The new tokens' cells are
+    already written: token i of a sequence sees cells 0..before+i. Head h reads kv head h // (heads // kv_heads).
+    Softmax in f32.
 
     Args:
         segments: of each sequence (its first row in q, its rows, cells before them, its first item in `blocks`), or

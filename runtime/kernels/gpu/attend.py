@@ -101,4 +101,4 @@ def attend_prompts(
 def _cells_of(kv: LayerKV) -> tuple[str, float]:
     """The types of a layer's cells as tiles are kept by, and bytes of a number of k and of one of v."""
     k, v = kv.k.dtype, kv.v.dtype
-    return NAMES[k] if k == v else f"{NAMES[k]} {NAMES[v]}", number_bytes(k.itemsize) + number_bytes(v.itemsize)
+    return NAMES[k] if k == v else f"{NAMES[k]} {NAMES[v]}", number_bytes(NAMES[k]) + number_bytes(NAMES[v])

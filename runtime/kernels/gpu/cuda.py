@@ -25,6 +25,7 @@ from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.gpu.products.int8_rows import Target
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
+from pshard.runtime.kernels.kv_codec import CODES
 from pshard.runtime.kernels.unpack import BY_ROWS
 from pshard.times.gpu_tiles import Tile, TileChoice
 
@@ -213,7 +214,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         kv: LayerKV,
         values: bool = False,
     ) -> None:
-        """See `Kernels.rope_store`. Numbers of a cell are contiguous. q8_0 takes a launch more for each of k and v."""
+        """See `Kernels.rope_store`. Numbers of a cell are contiguous. Codes take a launch more for each of k and v."""
         self._activations.ready = None
         n_heads, groups, d = heads
         half = rope.cos.shape[1]
@@ -230,7 +231,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
             V_NORM=values, num_warps=max(1, block // 2),
         )  # fmt: skip
         for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
-            if cache.dtype == torch.int8:
+            if cache.dtype in CODES:
                 triton_cells.store_cells_kernel[(qkv.shape[0],)](
                     qkv, qkv.stride(0), column, cache, *cache.stride()[:2], *index, WIDTH=groups * d,
                     BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], num_warps=4,

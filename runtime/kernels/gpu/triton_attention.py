@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
-from pshard.runtime.kernels.gpu.triton_cells import find_blocks, load_cells, locate_cells, product_type, scales_of
+from pshard.runtime.kernels.gpu.triton_cells import (
+    are_codes,
+    elements_of,
+    find_blocks,
+    load_cells,
+    locate_cells,
+    product_type,
+    scales_of,
+)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -37,8 +45,8 @@ def decode_kernel(
     blocks += tl.maximum(tl.load(begin + m), 0)  # a row that only fills the batch looks at what is there
     k_scales = scales_of(k, group, GROUPS, D)
     v_scales = scales_of(v, group, GROUPS, D)
-    k += group * D
-    v += group * D
+    k += group * elements_of(D, k.dtype.element_ty)
+    v += group * elements_of(D, v.dtype.element_ty)
     dim = tl.arange(0, DP)
     head = tl.arange(0, SHARE)
     inside = (head < per_group)[:, None] & (dim < D)[None, :]
@@ -148,9 +156,10 @@ def _attend(
         at_v, behind = locate_cells(one, two, start, v_block, v_cell, BN, CELLS)
         added = ()
         for i in tl.static_range(DP // PIECE):
-            scales = v_scales + i * PIECE // 32 if v.dtype.element_ty == tl.int8 else v_scales
-            vs = load_cells(v + i * PIECE, scales, at_v, behind, cells - start, D - i * PIECE, PIECE, BN,
-                            MASKED or D != DP, qs.dtype)  # fmt: skip
+            scales = v_scales + i * PIECE // 32 if are_codes(v.dtype.element_ty) else v_scales
+            part = v + i * elements_of(PIECE, v.dtype.element_ty)
+            vs = load_cells(part, scales, at_v, behind, cells - start, D - i * PIECE, PIECE, BN, MASKED or D != DP,
+                            qs.dtype)  # fmt: skip
             added = added + (tl.dot(p, vs, sums[i] * shrink[:, None]),)  # noqa: RUF005
         sums = added
         peak = top
@@ -181,8 +190,8 @@ def prefill_kernel(
     group = head // (HEADS // GROUPS)
     k_scales = scales_of(k, group, GROUPS, D)
     v_scales = scales_of(v, group, GROUPS, D)
-    k += group * D
-    v += group * D
+    k += group * elements_of(D, k.dtype.element_ty)
+    v += group * elements_of(D, v.dtype.element_ty)
     peak = tl.full((BM,), -1e30, tl.float32)
     weight = tl.zeros((BM,), tl.float32)
     sums = ()

@@ -1,7 +1,19 @@
-"""Reading and writing KV cells inside Triton kernels: plain numbers, or q8_0 as runtime/kernels/kv_codec.py has it."""
+"""Reading and writing KV cells inside Triton kernels: plain numbers, or codes as kv_codec.py has them."""
 
 import triton
 import triton.language as tl
+
+
+@triton.constexpr_function
+def are_codes(kind):
+    """Whether cells of elements of this type hold codes and scales: int8 is q8_0, uint8 q4_0."""
+    return kind in (tl.int8, tl.uint8)
+
+
+@triton.constexpr_function
+def elements_of(count, kind):
+    """Elements that so many numbers take."""
+    return count // 2 if kind == tl.uint8 else count
 
 
 @triton.jit
@@ -9,7 +21,7 @@ def store_cells_kernel(
     qkv, stride, column, cache, cache_block, cache_cell, begin, position, blocks,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Program m: WIDTH numbers of row m of qkv, from `column` on, as its q8_0 cell; none where `begin` is below 0.
+    """Program m: WIDTH numbers of row m of qkv, from `column` on, as its cell of codes; none where `begin` is below 0.
 
     Strides of the cache are in bytes, CELLS its block. BLOCKS >= WIDTH / 32, a power of two. Rounds to nearest even.
     """
@@ -17,16 +29,28 @@ def store_cells_kernel(
     block = tl.arange(0, BLOCKS)
     at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     value = tl.load(qkv + m.to(tl.int64) * stride + column + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-    scale = (tl.max(tl.abs(value), axis=1) / 127.0).to(tl.float16)
+    FOUR: tl.constexpr = cache.dtype.element_ty == tl.uint8
+    if FOUR:
+        high, low = tl.max(value, axis=1), tl.min(value, axis=1)
+        scale = (tl.where(high >= -low, high, low) / -8.0).to(tl.float16)
+    else:
+        scale = (tl.max(tl.abs(value), axis=1) / 127.0).to(tl.float16)
     kept = scale.to(tl.float32)
-    code = tl.where(kept > 0.0, 1.0, 0.0)[:, None] * value / tl.where(kept > 0.0, kept, 1.0)[:, None]
-    code = tl.minimum(tl.maximum((code + 12582912.0) - 12582912.0, -127.0), 127.0)  # 1.5 * 2^23: no fraction bits left
+    code = tl.where(kept != 0.0, 1.0, 0.0)[:, None] * value / tl.where(kept != 0.0, kept, 1.0)[:, None]
+    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: no fraction bits left
     place = tl.load(position + m)
     own = tl.load(begin + m)
     block_of_cell = tl.load(blocks + tl.maximum(own, 0) + place // CELLS).to(tl.int64)
     cell = cache + block_of_cell * cache_block + place % CELLS * cache_cell
-    tl.store(cell + at, code.to(tl.int8), mask=(at < WIDTH) & (own >= 0))
-    scales = (cell + WIDTH).to(tl.pointer_type(tl.float16), bitcast=True) + block
+    if FOUR:
+        four = (tl.minimum(tl.maximum(code, -8.0), 7.0) + 8.0).to(tl.int32)
+        even, odd = tl.split(tl.reshape(four, (BLOCKS, 16, 2)))
+        byte = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.store(cell + byte, (even | (odd << 4)).to(tl.uint8), mask=(byte < WIDTH // 2) & (own >= 0))
+    else:
+        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+        tl.store(cell + at, code.to(tl.int8), mask=(at < WIDTH) & (own >= 0))
+    scales = (cell + elements_of(WIDTH, cache.dtype.element_ty)).to(tl.pointer_type(tl.float16), bitcast=True) + block
     tl.store(scales, scale, mask=(block * 32 < WIDTH) & (own >= 0))
 
 
@@ -38,9 +62,11 @@ def product_type(k, v):
 
 @triton.jit
 def scales_of(cells, head, GROUPS: tl.constexpr, D: tl.constexpr):
-    """Pointer to the first scale of a KV head in the q8_0 cell at `cells`; `cells` itself where these are plain."""
-    if cells.dtype.element_ty == tl.int8:
-        return (cells + GROUPS * D).to(tl.pointer_type(tl.float16), bitcast=True) + head * (D // 32)
+    """Pointer to the first scale of a KV head in the cell of codes at `cells`; `cells` itself where these are plain."""
+    kind: tl.constexpr = cells.dtype.element_ty
+    if are_codes(kind):
+        at = cells + elements_of(GROUPS * D, kind)
+        return at.to(tl.pointer_type(tl.float16), bitcast=True) + head * (D // 32)
     else:
         return cells
 
@@ -80,22 +106,27 @@ def load_cells(
 
     cells, scales: where the head's numbers and scales are in cell 0 of the cache; first, behind: see `locate_cells`.
     """
+    FOUR: tl.constexpr = cells.dtype.element_ty == tl.uint8
     cell = tl.arange(0, BLOCK)
-    dim = tl.arange(0, DP)
+    dim = tl.arange(0, elements_of(DP, cells.dtype.element_ty))
     at = cells + first + (behind[:, None] + dim[None, :])
     if MASKED:
         there = (cell < left)[:, None]
-        raw = tl.load(at, mask=there & (dim < D)[None, :], other=0)
+        raw = tl.load(at, mask=there & (dim < elements_of(D, cells.dtype.element_ty))[None, :], other=0)
     else:
         raw = tl.load(at)
-    if cells.dtype.element_ty == tl.int8:
+    if are_codes(cells.dtype.element_ty):
         block = tl.arange(0, DP // 32)
         at = scales + first // 2 + (behind[:, None] // 2 + block[None, :])
         if MASKED:
             scale = tl.load(at, mask=there & (block < D // 32)[None, :], other=0.0)
         else:
             scale = tl.load(at)
-        numbers = tl.reshape(raw.to(tl.float32), (BLOCK, DP // 32, 32)) * scale.to(tl.float32)[:, :, None]
+        if FOUR:
+            code = tl.join((raw & 15).to(tl.float32) - 8.0, (raw >> 4).to(tl.float32) - 8.0)
+        else:
+            code = raw.to(tl.float32)
+        numbers = tl.reshape(code, (BLOCK, DP // 32, 32)) * scale.to(tl.float32)[:, :, None]
         return tl.reshape(numbers, (BLOCK, DP)).to(KIND)
     else:
         return raw.to(KIND)

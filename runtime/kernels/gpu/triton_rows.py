@@ -5,6 +5,7 @@ import triton.language as tl
 
 from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
+from pshard.runtime.kernels.gpu.triton_cells import are_codes
 
 
 @triton.jit
@@ -155,7 +156,7 @@ def rope_store_kernel(
 
     CELLS are a block of the cache.
     HALF pairs are rotated (HP: HALF rounded up to a power of two); the D - 2 HALF numbers behind them pass (TP).
-    Keys for q8_0 cells (k is int8) turn in place too, and values for them stay, normed where these are:
+    Keys for cells of codes turn in place too, and values for them stay, normed where these are:
     `store_cells_kernel` does the rest.
     Of rows whose `begin` is below 0 nothing is stored.
     """
@@ -198,8 +199,8 @@ def rope_store_kernel(
     kind = qkv.dtype.element_ty
     k_kind = k.dtype.element_ty
     v_kind = v.dtype.element_ty
-    turns = is_q | is_k if k_kind == tl.int8 else is_q
-    if V_NORM and v_kind == tl.int8:
+    turns = is_q | is_k if are_codes(k_kind) else is_q
+    if V_NORM and are_codes(v_kind):
         turns = turns | is_v
     own = tl.load(begin + m)
     at_block = tl.load(blocks + tl.maximum(own, 0) + at_row // CELLS).to(tl.int64)
@@ -208,10 +209,10 @@ def rope_store_kernel(
     to_v = v + at_block * v_block + at_row % CELLS * v_cell + (head - HEADS - GROUPS) * D
     tl.store(source + first, turned0.to(kind), mask=paired & turns)
     tl.store(source + second, turned1.to(kind), mask=paired & turns)
-    if k_kind != tl.int8:
+    if not are_codes(k_kind):
         tl.store(to_k + first, turned0.to(k_kind), mask=paired & keeps_k)
         tl.store(to_k + second, turned1.to(k_kind), mask=paired & keeps_k)
-    if v_kind != tl.int8:
+    if not are_codes(v_kind):
         tl.store(to_v + first, turned0.to(v_kind), mask=paired & keeps_v)
         tl.store(to_v + second, turned1.to(v_kind), mask=paired & keeps_v)
     if TP > 0:
@@ -222,7 +223,7 @@ def rope_store_kernel(
         if V_NORM:
             rest = tl.where(is_v, rest * factor, rest)
         tl.store(source + tail, rest.to(kind), mask=passing & turns)
-        if k_kind != tl.int8:
+        if not are_codes(k_kind):
             tl.store(to_k + tail, rest.to(k_kind), mask=passing & keeps_k)
-        if v_kind != tl.int8:
+        if not are_codes(v_kind):
             tl.store(to_v + tail, rest.to(v_kind), mask=passing & keeps_v)

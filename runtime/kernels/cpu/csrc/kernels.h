@@ -21,7 +21,7 @@ struct AttentionTask {
   const float* q;       // [kv_heads][slots][padded], times the softmax scale
   const char *k, *v;    // cell 0
   int64_t k_stride, v_stride;  // bytes from cell to cell
-  int k_type, v_type;   // F32, F16, BF16 or Q8_0 (runtime/kernels/kv_codec.py)
+  int k_type, v_type;   // F32, F16, BF16, Q8_0 or Q4_0 (runtime/kernels/kv_codec.py)
   const int32_t* blocks;  // the blocks that the cells lie in, of block_cells each, whole tiles; nullptr: in a row
   int64_t block_cells;
   int kv_heads, queries, slots, d, padded;

@@ -114,7 +114,8 @@ def load_tile(
         if QTYPE == "FP8":
             lines = address.to(tl.pointer_type(tl.uint8)) + row.to(tl.int64)[:, None] * fp8_row(cols)
             codes = tl.load(lines + k[None, :], mask=mask, other=0)
-            scale = tl.load(fp8_scale(lines, k[None, :], cols), mask=mask, other=0.0)
+            tl.static_assert(BK <= 128)  # so that a row's columns share a scale; one for each would take shared memory
+            scale = tl.load(fp8_scale(lines, first, cols), mask=(row < rows)[:, None], other=0.0)
             return (e4m3_values(codes) * scale).to(tl.bfloat16)
         if QTYPE == "F32":
             source = address.to(tl.pointer_type(tl.float32))

@@ -89,7 +89,8 @@ class LatentOnGpu:
         sizes = {"HEADS": heads, "W": width, "R": rank, "RP": padded}
         fixed = {**sizes, "TP": tail, "CELLS": cells.shape[1]}
         at, picker = (cells, *cells.stride()[:2]), self._picker
-        kind, each = NAMES[cells.dtype], number_bytes(cells.itemsize)
+        kind = NAMES[cells.dtype]
+        each = number_bytes(kind)
         if partial is None or tokens > SMALL_BATCH:
             runs, prompts = part_rows(rows, partial is not None)
             for new, own in runs:

@@ -4,12 +4,14 @@
 compiling (`scripts/cards`); the first tile of a list that fits is a card's default.
 """
 
+import math
+
 from pshard.errors import KernelRefused
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.times.gpu_tiles import Tile
+from pshard.units.kv_cells import kv_nbytes
 
 LARGEST_HEAD = 512  # numbers, of attention's kernels
-Q8_BYTES = 34 / 32  # of a number in a q8_0 cell
 _HELD = 1 << 17  # cells of a tile times heads times numbers of one, of q8_0, that 128 threads hold without spilling
 _MARGIN = 2048  # barriers and the like of cards that multiply asynchronously
 
@@ -30,9 +32,9 @@ _LATENT_PROMPT = (Tile(32, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2), Ti
 _LATENT_DECODE = (Tile(16, 32, 8, 1), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
 
 
-def number_bytes(itemsize: int) -> float:
-    """Bytes of a number in a cell whose tensor has elements of so many bytes: those of one are q8_0's."""
-    return Q8_BYTES if itemsize == 1 else float(itemsize)
+def number_bytes(kind: str) -> float:
+    """Bytes of a number in a cell of that type."""
+    return kv_nbytes(kind, 32) / 32
 
 
 def prompt_tiles(limits: CardLimits, padded: int, cells: float) -> tuple[Tile, ...]:
@@ -47,7 +49,9 @@ def decode_tiles(limits: CardLimits, padded: int, cells: float, share: int) -> t
     """The same of decoding; share: heads that share a KV head, a power of two."""
     check_head(padded)
     fitting = tuple(t for t in _DECODE if attention_bytes(t, share, padded, cells, limits) <= limits.shared_block)
-    return _put_held_first(fitting, padded * share, cells < 4, limits)
+    ways = _put_held_first(fitting, padded * share, cells < 4, limits)
+    held = 2 * _HELD if have_four(cells) else math.inf  # heads of 512 with 64 cells spill 88 bytes on sm_90
+    return tuple(sorted(ways, key=lambda tile: tile.depth * padded * share > held))
 
 
 def latent_prompt_tiles(limits: CardLimits, padded: int, tail: int, cells: float) -> tuple[Tile, ...]:
@@ -74,6 +78,11 @@ def _put_held_first(ways: tuple[Tile, ...], each: int, decodes: bool, limits: Ca
     return tuple(sorted(ways, key=lambda tile: tile.depth * each > _HELD))
 
 
+def have_four(cells: float) -> bool:
+    """Whether k or v, of so many bytes a number of each together, are q4_0: no others have 18 for 32."""
+    return cells < 2 * number_bytes("q8_0") or cells % 1 > 0.5
+
+
 def check_head(numbers: int) -> None:
     """Raise KernelRefused for heads that attention's kernels are not written for."""
     if numbers > LARGEST_HEAD:
@@ -93,7 +102,7 @@ def attention_bytes(tile: Tile, rows: int, padded: int, cells: float, limits: Ca
         found += (0 if plain else 4 * tile.depth * padded) + (_MARGIN if limits.capability >= 100 else 0)
     else:
         found += 2 * rows * tile.depth if rows < max(sum_piece(tile, rows, padded, limits), 16 * tile.warps) else 0
-        found += tile.depth * padded if cells < 4 else 0
+        found += (4 if have_four(cells) else 1 if cells < 4 else 0) * tile.depth * padded
     return int(found)
 
 

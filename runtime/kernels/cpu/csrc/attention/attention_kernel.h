@@ -96,9 +96,10 @@ template <int T>
 void decode_tile(const AttentionTask& t, const char* cell, int64_t stride, int head, int n, float* to) {
   const int64_t d = t.d, padded = t.padded;
   for (int c = 0; c < n; ++c, cell += stride, to += padded) {
-    if constexpr (T == Q8_0) {
-      const auto* codes = reinterpret_cast<const uint8_t*>(cell) + head * d;
-      const char* scales = cell + t.kv_heads * d + head * d / 16;
+    if constexpr (T == Q8_0 || T == Q4_0) {
+      constexpr int kEach = T == Q8_0 ? 1 : 2;  // codes of a byte
+      const auto* codes = reinterpret_cast<const uint8_t*>(cell) + head * d / kEach;
+      const char* scales = cell + t.kv_heads * d / kEach + head * d / 16;
       for (int64_t k = 0; k < d; k += 512) {  // a vector of scales at a time
         const int64_t blocks = (d - k < 512 ? d - k : 512) / 32;
         uint16_t halves[16] = {};
@@ -107,7 +108,8 @@ void decode_tile(const AttentionTask& t, const char* cell, int64_t stride, int h
         store(scale, load_f16(halves));
         for (int64_t b = 0; b < blocks; ++b)
           for (int64_t at = k + b * 32; at < k + b * 32 + 32; at += 16)
-            store(to + at, mul(to_floats(widen_i8(codes + at)), splat(scale[b])));
+            if constexpr (T == Q8_0) store(to + at, mul(to_floats(widen_i8(codes + at)), splat(scale[b])));
+            else store(to + at, mul(sub(to_floats(widen_nibbles(codes + at / 2)), splat(8.0f)), splat(scale[b])));
       }
     } else {
       const auto* words = reinterpret_cast<const typename Plain<T>::Word*>(cell) + head * d;
@@ -120,6 +122,7 @@ void decode_tile(const AttentionTask& t, const char* cell, int64_t stride, int h
 
 inline void decode_tile(int type, const AttentionTask& t, const char* cell, int64_t stride, int head, int n, float* to) {
   if (type == Q8_0) return decode_tile<Q8_0>(t, cell, stride, head, n, to);
+  if (type == Q4_0) return decode_tile<Q4_0>(t, cell, stride, head, n, to);
   if (type == F32) return decode_tile<F32>(t, cell, stride, head, n, to);
   if (type == F16) return decode_tile<F16>(t, cell, stride, head, n, to);
   decode_tile<BF16>(t, cell, stride, head, n, to);
@@ -251,7 +254,7 @@ void attend(const AttentionTask& t) {
 }
 
 void attention(const AttentionTask& task) {
-  if (task.k_type != task.v_type || task.k_type == Q8_0) return attend<F32, true>(task);
+  if (task.k_type != task.v_type || task.k_type == Q8_0 || task.k_type == Q4_0) return attend<F32, true>(task);
   if (task.k_type == F32) return attend<F32, false>(task);
   if (task.k_type == F16) return attend<F16, false>(task);
   attend<BF16, false>(task);

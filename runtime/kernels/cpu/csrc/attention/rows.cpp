@@ -111,6 +111,21 @@ void store_head(const float* x, int type, int head, int heads, int d, char* cell
   } else if (type == BF16 || type == F16) {
     auto* to = reinterpret_cast<uint16_t*>(cell) + at;
     for (int i = 0; i < d; ++i) to[i] = type == BF16 ? to_bf16(x[i]) : to_f16(x[i]);
+  } else if (type == Q4_0) {  // codes of all heads, two a byte, then an f16 scale for every 32 of them
+    auto* codes = reinterpret_cast<uint8_t*>(cell) + at / 2;
+    auto* scales = reinterpret_cast<uint16_t*>(cell + static_cast<int64_t>(heads) * d / 2) + at / 32;
+    for (int block = 0; block < d / 32; ++block, x += 32, codes += 16) {
+      const float high = *std::max_element(x, x + 32), low = *std::min_element(x, x + 32);
+      scales[block] = to_f16((high >= -low ? high : low) / -8);
+      const float size = from_f16(scales[block] & 0x7fff), scale = scales[block] & 0x8000 ? -size : size;
+      for (int i = 0; i < 32; i += 2) {
+        const auto code_of = [&](float v) {
+          const float code = size > 0 ? std::nearbyint(v / scale) : 0.0f;
+          return static_cast<int>(std::min(7.0f, std::max(-8.0f, code))) + 8;
+        };
+        codes[i / 2] = static_cast<uint8_t>(code_of(x[i]) | code_of(x[i + 1]) << 4);
+      }
+    }
   } else {  // Q8_0: codes of all heads, then an f16 scale for every 32 of them
     auto* codes = reinterpret_cast<int8_t*>(cell) + at;
     auto* scales = reinterpret_cast<uint16_t*>(cell + static_cast<int64_t>(heads) * d) + at / 32;

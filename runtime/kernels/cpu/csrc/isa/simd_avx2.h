@@ -123,6 +123,11 @@ inline int sum_ints(Ints v) {
 inline Ints widen_u8(const uint8_t* p) {
   return {_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(p + 8))};
 }
+inline Ints widen_nibbles(const uint8_t* p) {  // of each of 8 bytes the low half, then the high half
+  const __m128i v = load64(p), low = _mm_set1_epi8(15);
+  const __m128i all = _mm_unpacklo_epi8(_mm_and_si128(v, low), _mm_and_si128(_mm_srli_epi16(v, 4), low));
+  return {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
+}
 inline Ints widen_i8(const uint8_t* p) {
   return {_mm256_cvtepi8_epi32(load64(p)), _mm256_cvtepi8_epi32(load64(p + 8))};
 }

@@ -69,6 +69,11 @@ inline int sum_ints(Ints v) { return _mm512_reduce_add_epi32(v); }
 inline Ints widen_u8(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline __m128i spread_nibbles(const uint8_t* p) {  // 8 bytes: of each the low half, then the high half
+  const __m128i v = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), low = _mm_set1_epi8(15);
+  return _mm_unpacklo_epi8(_mm_and_si128(v, low), _mm_and_si128(_mm_srli_epi16(v, 4), low));
+}
+inline Ints widen_nibbles(const uint8_t* p) { return _mm512_cvtepu8_epi32(spread_nibbles(p)); }
 inline Ints widen_i8(const uint8_t* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

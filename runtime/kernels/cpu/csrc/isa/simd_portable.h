@@ -101,6 +101,9 @@ inline int sum_ints(Ints v) {
 inline Ints widen_u8(const uint8_t* p) {
   return each<Ints>([&](int i) { return static_cast<int32_t>(p[i]); });
 }
+inline Ints widen_nibbles(const uint8_t* p) {  // of each of 8 bytes the low half, then the high half
+  return each<Ints>([&](int i) { return p[i / 2] >> 4 * (i % 2) & 15; });
+}
 inline Ints widen_i8(const uint8_t* p) {
   return each<Ints>([&](int i) { return static_cast<int32_t>(static_cast<int8_t>(p[i])); });
 }
