@@ -77,8 +77,10 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
         tiers.append(replace(tier, solve=solve))
     pins = max(sum(p.in_arena for p in t.placements) for t in tiers)
     kv = max(sum(p.has_state_in_vram for p in t.placements) for t in tiers)
-    order = chosen.residency if moved is chosen.tiers else order_nested(task.room, moved)
-    orders, caches = (order.pin_order[:pins], order.kv_order[:kv]), task.room.spec.caches
+    columns, order = task.room.columns, chosen.residency if moved is chosen.tiers else order_nested(task.room, moved)
+    held = [columns.names[i] for i in columns.held]  # pinned under every tier, whatever the order says of them
+    pin_order = (*held, *(name for name in order.pin_order if name not in held))
+    orders, caches = (pin_order[:pins], order.kv_order[:kv]), task.room.spec.caches
     reserve = task.room.reserve_mib
     return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches, reserve)
 

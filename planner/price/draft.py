@@ -32,7 +32,8 @@ SATURATED = 0.9  # a lane that works this share of the time limits it
 class UnitColumns:
     """A model's units in order: names, bytes, whether they have parts that may be read in place, and the whole unit's
     placement by where it is, with a state on the host. stateful: of units with a state their number, their name, and
-    the same with it in VRAM; others: all other units with their numbers."""
+    the same with it in VRAM; others: all other units with their numbers; held: numbers of those that may only be in
+    VRAM, which searches move as all others."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -40,6 +41,7 @@ class UnitColumns:
     whole: tuple[dict[str, Placement], ...]
     stateful: tuple[tuple[int, str, dict[str, Placement]], ...]
     others: tuple[tuple[int, Unit], ...]
+    held: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class Room:
         stateful = tuple((i, u.name, vram[i]) for i, u in enumerate(units) if u.kind.state)
         others = tuple((i, u) for i, u in enumerate(units) if not u.kind.state)
         names, sizes = tuple(u.name for u in units), tuple(u.packed_nbytes for u in units)
-        return UnitColumns(names, sizes, tuple(bool(u.kind.parts) for u in units), host, stateful, others)
+        held = tuple(i for i, u in enumerate(units) if all(site == PINNED for site, _ in u.kind.places))
+        return UnitColumns(names, sizes, tuple(bool(u.kind.parts) for u in units), host, stateful, others, held)
 
     @cached_property
     def states(self) -> dict[str, int]:
@@ -152,6 +155,8 @@ def draft_tier(
     reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
     columns, states = room.columns, room.states
     places, whole, sizes = list(map(where.__getitem__, columns.names)), list(columns.whole), list(columns.sizes)
+    for i in columns.held:
+        places[i] = PINNED
     kv, staged, joined = 0, False, 0
     for i, name, with_kv in columns.stateful:
         if name in kv_vram:

@@ -312,7 +312,7 @@ def _place_rest(strategy: Strategy, room: Room, tokens: int) -> dict[str, str]:
     found = {}
     for unit in room.spec.units:
         wanted = ON_CPU if unit.kind.is_looked_up else strategy.rest(unit, tokens)
-        found[unit.name] = wanted if wanted in legal[unit.kind] else STREAMED
+        found[unit.name] = next(where for where in (wanted, STREAMED, PINNED) if where in legal[unit.kind])
     return found
 
 

@@ -51,3 +51,12 @@ def test_a_plan_with_a_head_hides_no_other_one_that_serves_where_any_will_do(wor
         assert opened.variant.workload.sequences == 2 and opened.variant.drafter is None
         opened.file.close()
     assert capsys.readouterr().err.count("it was planned anew") == 1
+
+
+@pytest.mark.parametrize("mib", [3, 4])
+def test_a_budget_that_holds_little_keeps_the_output_there_under_every_tier(world: World, mib: int) -> None:
+    words = ["-m", str(world.model), "--vram", str(mib), "-c", "256", "--spec", "mtp", "--spec-n", "3"]
+    assert cli_plan.main(words) == 0
+    ((plan,),) = [plans["variants"] for plans in json.loads(world.registry.read_text())["sets"]]
+    for tier in plan["ranks"][0]["tiers"]:
+        assert [p["where"] for p in tier["placements"] if p["unit"] == "output"] == ["pinned"]
