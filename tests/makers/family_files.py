@@ -329,7 +329,7 @@ def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -
     _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
     for name, values in _as_stored(family, recipe, weights).items():
         array = values.astype(np.float32)
-        if array.ndim == 1 or qtype == "F32" or "ffn_gate_inp" in name:
+        if array.ndim == 1 or "_norm" in name or qtype == "F32" or "ffn_gate_inp" in name:
             writer.add_tensor(name, array)
         else:
             encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[qtype])

@@ -60,10 +60,10 @@ _GROUPED: dict[tuple[str, int], tuple[Tile, ...]] = {  # besides the defaults; s
 }
 # Of products of many rows in int8: `depth` chunks are loaded at once, with two stages before the last are multiplied
 INT8_TILES = (
-    Tile(128, 1, 4, 1, tokens=64),
-    Tile(128, 1, 8, 1, tokens=128),
-    Tile(128, 1, 4, 1, tokens=128),
     Tile(64, 1, 4, 1, tokens=128),
+    Tile(64, 1, 2, 1, tokens=64),
+    Tile(128, 1, 4, 1, tokens=64),
+    Tile(128, 1, 4, 1, tokens=128),
     Tile(128, 1, 4, 2, tokens=64),
     Tile(128, 2, 4, 1, tokens=64),
     Tile(128, 1, 8, 1, registers=128, tokens=128),

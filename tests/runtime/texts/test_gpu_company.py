@@ -97,7 +97,7 @@ def test_a_graph_serves_all_numbers_of_texts_up_to_its_rung(
 
     monkeypatch.setattr(CudaDevice, "repeat", counted)
     by_graphs = talk()
-    assert {key[2] for key in keys} == {1, 2, 4, 8, 12, 16, 24}
+    assert {key[3] for key in keys} == {1, 2, 4, 8, 12, 16, 24}
     monkeypatch.setattr(CudaDevice, "repeat", lambda self, key, worth_it, work: work())
     one_by_one = talk()
     assert all(torch.equal(one, other) for one, other in zip(by_graphs, one_by_one, strict=True))

@@ -15,7 +15,7 @@ from pshard.times.gpu_tiles import INT8_TYPES, Tile
 
 GROUP = 32  # tokens whose activations lie together
 CHUNK_NBYTES = GROUP * (32 + 4 + 4)  # of a group's 32 columns: codes, scales, sums
-BAND = 16  # tiles of rows that share their activations in L2
+BAND = 8  # tiles of rows that share their activations in L2
 WITH_ADDENDS = ("Q4_1", "Q5_1")  # eight chunks of theirs at a time
 
 
