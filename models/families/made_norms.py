@@ -14,6 +14,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.hybrid.made_tensors import give_numbers, make_numbers, read_numbers
 from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
+_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 _HEAD_NORM = re.compile(r"(.*\.self_attn\.[qk])_layernorm\.norms\.(0|[1-9]\d{0,5})\.weight")
 _BENDS = ("alpha_p", "alpha_n", "beta", "eps")
 _LARGEST = 1e4  # of numbers of an activation
@@ -47,11 +48,12 @@ def make_vectors(
     """The tensors by GGUF name with what units have beside them. metadata: of a GGUF file. Raises UserError."""
     found = dict(stored)
     lender = next(iter(stored.values()))
+    layers = _list_layers(stored, config.n_layers)
     if arch.unweighted:
-        names = [f"blk.{i}.{role}_norm" for i in range(config.n_layers) for role in ("attn", "ffn")]
+        names = [f"blk.{i}.{role}_norm" for i in layers for role in ("attn", "ffn")]
         for name in (*names, "output_norm"):
             found.setdefault(f"{name}.weight", give_numbers(f"{name}.weight", (1.0,) * config.d_model, lender))
-    for i in range(config.n_layers):
+    for i in layers:
         block = f"blk.{i}."
         if config.own_head_norms:
             _flatten(block, found)
@@ -60,6 +62,12 @@ def make_vectors(
         if config.activation == "xielu":
             found[block + "ffn_act.weight"] = _bends(i, config, metadata, found, where)
     return found
+
+
+def _list_layers(stored: Mapping[str, StoredTensor], most: int) -> list[int]:
+    """The layers, at most so many, that have tensors: a file may say that it has billions."""
+    numbers = {int(found[1]) for name in stored if (found := _BLOCK.match(name))}
+    return sorted(i for i in numbers if i < most)
 
 
 def _flatten(block: str, found: dict[str, StoredTensor]) -> None:

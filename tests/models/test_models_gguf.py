@@ -222,7 +222,7 @@ def test_settings_per_layer_that_are_all_equal_are_one(tmp_path: Path) -> None:
     [
         (
             {"general.architecture": "qwen4"},
-            "'qwen4' is not supported yet; take a model of one of these: baichuan, bailingmoe, cohere2, ",
+            "'qwen4' is not supported yet; take a model of one of these: apertus, arcee, ",
         ),
         ({"general.architecture": None}, "architecture None"),
         ({"llama.attention.head_count": [4, 2]}, "head_count differs from layer to layer"),
