@@ -159,7 +159,7 @@ def set_keys(**keys: Any) -> Any:
     [
         (
             set_keys(model_type="gemma9"),
-            "'gemma9' is not supported yet; take a model of one of these: cohere, cohere2, deepseek_v2, ",
+            "'gemma9' is not supported yet; take a model of one of these: apertus, arcee, cohere, cohere2, ",
         ),
         (set_keys(model_type=...), "architecture None"),
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),

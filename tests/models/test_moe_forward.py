@@ -36,9 +36,9 @@ def test_the_forward_is_that_of_transformers(tmp_path: Path, arch: str) -> None:
         expected = model.double()(torch.tensor([IDS])).logits[0].numpy()
     for path in ("hf", "m.gguf"):
         with open_model(tmp_path / path) as file:
-            found, chosen = trace_moe(file.spec.config, read_weights(file), IDS)
-        assert difference(found, expected) < 2e-6
-        assert all(len(np.unique(ids)) == 8 for ids in chosen.values())  # all experts were at work
+            traced = trace_moe(file.spec.config, read_weights(file), IDS)
+        assert difference(traced.logits, expected) < 2e-6
+        assert all(len(np.unique(ids)) == 8 for ids in traced.chosen.values())  # all experts were at work
 
 
 @pytest.mark.slow
