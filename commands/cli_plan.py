@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import run_cli
-from pshard.commands.compare_folder import compare_folder
+from pshard.commands.compare_folder import ask_outlook, compare_folder
 from pshard.commands.parsing.draft_flags import ask_drafts, find_draft_model
 from pshard.commands.parsing.model_flags import check_model_place, choose_model, named_model
 from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
@@ -38,7 +38,7 @@ from pshard.registries.known_models import note_model
 from pshard.registries.store import check_registry_place, load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.session.this_machine import free_host_bytes
-from pshard.session.use_disk import limit_ram, may_need_disk, name_least_ram, use_disk
+from pshard.session.use_disk import assume_disk, limit_ram, name_least_ram, use_disk
 from pshard.speculation import NONE, DraftQuestion
 from pshard.workload import Workload
 
@@ -132,9 +132,7 @@ def _plan_offered(
         if not args.json:
             said()  # before the others, which take half a second each
         known = {offer.model.label: planned.variants[0]}
-        outlooks = compare_quants(
-            offer.models, offer.headers, profile, lambda spec: make_workloads(args, spec, profile)[0], known
-        )
+        outlooks = compare_quants(offer.models, offer.headers, lambda spec: ask_outlook(args, spec, profile), known)
         if args.json:
             with planning_bar(f"planning what {reference.repo} has"):
                 all_of_them = tuple(outlooks)
@@ -252,11 +250,10 @@ def _see_host(
     ranks = 1 if args.split_mode == "none" else 2
     if not elsewhere and Path(model.spec.path).exists() and not find_offered(named_model(args)):
         return use_disk(model, profile, ranks, args.profile, tell)
-    known = sorted({row.disk for row in profile.disks})
-    if not known or not may_need_disk(model.spec, profile, ranks):
-        return replace(profile, disks=())
-    tell(f"note: planned for the disk that was timed: {known[0]}")
-    return profile.of_disk(known[0])
+    found = assume_disk(model.spec, profile, ranks)
+    if found.disks:
+        tell(f"note: planned for the disk that was timed: {found.disks[0].disk}")
+    return found
 
 
 def _keep_fast(spec: "ModelSpec", profile: MachineProfile, made: list[Made]) -> list[Made]:

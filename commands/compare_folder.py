@@ -11,6 +11,7 @@ from pshard.errors import UserError
 from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
 from pshard.session.planning_bar import planning_bar
+from pshard.session.use_disk import assume_disk, limit_ram
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
 
 _FOR_ONE = ("registry", "validate", "routing", "emit", "explain", "why", "steps", "write_lp", "sweep")
+
+
+def ask_outlook(
+    args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile
+) -> tuple[MachineProfile, Workload]:
+    """The machine as a model's plans may use it, under --ram and with a disk that was timed, and what they are for."""
+    machine = assume_disk(spec, limit_ram(profile, args.ram), 1 if args.split_mode == "none" else 2)
+    return machine, make_workloads(args, spec, machine)[0]
 
 
 def compare_folder(
@@ -39,11 +48,12 @@ def compare_folder(
             )
     asked: list[Workload] = []
 
-    def workload_of(spec: "ModelSpec") -> Workload:
-        asked.append(make_workloads(args, spec, profile)[0])
-        return asked[-1]
+    def ask(spec: "ModelSpec") -> tuple[MachineProfile, Workload]:
+        machine, workload = ask_outlook(args, spec, profile)
+        asked.append(workload)
+        return machine, workload
 
-    outlooks = compare_quants(models, files, profile, workload_of, {})
+    outlooks = compare_quants(models, files, ask, {})
     with planning_bar(f"planning what {folder} has"):
         found = tuple(outlooks)
     if args.json:

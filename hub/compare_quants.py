@@ -40,12 +40,11 @@ class QuantOutlook:
 def compare_quants(
     models: Sequence[HubModel],
     headers: Headers,
-    profile: MachineProfile,
-    workload_of: Callable[[ModelSpec], Workload],
+    ask: Callable[[ModelSpec], tuple[MachineProfile, Workload]],
     known: Mapping[str, Variant],
 ) -> Iterator[QuantOutlook]:
-    """An outlook for each model, one after another. `known`: plans that were made already, by label; the others are
-    planned quickly, without refining unit by unit."""
+    """An outlook for each model, one after another. `ask`: the machine, and what is planned for. `known`: plans that
+    were made already, by label; the others are planned quickly, without refining unit by unit."""
     from pshard.models import open_model
     from pshard.planner.make_plan import plan_roughly
 
@@ -58,7 +57,7 @@ def compare_quants(
                 spec = file.spec
             variant = known.get(model.label)
             if variant is None:
-                variant = plan_roughly(spec, profile, workload_of(spec), QUICK_SECONDS).variant
+                variant = plan_roughly(spec, *ask(spec), QUICK_SECONDS).variant
         except UserError as error:
             yield QuantOutlook(model.label, model.nbytes, why_not=_strip_paths(str(error), header))
             continue

@@ -62,6 +62,14 @@ def use_disk(
     return profile.of_disk(disk)
 
 
+def assume_disk(spec: "ModelSpec", profile: MachineProfile, ranks: int) -> MachineProfile:
+    """The profile for a model that is not here: with a disk that was timed, where plans may need it; else with none."""
+    known = sorted({row.disk for row in profile.disks})
+    if not known or not may_need_disk(spec, profile, ranks):
+        return replace(profile, disks=())
+    return profile.of_disk(known[0])
+
+
 ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
 
 
