@@ -78,7 +78,7 @@ class IdlePool:
 class IdleMachine:
     """A machine that computes nothing."""
 
-    link_bytes = 0
+    link_bytes, drafter = 0, None
 
     def __init__(self, texts: int, vocab: int = VOCAB, seconds: float = 0.0) -> None:
         shown = PlanInForce((1,), LONGEST, LONGEST, texts, "bf16", "bf16", "none", "idle", ())

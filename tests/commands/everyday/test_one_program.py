@@ -171,7 +171,7 @@ def test_bash_completes_commands_and_flags() -> None:
     ).stdout  # fmt: skip
     for words, wanted in (
         (("pshard", "pr"), "profile"), (("pshard", "plan", "--expl"), "--explain"),
-        (("pshard-run", "-ctk", "q"), "q8_0"), (("pshard", "completion", "z"), "zsh"),
+        (("pshard-run", "-ctk", "q8"), "q8_0"), (("pshard", "completion", "z"), "zsh"),
     ):  # fmt: skip
         line = " ".join(f"'{word}'" for word in words)
         asked = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _pshard; echo ${{COMPREPLY[@]}}"
