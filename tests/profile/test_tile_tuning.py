@@ -325,7 +325,7 @@ def test_a_run_takes_the_tiles_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("pshard.runtime.devices.threads.use_threads", lambda count: None)
     file = SimpleNamespace(spec=SimpleNamespace(name="m", packed_nbytes=1))
     for device in (0, 2):
-        variant = SimpleNamespace(workload=Workload((1,), device=device))
+        variant = SimpleNamespace(workload=Workload((1,), device=device), ranks=())
         opened = Opened(file, profile_with(first, other), variant, None)  # type: ignore[arg-type]
         start_engine(opened, variant)  # type: ignore[arg-type]
         group = SimpleNamespace(local_rank=device, local_size=3, size=3)
