@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.everyday.chat_commands import COMMANDS
@@ -43,7 +44,10 @@ class Terminal:
 
     @property
     def width(self) -> int:
-        """Columns of the window."""
+        """Columns of the window: of the terminal itself, as COLUMNS may be that of another one."""
+        with suppress(OSError, ValueError):
+            if columns := os.get_terminal_size(sys.stdout.fileno()).columns:
+                return columns
         return shutil.get_terminal_size().columns
 
     def show(self, piece: "Piece") -> None:
