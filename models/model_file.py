@@ -279,15 +279,15 @@ def _open_folder(folder: Path) -> ModelFile:
 def _arrange_folder(
     arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], tied: bool
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """A folder's tensors by GGUF name as units want them, and notes on what is left out."""
+    """A folder's tensors by GGUF name as units want them, and notes on what is left out or rounded."""
     stored, notes = name_folder(arch, stack_head_norms(stored))
     stored = arrange_mxfp4(config, stored) if arch.sinks else stack_experts(config, stored)
     stored = stored if arch.sinks else arrange_turned(config, stored)
     renamed = split_hybrid(config, _rename(arch, config, stored, tied))
-    tensors, _ = split_keys(config, renamed)  # folders have no quantised ones
+    tensors, more = split_keys(config, renamed)
     tensors = split_fused(arch, config, tensors)
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
-    return arrange_layers(config, tensors) if arch.by_layer else tensors, notes
+    return arrange_layers(config, tensors) if arch.by_layer else tensors, notes + more
 
 
 def _build_spec(

@@ -11,7 +11,8 @@ import pytest
 from latent_files import HEADS, LIKE, NOPE, RANK, ROPE, VALUE, random_tensors, write_latent_gguf
 from model_files import write_gguf
 from planner_cases import DESKTOP, OWN
-from safetensors.numpy import save_file
+from quantised_folders import CONFIGS, quantise, save_tensors
+from safetensors.numpy import load_file, save_file
 
 from pshard.errors import UserError
 from pshard.model_config import Latent
@@ -120,6 +121,31 @@ def test_quantised_joint_matrices_keep_values_as_they_are_and_keys_as_f16(tmp_pa
     decoded = gguf.quants.dequantize(values, gguf.GGMLQuantizationType.Q8_0)
     assert np.abs(decoded - both[1, NOPE:]).max() < 0.01
     assert max(np.abs(m - both[h, :NOPE].T).max() for h, m in enumerate(raw)) < 0.01
+
+
+def quantise_joint(folder: Path, kind: str) -> dict[str, np.ndarray]:
+    """Quantise a folder's joint matrices; returns their values by layer's block."""
+    tensors, rng, values = load_file(folder / "model.safetensors"), np.random.default_rng(0), {}
+    for name in [n for n in tensors if n.endswith("kv_b_proj.weight")]:
+        made, values[f"blk.{name.split('.')[2]}."] = quantise(kind, *tensors.pop(name).shape, rng)
+        tensors |= {f"{name.removesuffix('weight')}{key}": array for key, array in made.items()}
+    save_tensors(tensors, folder)
+    return values
+
+
+def test_a_quantised_folder_says_that_keys_become_f16_too(tmp_path: Path) -> None:
+    kind = "w4a16 asymmetric"
+    values = quantise_joint(write_folder(tmp_path / "hf", "lite", quantization_config=CONFIGS[kind]), kind)
+    with open_model(tmp_path / "hf") as file:
+        assert len(file.notes) == 1 and "their half becomes F16" in file.notes[0]
+        for block, both in values.items():
+            for head, (key, value) in enumerate(np.split(m, [NOPE]) for m in both.reshape(HEADS, -1, RANK)):
+                raw = file.part_bytes(f"{block}attn_k_b.weight", head).view(np.float16)
+                assert np.abs(raw - key.T).max() < 1e-3 * np.abs(key).max()
+                raw = gguf.quants.dequantize(
+                    file.part_bytes(f"{block}attn_v_b.weight", head), gguf.GGMLQuantizationType.Q5_0
+                )
+                assert np.abs(raw - value).max() < 1e-6
 
 
 @pytest.mark.parametrize(("like", "drafter"), [("v3", "blk.3."), ("hf", "model.layers.3.")])
