@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 
 from pshard.model_config import ModelConfig
+from pshard.models.hybrid.made_tensors import MadeTensor, freeze
 from pshard.models.stored import StoredTensor
 
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_blocks|_scales|_bias|)")
@@ -35,7 +36,7 @@ class Mxfp4Stack(StoredTensor):
         scales = self.scales.read().reshape(-1, rows, groups, 1)[:, self.first :: self.step]
         weights = np.stack((blocks & 15, blocks >> 4), -1).reshape(*blocks.shape[:-1], 32)
         halves = weights[..., :16] | weights[..., 16:] << 4
-        return _freeze(np.concatenate((scales, halves), -1))
+        return freeze(np.concatenate((scales, halves), -1))
 
     def expect(self) -> None:
         self.blocks.expect()
@@ -47,28 +48,14 @@ class Mxfp4Stack(StoredTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasStack(StoredTensor):
-    """Each `step`-th number from `first` on of the vectors in `whole` [experts, numbers]."""
+class BiasStack(MadeTensor):
+    """Each `step`-th number from `first` on of the vectors in `source` [experts, numbers]."""
 
-    whole: StoredTensor
     first: int
     step: int
 
     def read(self) -> np.ndarray:
-        numbers = self.whole.read().reshape(prod(self.whole.shape), -1)[self.first :: self.step]
-        return _freeze(numbers)
-
-    def expect(self) -> None:
-        self.whole.expect()
-
-    def forget(self) -> None:
-        self.whole.forget()
-
-
-def _freeze(data: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(data).reshape(-1)
-    flat.flags.writeable = False
-    return flat
+        return freeze(self.source.read().reshape(prod(self.source.shape), -1)[self.first :: self.step])
 
 
 def arrange_mxfp4(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -129,7 +116,9 @@ def _unpack_biases(config: ModelConfig, prefix: str, what: str, bias: StoredTens
     made = dict[str, StoredTensor]()
     for role, first, step in _turns(what):
         name, shape = f"{prefix}{role}_exps.bias", (count, rows // step)
-        made[name] = BiasStack(bias.name, bias.qtype, shape, bias.file, bias.offset, whole=bias, first=first, step=step)
+        made[name] = BiasStack(
+            bias.name, bias.qtype, shape, bias.file, bias.offset, source=bias, first=first, step=step
+        )
     return made
 
 

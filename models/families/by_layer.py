@@ -13,13 +13,12 @@ import numpy as np
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, split_positions
-from pshard.models.hybrid.made_tensors import make_numbers, read_numbers
+from pshard.models.hybrid.made_tensors import PLAIN, MadeTensor, check_vector, freeze, make_numbers, read_numbers
 from pshard.models.keys import BASES, FACTORS, Keys
 from pshard.models.stored import StoredTensor
 
 _OF_EXPERTS = "pre_ffw_norm_2.weight"
 NEARLY_NONE = 1e-30  # of a norm's weights that are 0, by which its numbers can be divided
-PLAIN = ("F32", "F16", "BF16")
 NO_TURN = 1e30  # what a frequency is divided by of pairs that are not turned
 _WINDOWED = "sliding_attention"
 T = TypeVar("T", int, bool)
@@ -178,10 +177,9 @@ def arrange_layers(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnedRouter(StoredTensor):
+class TurnedRouter(MadeTensor):
     """The matrix `source` [experts, width] for what `norm` has multiplied, instead of `scale` / sqrt(width)."""
 
-    source: StoredTensor
     scale: StoredTensor
     norm: StoredTensor
 
@@ -190,8 +188,7 @@ class TurnedRouter(StoredTensor):
         """Raises UserError for tensors of other shapes or types."""
         for vector in (scale, norm):
             vector.check_shape(source.shape[-1:])
-            if vector.qtype not in PLAIN:
-                vector.fail(f"is a vector of type {vector.qtype}, and vectors are F32, F16 or BF16")
+            check_vector(vector)
         if source.qtype not in PLAIN:
             source.fail(f"is a router of type {source.qtype}, and routers are F32, F16 or BF16")
         where = source.name, "F32", source.shape, source.file, source.offset
@@ -201,12 +198,4 @@ class TurnedRouter(StoredTensor):
         matrix, scale, norm = (read_numbers(t).astype(np.float64) for t in (self.source, self.scale, self.norm))
         tiny = np.where(norm == 0, NEARLY_NONE, norm)  # as `norm` itself then is, see arrange_layers
         made = matrix.reshape(self.shape) * (scale / (np.sqrt(self.shape[-1]) * tiny))
-        flat = np.ascontiguousarray(made.astype("<f4")).reshape(-1).view(np.uint8)
-        flat.flags.writeable = False
-        return flat
-
-    def expect(self) -> None:
-        self.source.expect()
-
-    def forget(self) -> None:
-        self.source.forget()
+        return freeze(made.astype("<f4"))

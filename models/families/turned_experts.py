@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pshard.model_config import Experts, ModelConfig
+from pshard.models.hybrid.made_tensors import MadeTensor, freeze
 from pshard.models.stored import StoredTensor
 
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
@@ -19,24 +20,15 @@ _NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whos
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnedColumns(StoredTensor):
+class TurnedColumns(MadeTensor):
     """Columns from `first` on of the matrix `source`, as rows."""
 
-    source: StoredTensor
     first: int
 
     def read(self) -> np.ndarray:
         matrix = self.source.read().view(_NUMBERS[self.qtype]).reshape(self.source.shape)
         columns = matrix[:, self.first : self.first + self.shape[0]]
-        flat = np.ascontiguousarray(columns.T).reshape(-1).view(np.uint8)
-        flat.flags.writeable = False
-        return flat
-
-    def expect(self) -> None:
-        self.source.expect()
-
-    def forget(self) -> None:
-        self.source.forget()
+        return freeze(columns.T)
 
 
 def arrange_turned(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -9,44 +9,44 @@ from pshard.models.stored import StoredTensor
 from pshard.quant import file_nbytes
 
 Spans = Sequence[tuple[int, int]]  # (from, to) along a tensor's first dimension
+PLAIN = ("F32", "F16", "BF16")  # types of numbers as they are
 
 
 @dataclass(frozen=True, kw_only=True)
-class PickedRows(StoredTensor):
-    """The rows in `spans` of the matrix `source`, one span below the other: no bit of them changes."""
+class MadeTensor(StoredTensor):
+    """A tensor whose bytes are made of those of another one, `source`, as they are read."""
 
     source: StoredTensor
+
+    def expect(self) -> None:
+        self.source.expect()
+
+    def forget(self) -> None:
+        self.source.forget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickedRows(MadeTensor):
+    """The rows in `spans` of the matrix `source`, one span below the other: no bit of them changes."""
+
     spans: tuple[tuple[int, int], ...]
 
     def read(self) -> np.ndarray:
         rows = self.source.read().reshape(self.source.shape[0], -1)
-        return _freeze(np.concatenate([rows[start:stop] for start, stop in self.spans]))
+        return freeze(np.concatenate([rows[start:stop] for start, stop in self.spans]))
 
     def factor(self, number: int = 0) -> float:
         return self.source.factor(number)
 
-    def expect(self) -> None:
-        self.source.expect()
-
-    def forget(self) -> None:
-        self.source.forget()
-
 
 @dataclass(frozen=True, kw_only=True)
-class MadeNumbers(StoredTensor):
+class MadeNumbers(MadeTensor):
     """float32 numbers, each made of one of the vector `source`."""
 
-    source: StoredTensor
     make: Callable[[np.ndarray], np.ndarray]
 
     def read(self) -> np.ndarray:
-        return _freeze(self.make(read_numbers(self.source)).astype(np.float32).view(np.uint8))
-
-    def expect(self) -> None:
-        self.source.expect()
-
-    def forget(self) -> None:
-        self.source.forget()
+        return freeze(self.make(read_numbers(self.source)).astype(np.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class GivenNumbers(StoredTensor):
     values: tuple[float, ...]
 
     def read(self) -> np.ndarray:
-        return _freeze(np.array(self.values, np.float32).view(np.uint8))
+        return freeze(np.array(self.values, np.float32))
 
     def expect(self) -> None:
         """Nothing."""
@@ -72,8 +72,7 @@ def give_numbers(name: str, values: tuple[float, ...], lender: StoredTensor) -> 
 
 def read_numbers(tensor: StoredTensor) -> np.ndarray:
     """A vector's numbers, float32. Raises UserError for one of a type that holds none."""
-    if tensor.qtype not in ("F32", "F16", "BF16"):
-        tensor.fail(f"is a vector of type {tensor.qtype}, and vectors are F32, F16 or BF16")
+    check_vector(tensor)
     raw = tensor.read()
     if tensor.qtype == "BF16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -92,12 +91,18 @@ def take_rows(name: str, source: StoredTensor, spans: Spans) -> StoredTensor:
 
 def make_numbers(source: StoredTensor, make: Callable[[np.ndarray], np.ndarray]) -> StoredTensor:
     """A vector of other numbers. Raises UserError for one of a type that holds none."""
-    if source.qtype not in ("F32", "F16", "BF16"):
-        source.fail(f"is a vector of type {source.qtype}, and vectors are F32, F16 or BF16")
+    check_vector(source)
     return MadeNumbers(source.name, "F32", source.shape, source.file, source.offset, source=source, make=make)
 
 
-def _freeze(data: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(data).reshape(-1)
+def check_vector(tensor: StoredTensor) -> None:
+    """Raises UserError for a type that holds no plain numbers."""
+    if tensor.qtype not in PLAIN:
+        tensor.fail(f"is a vector of type {tensor.qtype}, and vectors are F32, F16 or BF16")
+
+
+def freeze(data: np.ndarray) -> np.ndarray:
+    """An array's bytes as `StoredTensor.read` gives them: u8 [nbytes], read-only."""
+    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     flat.flags.writeable = False
     return flat

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pshard.model_config import ModelConfig
-from pshard.models.hybrid.made_tensors import take_rows
+from pshard.models.hybrid.made_tensors import MadeTensor, freeze, take_rows
 from pshard.models.quantised.fp8 import decode_fp8
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES
@@ -23,10 +23,8 @@ _NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whos
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transposed(StoredTensor):
+class Transposed(MadeTensor):
     """The matrix `source`, rows and columns exchanged."""
-
-    source: StoredTensor
 
     def read(self) -> np.ndarray:
         rows, cols = self.source.shape
@@ -41,15 +39,7 @@ class Transposed(StoredTensor):
             kind = gguf.GGMLQuantizationType[self.source.qtype]
             numbers = gguf.quants.dequantize(raw.reshape(rows, -1), kind) * np.float32(self.source.factor())
             matrix = numbers.astype(np.float16)
-        turned = np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
-        turned.flags.writeable = False
-        return turned
-
-    def expect(self) -> None:
-        self.source.expect()
-
-    def forget(self) -> None:
-        self.source.forget()
+        return freeze(matrix.T)
 
 
 def split_keys(config: ModelConfig, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pshard.models.hybrid.made_tensors import freeze
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 
 NUMBERS = {"F32": "<f4", "F16": "<f2", "U8": "u1", "I32": "<i4", "F8_E4M3": "u1"}
@@ -25,10 +26,7 @@ class JoinedMatrix(StoredTensor):
     divides: bool = False
 
     def read(self) -> np.ndarray:
-        flat = np.ascontiguousarray(self.make(self, {key: read_numbers(part) for key, part in self.parts})).reshape(-1)
-        flat = flat.view(np.uint8)
-        flat.flags.writeable = False
-        return flat
+        return freeze(self.make(self, {key: read_numbers(part) for key, part in self.parts}))
 
     def expect(self) -> None:
         for _, part in self.parts:
