@@ -9,6 +9,7 @@ of theirs.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -42,6 +43,26 @@ class Transposed(MadeTensor):
         return freeze(matrix.T)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptMatrix(MadeTensor):
+    """The matrix `source`, of which heads are read one by one: what it is made of is joined once for all of them, until
+    one is forgotten."""
+
+    @cached_property
+    def _whole(self) -> np.ndarray:
+        return self.source.read()
+
+    def read(self) -> np.ndarray:
+        return self._whole
+
+    def factor(self, number: int = 0) -> float:
+        return self.source.factor(number)
+
+    def forget(self) -> None:
+        self.__dict__.pop("_whole", None)
+        super().forget()
+
+
 def split_keys(config: ModelConfig, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """Tensors by GGUF name, with keys and values apart, and a note where keys changed their type. Of a file that has
     both forms the joint one is not taken.
@@ -73,15 +94,19 @@ def _split(config: ModelConfig, both: StoredTensor) -> tuple[StoredTensor, Store
     if both.factors:
         both.fail("has a factor beside it, which keys and values in one matrix cannot have", "convert the model again")
 
+    source = both
+    if type(both) is not StoredTensor:
+        source = KeptMatrix(both.name, both.qtype, both.shape, both.file, both.offset, source=both)
+
     def rows(first: int, count: int) -> StoredTensor:
-        return take_rows(both.name, both, [(first, first + count)])
+        return take_rows(both.name, source, [(first, first + count)])
 
     qtype = both.qtype if QUANT_TYPES[both.qtype].block == 1 else "F16"
     keys, values = [], []
     for head in range(heads):
-        source = rows(head * each, latent.nope)
+        key = rows(head * each, latent.nope)
         shape = latent.rank, latent.nope
-        keys.append(Transposed(both.name, qtype, shape, both.file, source.offset, source=source))
+        keys.append(Transposed(both.name, qtype, shape, both.file, key.offset, source=key))
         values.append(rows(head * each + latent.nope, latent.value))
 
     def stack(slabs: Sequence[StoredTensor]) -> StoredTensor:

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from pshard.errors import UserError
 from pshard.model_config import Latent
 from pshard.models import open_model
+from pshard.models.quantised.joined import JoinedMatrix
 from pshard.planner.choose_mode import plan_split
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.units.kv_cells import check_kv_types
@@ -146,6 +147,18 @@ def test_a_quantised_folder_says_that_keys_become_f16_too(tmp_path: Path) -> Non
                     file.part_bytes(f"{block}attn_v_b.weight", head), gguf.GGMLQuantizationType.Q5_0
                 )
                 assert np.abs(raw - value).max() < 1e-6
+
+
+def test_a_joint_matrix_is_joined_once_for_all_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, join = list[str](), JoinedMatrix.read
+    monkeypatch.setattr(JoinedMatrix, "read", lambda tensor: joined.append(tensor.name) or join(tensor))
+    kind = "w4a16 asymmetric"
+    quantise_joint(write_folder(tmp_path / "hf", "lite", quantization_config=CONFIGS[kind]), kind)
+    with open_model(tmp_path / "hf") as file:
+        for times in (1, 2):
+            first = [file.part_bytes("blk.0.attn_k_b.weight", head).copy() for head in range(HEADS)]
+            assert len(joined) == times and len({raw.tobytes() for raw in first}) == HEADS
+            file.forget_tensor("blk.0.attn_k_b.weight")  # so that no matrix is held for good
 
 
 @pytest.mark.parametrize(("like", "drafter"), [("v3", "blk.3."), ("hf", "model.layers.3.")])
