@@ -67,6 +67,18 @@ def test_planning_again_replaces_its_variant_and_keeps_the_others(tmp_path):
 LAPTOP, DESKTOP = (("cpu", "laptop"), ("threads", "4")), (("cpu", "desktop"), ("threads", "16"))
 
 
+def test_a_plan_under_ram_leaves_the_one_without_and_each_run_finds_its_own(tmp_path):
+    path = tmp_path / "r.json"
+    for mib in (0, 6000, 9000, 6000):
+        variant = make_variant((100,))
+        variant = replace(variant, workload=replace(variant.workload, ram_mib=mib))
+        save_variants(path, "tiny", INPUTS, [variant])
+    variants = load_registry(path).variants
+    assert [v.workload.ram_mib for v in variants] == [0, 6000, 9000]
+    for mib in (0, 6000, 9000):
+        assert choose(variants, vram_mib=(100,), ram_mib=mib).workload.ram_mib == mib
+
+
 def test_plans_of_several_machines_live_side_by_side_and_each_finds_its_own(tmp_path):
     path = tmp_path / "r.json"
     save_variants(path, "tiny", LAPTOP, [make_variant((100,)), make_variant((200,))])
