@@ -64,6 +64,8 @@ def _check_variant(variant: Variant, where: str) -> None:
         raise ValueError(f"{where} has {len(variant.ranks)} ranks for {budgets} budgets")
     for i, rank in enumerate(variant.ranks):
         _check_rank(rank, f"{where}.ranks[{i}]")
+    if variant.drafter:
+        _check_rank(variant.drafter, f"{where}.drafter")
 
 
 def _check_speculation(said: Speculation, workload: Workload, where: str) -> None:
@@ -89,6 +91,9 @@ def _check_workload(workload: Workload, where: str) -> None:
     for name in ("max_ubatch", "prompt", "generated"):
         if (value := getattr(workload, name)) < 1:
             raise ValueError(f"{where}.{name} is {value}, not 1 or more")
+    for name in ("drafter_mib", "ram_mib"):
+        if (value := getattr(workload, name)) < 0:
+            raise ValueError(f"{where}.{name} is {value}, not 0 or more")
     if not 0 <= workload.concurrency <= min(workload.sequences, MOST_CONCURRENCY):
         raise ValueError(f"{where}.concurrency is {workload.concurrency}, not 0 to the number of sequences")
     if workload.drafting.drafts and workload.acceptance is None:

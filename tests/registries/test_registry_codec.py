@@ -5,6 +5,7 @@ import json
 import types
 import typing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -147,6 +148,11 @@ def pin_with_other_rows(data):
         place.update(where="pinned", cpu_rows=rows)
 
 
+def add_drafter_without_tiers(data):
+    variant = data["sets"][0]["variants"][0]
+    variant["drafter"] = variant["ranks"][0] | {"tiers": []}
+
+
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
@@ -166,6 +172,9 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, 0, *TIER[:-1], 1, "buffers", "slots"), "slots is 0"),
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
         (lambda d: set_at(d, [], "sets", 0, "variants", 0, "ranks"), "0 ranks for 1 budgets"),
+        (add_drafter_without_tiers, "variants[0].drafter.tiers must have ascending token counts, at least one"),
+        (lambda d: set_at(d, -1, *WORKLOAD, "drafter_mib"), "workload.drafter_mib is -1"),
+        (lambda d: set_at(d, -1, *WORKLOAD, "ram_mib"), "workload.ram_mib is -1"),
         (
             lambda d: set_at(d, "pipeline", "sets", 0, "variants", 0, "workload", "split_mode"),
             "workload.split_mode is 'pipeline'",
@@ -290,6 +299,19 @@ def test_a_number_too_large_for_a_float_is_refused():
 def test_text_that_is_no_registry_is_a_value_error(text):
     with pytest.raises(ValueError):
         decode_registry(text)
+
+
+def test_the_format_names_every_field():
+    text = (Path(__file__).parents[2] / "registries/FORMAT.md").read_text()
+    lacking = [f"{kind.__name__}.{f.name}" for kind in list_nouns(Registry) for f in dataclasses.fields(kind)
+               if f"`{f.name}`" not in text]  # fmt: skip
+    assert not lacking
+
+
+def list_nouns(kind):
+    """The dataclasses that a type is made of."""
+    inner = (*typing.get_args(kind), *(typing.get_type_hints(kind).values() if dataclasses.is_dataclass(kind) else ()))
+    return {kind for _ in range(dataclasses.is_dataclass(kind))}.union(*map(list_nouns, inner))
 
 
 def test_one_placement_per_line():
