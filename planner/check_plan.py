@@ -53,6 +53,10 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
         _check_prefixes(spec, rank)
         _check_same_bytes(spec, rank)
         _check_homes(rank)
+    if variant.drafter and specs[0].head:
+        for tier in variant.drafter.tiers:
+            _check_tier(specs[0].head, variant, variant.drafter, tier, kind)
+        _check_prefixes(specs[0].head, variant.drafter)
     for i, rank in enumerate(variant.ranks):
         if (rank.rank, rank.budget_mib) != (i, w.vram_mib[i]):
             raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {w.vram_mib[i]}")

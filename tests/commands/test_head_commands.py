@@ -60,3 +60,20 @@ def test_a_budget_that_holds_little_keeps_the_output_there_under_every_tier(worl
     ((plan,),) = [plans["variants"] for plans in json.loads(world.registry.read_text())["sets"]]
     for tier in plan["ranks"][0]["tiers"]:
         assert [p["where"] for p in tier["placements"] if p["unit"] == "output"] == ["pinned"]
+
+
+def test_a_heads_plan_that_does_not_fit_the_head_is_refused_before_anything_is_loaded(world: World, capsys) -> None:
+    head = ["--spec", "mtp", "--spec-rates", ".8", "--spec-n", "1"]
+    assert cli_plan.main(["-m", str(world.model), "--vram", "64", "-c", "256", *head]) == 0
+    right = world.registry.read_text()
+    for damage, said in (("scratch", "bytes of scratch"), ("unit", "placements are not the model's units")):
+        registry = json.loads(right)
+        (tier,) = registry["sets"][0]["variants"][0]["drafter"]["tiers"]
+        if damage == "scratch":
+            tier["buffers"]["scratch"] = 0
+        else:
+            tier["placements"][0]["unit"] = "other"
+        world.registry.write_text(json.dumps(registry))
+        capsys.readouterr()
+        assert cli_run.main(["-m", str(world.model), "-p", "hello", "-n", "4", "-no-cnv", "--spec", "mtp"]) == 2
+        assert said in capsys.readouterr().err
