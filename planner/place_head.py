@@ -1,7 +1,7 @@
 """Where a head that drafts lives, and what a draft takes: a program of its own, in a part of the budget that the model
 does not have."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -47,9 +47,9 @@ def plan_head(spec: ModelSpec, profile: MachineProfile, workload: Workload, in_v
         gained = USUAL * (cost.cpu - cost.acc)
         return tables.kind == "cpu" or whole or gained > tables.copy("h2d", nbytes)
 
-    resident = {unit.name for unit in head.units if unit.lent and not unit.kind.is_looked_up}
-    here = {unit.name for unit in head.units if in_vram and not unit.kind.is_looked_up and stays(unit)}
-    plan = place_head(head, workload.state_shape, tables.act_bytes, resident, lambda unit: unit.name in here, 0)
+    computed = [unit for unit in head.units if not unit.kind.is_looked_up]
+    here = {unit.name for unit in computed if unit.lent or (in_vram and stays(unit))}
+    plan = place_head(head, workload.state_shape, tables.act_bytes, here)
     places = plan.tiers[0].placements
     seconds = sum(
         (costs.units[p.unit].acc if p.is_on_acc else costs.units[p.unit].cpu)
@@ -60,22 +60,15 @@ def plan_head(spec: ModelSpec, profile: MachineProfile, workload: Workload, in_v
     return HeadPlan(plan, seconds + changes * costs.handoff("acc", costs.vector_bytes))
 
 
-def place_head(
-    head: ModelSpec,
-    states: StateShape,
-    act_bytes: int,
-    resident: Collection[str],
-    on_acc: bool | Callable[[Unit], bool],
-    reserve_mib: int,
-) -> RankPlan:
-    """The plan of a head whose units are in VRAM or on the CPU.
+def place_head(head: ModelSpec, states: StateShape, act_bytes: int, in_vram: Collection[str]) -> RankPlan:
+    """The plan of a head of which these units are in VRAM, and the others on the CPU.
 
-    states: those of the model's plan. act_bytes: of an activation on the accelerator. resident: units of the model that
-    are in VRAM under all its tiers, where those that a head is lent are. reserve_mib: as of the model's plan.
+    states: those of the model's plan. act_bytes: of an activation on the accelerator. in_vram: of what a head is lent,
+    what is there under all tiers of the model.
     """
 
     def place(unit: Unit) -> Placement:
-        here = unit.name in resident if unit.lent else on_acc(unit) if callable(on_acc) else on_acc
+        here = unit.name in in_vram
         state = (VRAM if here else HOST).name if unit.kind.state else None
         return Placement(unit.name, PINNED if here else ON_CPU, state)
 
@@ -92,8 +85,8 @@ def place_head(
         kv=sum(sizes[name] for name in kept),
     )
     tier = TierPlan(tokens, placements, buffers, _UNPREDICTED, _BY_RULE)
-    budget = -(-(buffers.total + TENSOR_ALIGN) >> 20) + reserve_mib
-    return RankPlan(0, budget, 1.0, pins, kept, (tier,), reserve_mib=reserve_mib)
+    budget = -(-(buffers.total + TENSOR_ALIGN) >> 20)
+    return RankPlan(0, budget, 1.0, pins, kept, (tier,), reserve_mib=0)  # what torch takes is in the model's
 
 
 def settle_head(head: ModelSpec, plan: RankPlan, variant: Variant) -> RankPlan:

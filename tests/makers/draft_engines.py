@@ -20,5 +20,6 @@ def open_with(model: Path, draft: Path, on_acc: bool = True, sequences: int = 1,
     file = open_drafted(model, draft)
     tiers = pinned_everywhere(file.spec, TOKENS, context, sequences)
     variant = with_workload(make_variant(file.spec, tiers, context, sequences), type_k="f32", type_v="f32")
-    drafter = place_head(file.spec.head, variant.workload.state_shape, 4, (), on_acc, 0)
+    in_vram = {unit.name for unit in file.spec.head.units if on_acc}
+    drafter = place_head(file.spec.head, variant.workload.state_shape, 4, in_vram)
     return build_engine(file, replace(variant, drafter=drafter), open_device("cpu"), kernels="fast")

@@ -76,7 +76,8 @@ def _look_up_on_host(spec: ModelSpec, tier: TierPlan, context: int, sequences: i
 def add_head(variant: Variant, spec: Any, on_acc: bool) -> Variant:
     """The variant with a plan for the head."""
     (rank,) = variant.ranks
-    drafter = place_head(spec.head, variant.workload.state_shape, 4, rank.resident, on_acc, 0)
+    in_vram = {u.name for u in spec.head.units if (u.name in rank.resident if u.lent else on_acc)}
+    drafter = place_head(spec.head, variant.workload.state_shape, 4, in_vram)
     return replace(variant, drafter=drafter)
 
 
