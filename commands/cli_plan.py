@@ -374,7 +374,7 @@ def _plan(
         return time_rows(model.spec, profile, keep_drafts(model.spec, variant, chosen)), trials
     except NoPlan as error:
         if args.sweep is None:
-            raise (name_least_ram(error, model.spec, profile, workload) if args.ram else error) from None
+            raise name_least_ram(error, model.spec, profile, workload) from None
         tell(f"skipped: {error}")
         return None, ()
 

@@ -164,11 +164,11 @@ def _plan_again(
     spec = order_experts(file.spec, known)
     record = _recall_record(path, file) if known else None
     with planning_bar(f"planning {spec.name}"):
-        drafted = _plan_head(request, spec, profile, workload, path, file) if request.drafts in PROGRAMS else None
         try:
+            drafted = _plan_head(request, spec, profile, workload, path, file) if request.drafts in PROGRAMS else None
             planned = drafted or plan_split(spec, profile, workload, request.auto_ratios)
         except UserError as error:
-            raise (name_least_ram(error, spec, profile, workload) if workload.ram_mib else error) from None
+            raise name_least_ram(error, spec, profile, workload) from None
         asked = replace(planned.workload, max_ubatch=workload.max_ubatch)
         planned = plan_slots(spec, profile, asked, planned, record)
         planned = keep_drafts(spec, planned, drafted) if drafted else planned

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pshard.models import ModelFile
 
 AMPLE = 0.8  # a model below this part of what is usable needs no disk: states and buffers fit beside it
+ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
+SLOW = 1e9  # bytes a second: NVMe drives do better
 
 
 def limit_ram(profile: MachineProfile, ram_mib: int, flag: str = "--ram") -> MachineProfile:
@@ -70,12 +72,11 @@ def assume_disk(spec: "ModelSpec", profile: MachineProfile, ranks: int) -> Machi
     return profile.of_disk(known[0])
 
 
-ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
-
-
 def name_least_ram(error: UserError, spec: "ModelSpec", profile: MachineProfile, workload: Workload) -> UserError:
     """The error of a plan that cannot be made under --ram, with the least that one can be made under; the same error
     where there is none, or --ram is not why."""
+    if not workload.ram_mib:
+        return error
     from pshard.planner.make_plan import plan_roughly
     from pshard.session.run_request import suggest_budget
 
@@ -92,12 +93,9 @@ def name_least_ram(error: UserError, spec: "ModelSpec", profile: MachineProfile,
     step = max(1, spec.packed_nbytes // MIB // ALIKE)
     tried = range(workload.ram_mib + step, profile.host.memory_bytes // MIB, step)
     least = bisect_left(tried, True, key=works)
-    if not workload.ram_mib or least == len(tried):
+    if least == len(tried):
         return error
     return NoPlan(f"--ram {workload.ram_mib} MiB is too little for {spec.name}; give {tried[least]} MiB or more")
-
-
-SLOW = 1e9  # bytes a second: NVMe drives do better
 
 
 def describe_disk(profile: MachineProfile) -> str:

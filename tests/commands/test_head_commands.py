@@ -62,6 +62,13 @@ def test_a_budget_that_holds_little_keeps_the_output_there_under_every_tier(worl
         assert [p["where"] for p in tier["placements"] if p["unit"] == "output"] == ["pinned"]
 
 
+@pytest.mark.slow  # the least is searched; test_ram.py has it without a head
+def test_too_little_ram_names_the_least_with_a_head_too(world: World, capsys) -> None:
+    words = ["-m", str(world.model), "-p", "hello", "-no-cnv", "--ram", "1", "--spec", "mtp"]
+    assert cli_run.main(words) == 2
+    assert "error: --ram 1 MiB is too little for tiny; give " in capsys.readouterr().err
+
+
 def test_a_heads_plan_that_does_not_fit_the_head_is_refused_before_anything_is_loaded(world: World, capsys) -> None:
     head = ["--spec", "mtp", "--spec-rates", ".8", "--spec-n", "1"]
     assert cli_plan.main(["-m", str(world.model), "--vram", "64", "-c", "256", *head]) == 0
