@@ -53,9 +53,7 @@ def tile_cases(shapes: Shapes, tokens: tuple[int, ...], most: int) -> list[TileC
             if count <= LOGIT_ROWS and (qtype, count) not in in_layers:
                 found.setdefault(("matvec", qtype, count), set()).add((rows, cols))
     cases = [
-        TileCase(*key, tuple(sorted(matrices, key=lambda m: (-m[0] * m[1], m))[:most]))
-        for key, matrices in found.items()
-        if QUANT_TYPES[key[1]].planes
+        TileCase(*key, _take_largest(matrices, most)) for key, matrices in found.items() if QUANT_TYPES[key[1]].planes
     ]
     return sorted(cases, key=lambda c: (c.tokens, -packed_nbytes(c.qtype, *c.matrices[0]), c.kernel, c.qtype))
 
@@ -66,8 +64,12 @@ def int8_cases(shapes: Shapes, most: int) -> list[TileCase]:
     for qtype, rows, cols in shapes.matmuls:
         if qtype in INT8_TYPES:
             found.setdefault(qtype, set()).add((rows, cols))
-    largest = {q: tuple(sorted(matrices, key=lambda m: (-m[0] * m[1], m))[:most]) for q, matrices in found.items()}
-    return [TileCase(INT8_KERNEL, q, n, matrices) for n in INT8_TOKENS for q, matrices in sorted(largest.items())]
+    largest = {qtype: _take_largest(matrices, most) for qtype, matrices in sorted(found.items())}
+    return [TileCase(INT8_KERNEL, qtype, n, matrices) for n in INT8_TOKENS for qtype, matrices in largest.items()]
+
+
+def _take_largest(matrices: set[tuple[int, int]], most: int) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(matrices, key=lambda m: (-m[0] * m[1], m))[:most])
 
 
 def calls_of(
