@@ -99,5 +99,10 @@ def _describe(path: Path, name: str) -> FoundModel:
 def _size(path: Path) -> int:
     if path.is_dir():
         return sum(part.stat().st_size for part in path.glob("*.safetensors"))
+    return sum(part.stat().st_size for part in list_parts(path))
+
+
+def list_parts(path: Path) -> list[Path]:
+    """All parts of a GGUF file by the path of the first, or the only, one."""
     parts = re.sub(r"-00001(-of-\d{5}\.gguf)$", r"-*\1", path.name)
-    return sum(part.stat().st_size for part in path.parent.glob(parts)) if parts != path.name else path.stat().st_size
+    return sorted(path.parent.glob(parts)) if parts != path.name else [path]

@@ -1,12 +1,11 @@
 """Deleting models of the Hub's cache."""
 
-import re
 import shutil
 from pathlib import Path
 
 from pshard.errors import UserError
 from pshard.registries.store import registry_path
-from pshard.session.list_models import FoundModel, hub_cache, list_models
+from pshard.session.list_models import FoundModel, hub_cache, list_models, list_parts
 
 
 def find_removable(name: str) -> FoundModel:
@@ -51,10 +50,7 @@ def remove_model(model: FoundModel) -> int:
 
 def _files_of(path: Path) -> list[Path]:
     """All parts of a GGUF file, or what a folder has."""
-    if path.is_dir():
-        return [file for file in path.iterdir() if file.is_file()]
-    parts = re.sub(r"-00001(-of-\d{5}\.gguf)$", r"-*\1", path.name)
-    return sorted(path.parent.glob(parts)) if parts != path.name else [path]
+    return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else list_parts(path)
 
 
 def _is_model(path: Path) -> bool:
