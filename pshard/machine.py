@@ -333,6 +333,11 @@ class MachineProfile:
         """The note that says how much other programs or machines disturbed the timings; None where they did not."""
         return next((note for note in self.provenance.notes if note.startswith(BUSY)), None)
 
+    @property
+    def unit_reads(self) -> tuple[DiskTiming, ...]:
+        """How long disks take to bring units, as runs do."""
+        return tuple(row for row in self.disks if not row.block)
+
     def of_disk(self, disk: str) -> "MachineProfile":
         """The profile with the timings of one disk alone."""
         return replace(self, disks=tuple(row for row in self.disks if row.disk == disk))

@@ -100,7 +100,7 @@ def name_least_ram(error: UserError, spec: "ModelSpec", profile: MachineProfile,
 
 def describe_disk(profile: MachineProfile) -> str:
     """A line about the profile's only disk."""
-    best = max((row for row in profile.disks if not row.block), key=lambda row: row.nbytes / row.seconds)
+    best = max(profile.unit_reads, key=lambda row: row.nbytes / row.seconds)
     rate = best.nbytes / best.seconds
     line = f"disk: {best.disk} brings {rate / 1e9:.2f} GB/s of weights to host memory"
     if not best.direct:

@@ -80,7 +80,7 @@ def host_fits(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> b
 
 def find_beyond(profile: MachineProfile, ranks: int) -> Home | None:
     """The first home beyond host memory whose lanes the profile has timed; several ranks have none on disk."""
-    timed = {copy.direction for copy in profile.copies} | {READ.timed for row in profile.disks if not row.block}
+    timed = {copy.direction for copy in profile.copies} | {READ.timed for _ in profile.unit_reads}
     timed_homes = (home for home in list_far_homes() if {lane.timed for lane in home.way_in} <= timed)
     return next((home for home in timed_homes if ranks == 1 or home is not DISK), None)
 

@@ -60,7 +60,7 @@ class Tables:
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
         timed = [((c.direction, c.memory), c.nbytes, c.seconds) for c in copies]
-        timed += [((READ.timed, "pinned"), d.nbytes, d.seconds) for d in profile.disks if not d.block]
+        timed += [((READ.timed, "pinned"), d.nbytes, d.seconds) for d in profile.unit_reads]
         self._copies = _grouped(timed)
         for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
             if not table:
