@@ -87,14 +87,7 @@ PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int
   const Matrix m(out, type, rows, cols);
   Pool::instance().run([&](Team& team) {
     for_records(team, m.records(), m.record, 8, [&](int64_t r, int64_t) {
-      const uint8_t* sources[16] = {};
-      for (int i = 0; i < m.rows_of(r); ++i) sources[i] = from + (r * 16 + i) * row_bytes;
-      uint8_t* record = out + r * m.record;
-      if (!is_plain(type)) return pack_record(type, sources, cols, record);
-      const size_t row = row_nbytes(type, cols);
-      for (int i = 0; i < m.rows_of(r); ++i)
-        if (type == FP8) pack_fp8_row(sources[i], cols, record + i * row);
-        else std::memcpy(record + i * row, sources[i], row);
+      pack_record(type, from + r * 16 * row_bytes, row_bytes, m.rows_of(r), cols, out + r * m.record);
     });
   });
 }

@@ -174,9 +174,23 @@ void put_scales(int type, const uint8_t* s, uint8_t* scales, uint8_t* mins) {
   }
 }
 
-}  // namespace
+// A row of FP8: its codes, then the scales that stand before each 128 of them in the file.
+void pack_fp8_row(const uint8_t* blocks, int64_t cols, uint8_t* row) {
+  for (int64_t b = 0; b < cols / 128; ++b, blocks += 132) {
+    std::memcpy(row + cols + 4 * b, blocks, 4);
+    std::memcpy(row + 128 * b, blocks + 4, 128);
+  }
+}
 
-void pack_record(int type, const uint8_t* const rows[16], int64_t cols, uint8_t* record) {
+void pack_plain(int type, const uint8_t* from, int64_t row_bytes, int rows, int64_t cols, uint8_t* record) {
+  const int64_t row = row_nbytes(type, cols);
+  for (int i = 0; i < rows; ++i, from += row_bytes, record += row)
+    if (type == FP8) pack_fp8_row(from, cols, record);
+    else std::memcpy(record, from, row);
+}
+
+// Rows by their first blocks; null for a padding row.
+void pack_planes(int type, const uint8_t* const rows[16], int64_t cols, uint8_t* record) {
   const Format& f = kFormats[type];
   const Planes p = planes_of(type, cols);
   const Source at = source_of(type);
@@ -205,6 +219,15 @@ void pack_record(int type, const uint8_t* const rows[16], int64_t cols, uint8_t*
       put_codes(f, codes, j * 32, record + p.low + chunk * 64 * f.low, record + p.high + chunk * 64 * f.high);
     }
   }
+}
+
+}  // namespace
+
+void pack_record(int type, const uint8_t* from, int64_t row_bytes, int rows, int64_t cols, uint8_t* record) {
+  if (is_plain(type)) return pack_plain(type, from, row_bytes, rows, cols, record);
+  const uint8_t* sources[16] = {};
+  for (int i = 0; i < rows; ++i) sources[i] = from + i * row_bytes;
+  pack_planes(type, sources, cols, record);
 }
 
 }  // namespace pshard

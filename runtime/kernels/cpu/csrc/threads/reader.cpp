@@ -256,17 +256,10 @@ class Reader {
       return;
     }
     from += p.offset % kBlock;
-    const int type = static_cast<int>(p.type);
-    if (is_plain(type)) {
-      std::memcpy(to, from, p.nbytes);
-      return;
-    }
-    const Matrix m(to, type, p.rows, p.cols);
+    const Matrix m(to, static_cast<int>(p.type), p.rows, p.cols);
     for (int64_t r = 0; r < m.records(); ++r) {
-      const uint8_t* sources[16] = {};
-      for (int i = 0; i < m.rows_of(r); ++i) sources[i] = from + (r * 16 + i) * p.row_bytes;
       uint8_t* record = to + r * m.record;
-      pack_record(type, sources, p.cols, record);
+      pack_record(m.type, from + r * 16 * p.row_bytes, p.row_bytes, m.rows_of(r), p.cols, record);
       if (p.factor_at >= 0)
         for (int i = 0; i < 16; ++i) std::memcpy(record + p.factor_at + 4 * i, &p.factor, 4);
     }
