@@ -20,13 +20,14 @@ void silu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   }
 }
 
-// gate = gelu(gate) * up by the approximation with tanh: g / (1 + exp(-2 sqrt(2/pi) (g + 0.044715 g^3))).
+// By the approximation with tanh: g / (1 + exp(-2 sqrt(2/pi) (g + 0.044715 g^3))).
+inline Floats gelu(Floats g) {
+  const Floats bent = mul(g, fma(mul(g, g), splat(-1.5957691216f * 0.044715f), splat(-1.5957691216f)));
+  return div(g, add(splat(1.0f), exponential(bent)));
+}
+
 void gelu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
-  for (int64_t i = 0; i < n; i += 16) {
-    const Floats g = load(gate + i);
-    const Floats bent = mul(g, fma(mul(g, g), splat(-1.5957691216f * 0.044715f), splat(-1.5957691216f)));
-    store(gate + i, mul(div(g, add(splat(1.0f), exponential(bent))), load(up + i)));
-  }
+  for (int64_t i = 0; i < n; i += 16) store(gate + i, mul(gelu(load(gate + i)), load(up + i)));
 }
 
 // As llama.cpp's CPU has it: a table of f16 by f16, beyond 10 the gate itself and below -10 nothing.
@@ -34,9 +35,7 @@ void gelu16_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 1
   alignas(64) float raw[16], made[16];
   for (int64_t i = 0; i < n; i += 16) {
     store(raw, load(gate + i));
-    const Floats g = round_f16(load(gate + i));
-    const Floats bent = mul(g, fma(mul(g, g), splat(-1.5957691216f * 0.044715f), splat(-1.5957691216f)));
-    store(made, round_f16(div(g, add(splat(1.0f), exponential(bent)))));
+    store(made, round_f16(gelu(round_f16(load(gate + i)))));
     for (int j = 0; j < 16; ++j) made[j] = raw[j] <= -10 ? 0 : raw[j] >= 10 ? raw[j] : made[j];
     store(gate + i, mul(load(made), load(up + i)));
   }
