@@ -131,14 +131,14 @@ struct Book1 : BookCodes<T, 8, Halves> {  // IQ1_S, IQ1_M: eight times a weight,
 struct DecodeNVFP4 : Fp4Codes {
   using Fp4Codes::Fp4Codes;
   static constexpr int kType = NVFP4, kHalves = 2;
-  // Half of an E4M3 number without sign: a float16 of the same bits is 2^8 times smaller.
+  // Half of an E4M3 number without sign.
   inline void scales(int64_t chunk, Floats scale[2], Floats*) const {
     const Floats factor = mul(load(reinterpret_cast<const float*>(d_plane)), splat(128.0f));
     for (int h = 0; h < 2; ++h) {
       const uint8_t* p = scale_plane + chunk * 32 + h * 16;
-      alignas(32) uint16_t bits[16];
-      for (int r = 0; r < 16; ++r) bits[r] = p[r] == 0x7f ? 0 : (p[r] & 0x7f) << 7;
-      scale[h] = mul(load_f16(bits), factor);
+      alignas(16) uint8_t codes[16];
+      for (int r = 0; r < 16; ++r) codes[r] = p[r] == 0x7f ? 0 : p[r] & 0x7f;
+      scale[h] = mul(load_e4m3_256th(codes), factor);
     }
   }
 };
