@@ -152,6 +152,8 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half, bool hal
   }
 }
 
+enum Bend : int { kTimes, kPlus, kClamp, kRelu2, kBentGelu, kBentGelu16, kXielu };  // as BENDS of operations.py
+
 // A row through a gate that multiplies nothing.
 void bend_by(void (*gate)(float*, const float*, int64_t), float* row, int64_t width) {
   alignas(64) float ones[16], rest[16] = {};
@@ -214,33 +216,33 @@ PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int
   });
 }
 
-// x[t] = bent x[t]; `how` is the place of its name in native.py. numbers: of column i number i % count.
+// x[t] = bent x[t], `how`: a Bend. numbers: of column i number i % count.
 PSHARD_API void pshard_bend_rows(float* x, int64_t stride, int64_t tokens, int64_t width, int how,
                                  const float* numbers, int64_t count, float limit) {
   for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
     float* row = x + t * stride;
     switch (how) {
-      case 0:  // times
+      case kTimes:
         for (int64_t i = 0; i < width; i += count)
           for (int64_t j = 0; j < std::min(count, width - i); ++j) row[i + j] *= numbers[j];
         break;
-      case 1:  // plus
+      case kPlus:
         for (int64_t i = 0; i < width; i += count)
           for (int64_t j = 0; j < std::min(count, width - i); ++j) row[i + j] += numbers[j];
         break;
-      case 2:  // clamp
+      case kClamp:
         for (int64_t i = 0; i < width; ++i) row[i] = std::min(std::max(row[i], -limit), limit);
         break;
-      case 3:  // relu2
+      case kRelu2:
         for (int64_t i = 0; i < width; ++i) row[i] = row[i] > 0 ? row[i] * row[i] : 0.0f;
         break;
-      case 4:
+      case kBentGelu:
         bend_by(kernels().gelu_mul, row, width);
         break;
-      case 5:
+      case kBentGelu16:
         bend_by(kernels().gelu16_mul, row, width);
         break;
-      default:  // xielu
+      default:  // kXielu
         for (int64_t i = 0; i < width; ++i) {
           const float g = row[i], above = numbers[0] * g * g, below = std::expm1(std::min(g, numbers[3])) - g;
           row[i] = (g > 0 ? above : numbers[1] * below) + numbers[2] * g;
