@@ -237,6 +237,14 @@ def load_halves(pointer):
 
 
 @triton.jit
+def load_floats(pointer):
+    """Four consecutive float32 at a multiple of 16 bytes."""
+    words = load4(pointer.to(tl.pointer_type(tl.int32), bitcast=True), True)
+    return (words[0].to(tl.float32, bitcast=True), words[1].to(tl.float32, bitcast=True),
+            words[2].to(tl.float32, bitcast=True), words[3].to(tl.float32, bitcast=True))  # fmt: skip
+
+
+@triton.jit
 def load_exponents(pointer):
     """Four consecutive E8M0 bytes -> float32 halves of the powers they stand for."""
     word = tl.load(pointer)

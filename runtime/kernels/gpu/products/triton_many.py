@@ -12,7 +12,7 @@ of its codes times that scale at 4 g + b.
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.products.triton_fragments import decode, load_codes, load_halves
+from pshard.runtime.kernels.gpu.products.triton_fragments import decode, load_codes, load_floats, load_halves
 from pshard.runtime.kernels.gpu.products.triton_mma import (
     MAGIC,
     add_products,
@@ -21,7 +21,7 @@ from pshard.runtime.kernels.gpu.products.triton_mma import (
     load4,
     signed_byte_of,
 )
-from pshard.runtime.kernels.gpu.products.triton_records import _addends, _row_scales
+from pshard.runtime.kernels.gpu.products.triton_records import addends, scales_of_rows
 
 GROUP: tl.constexpr = tl.constexpr(32)
 
@@ -52,15 +52,7 @@ def quantise_many_kernel(x, x_stride, words, scale, sums, tokens, chunks):
 
 
 @triton.jit
-def _floats(pointer):
-    """Four consecutive float32 at a multiple of 16 bytes."""
-    words = load4(pointer.to(tl.pointer_type(tl.int32), bitcast=True), True)
-    return (words[0].to(tl.float32, bitcast=True), words[1].to(tl.float32, bitcast=True),
-            words[2].to(tl.float32, bitcast=True), words[3].to(tl.float32, bitcast=True))  # fmt: skip
-
-
-@triton.jit
-def _take(record, words, scale, n, q, four, per_group, high, scales, mins, d, GROUPS: tl.constexpr, QTYPE: tl.constexpr,
+def _take(record, words, scale, n, q, four, per_group, high, mins, GROUPS: tl.constexpr, QTYPE: tl.constexpr,
           LOW: tl.constexpr, HIGH: tl.constexpr):  # fmt: skip
     """Chunk n as it lies in memory: (words of the weights, words of the activations, their scales)."""
     raw = load_codes(record, n, q, four, high, mins, QTYPE, LOW, HIGH)
@@ -70,7 +62,7 @@ def _take(record, words, scale, n, q, four, per_group, high, scales, mins, d, GR
         at = words + group * per_group * 256 + n * 256
         x = x + load4(at, True) + load4(at + 128, True)
         at = scale + group * per_group * 32 + n * 32
-        xs = xs + _floats(at) + _floats(at + 4)
+        xs = xs + load_floats(at) + load_floats(at + 4)
     return raw, x, xs
 
 
@@ -86,7 +78,7 @@ def _weight_scales(record, n, four, whole, scales, d, QTYPE: tl.constexpr):
         for row in tl.static_range(4):
             found = found + (signed_byte_of(second, row).to(tl.float32) * whole[row],)  # noqa: RUF005
     else:
-        plain = _row_scales(record, n, four, scales, d, QTYPE)
+        plain = scales_of_rows(record, n, four, scales, d, QTYPE)
         for row in tl.static_range(4):
             if QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "IQ4_XS":
                 found = found + (plain[row] * whole[row],)  # noqa: RUF005
@@ -168,22 +160,22 @@ def many_rows_kernel(
     ADDED: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
     TURN: tl.constexpr = 8 if SUPER or ADDED else UNIT
     if AHEAD:
-        next_ = _take(mine, words, scale, 0, q, four, chunks, high, scales, mins, d, GROUPS, QTYPE, LOW, HIGH)
+        next_ = _take(mine, words, scale, 0, q, four, chunks, high, mins, GROUPS, QTYPE, LOW, HIGH)
     for start in range(0, chunks, TURN):
         if SUPER:
             whole = load_halves(halves + d // 2 + start // 8 * 16 + four)
         else:
             whole = ()
         if ADDED:
-            added = _addends(mine, start + q, four, scales, mins, dmin, QTYPE)
-            later = _addends(mine, start + q + 4, four, scales, mins, dmin, QTYPE)
+            added = addends(mine, start + q, four, scales, mins, dmin, QTYPE)
+            later = addends(mine, start + q + 4, four, scales, mins, dmin, QTYPE)
             if SUPER:
                 less = load_halves(halves + dmin // 2 + start // 8 * 16 + four)
             zero = tl.zeros((32 * WR * WT,), tl.float32)
             more: tl.tuple = ()
             for part in tl.static_range(GROUPS):
                 at = sums + part * chunks * 32 + (start + q) * 32
-                low, up = _floats(at), _floats(at + 128)
+                low, up = load_floats(at), load_floats(at + 128)
                 for b in tl.static_range(4):
                     for pair in tl.static_range(2):
                         r = add_products(added[2 * pair], added[2 * pair + 1], later[2 * pair], later[2 * pair + 1],
@@ -200,15 +192,13 @@ def many_rows_kernel(
                 for k in tl.static_range(UNIT):
                     raw, x, xs = next_
                     following = tl.minimum(inner + k + 1, chunks - 1)
-                    next_ = _take(mine, words, scale, following, q, four, chunks, high, scales, mins, d, GROUPS, QTYPE,
-                                  LOW, HIGH)  # fmt: skip
+                    next_ = _take(mine, words, scale, following, q, four, chunks, high, mins, GROUPS, QTYPE, LOW, HIGH)
                     totals = _add_chunk(totals, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
                                         HIGH)  # fmt: skip
             else:
                 taken: tl.tuple = ()
                 for k in tl.static_range(UNIT):
-                    one = _take(mine, words, scale, inner + k, q, four, chunks, high, scales, mins, d, GROUPS, QTYPE,
-                                LOW, HIGH)  # fmt: skip
+                    one = _take(mine, words, scale, inner + k, q, four, chunks, high, mins, GROUPS, QTYPE, LOW, HIGH)
                     taken = taken + (one,)  # noqa: RUF005
                 for k in tl.static_range(UNIT):
                     raw, x, xs = taken[k]

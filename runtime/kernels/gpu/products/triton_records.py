@@ -15,6 +15,7 @@ from pshard.runtime.kernels.gpu.products.triton_fragments import (
     decode_scaled,
     load_codes,
     load_exponents,
+    load_floats,
     load_halves,
     odd_scales,
     scale_words_q3,
@@ -45,7 +46,7 @@ def within(n, last, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _row_scales(record, n, four, scales, d, QTYPE: tl.constexpr):
+def scales_of_rows(record, n, four, scales, d, QTYPE: tl.constexpr):
     """Scales of the four rows in chunk n, float32; for Q4_K and Q5_K without the superblock's."""
     if QTYPE == "TQ1_0" or QTYPE == "TQ2_0":
         return 1.0, 1.0, 1.0, 1.0
@@ -69,7 +70,7 @@ def _row_scales(record, n, four, scales, d, QTYPE: tl.constexpr):
 
 
 @triton.jit
-def _addends(record, n, four, scales, mins, dmin, QTYPE: tl.constexpr):
+def addends(record, n, four, scales, mins, dmin, QTYPE: tl.constexpr):
     """What chunk n adds to a weight of the four rows, float32; for K-quants without the superblock's factor.
 
     Q2_K: eight, those of the second 16 columns behind those of the first.
@@ -102,14 +103,6 @@ def _float4(pointer, chunk, last, MASKED: tl.constexpr):
             value = tl.where(chunk + k < last, value, 0.0)
         values = values + (value,)  # noqa: RUF005
     return values
-
-
-@triton.jit
-def _floats4(pointer):
-    """Four consecutive float32 at a multiple of 16 bytes."""
-    words = load4(pointer, True)
-    return (words[0].to(tl.float32, bitcast=True), words[1].to(tl.float32, bitcast=True),
-            words[2].to(tl.float32, bitcast=True), words[3].to(tl.float32, bitcast=True))  # fmt: skip
 
 
 @triton.jit
@@ -262,7 +255,7 @@ def dot_records(
             _fetch_chunks(record, later, thread, later + UNIT <= last, high, scales, mins, d, dmin, UNIT,
                           QTYPE, LOW, HIGH)  # fmt: skip
         if QTYPE == "NVFP4":
-            whole = _floats4(record + d // 4 + four)
+            whole = load_floats(record + d // 4 + four)
         elif SUPER:
             whole = load_halves(halves + d // 2 + here // 8 * 16 + four)
         if QTYPE == "Q3_K":
@@ -300,7 +293,7 @@ def dot_records(
                                 both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
                             row_scale = row_scale + (both,)  # noqa: RUF005
                     else:
-                        row_scale = _row_scales(record, n, four, scales, d, QTYPE)
+                        row_scale = scales_of_rows(record, n, four, scales, d, QTYPE)
                     for row in tl.static_range(4):
                         row_codes = row_codes + (decode(raws[k], row, q, dmin, QTYPE, HIGH),)  # noqa: RUF005
                 codes = codes + (row_codes,)  # noqa: RUF005
@@ -360,8 +353,8 @@ def dot_records(
             n = here + q
             there = chunk + q < last
             beyond = chunk + q + 4 < last
-            first_added = _addends(record, within(n, last, MASKED), four, scales, mins, dmin, QTYPE)
-            second_added = _addends(record, within(n + 4, last, MASKED), four, scales, mins, dmin, QTYPE)
+            first_added = addends(record, within(n, last, MASKED), four, scales, mins, dmin, QTYPE)
+            second_added = addends(record, within(n + 4, last, MASKED), four, scales, mins, dmin, QTYPE)
             if SUPER:
                 less = load_halves(halves + dmin // 2 + here // 8 * 16 + four)
             zero = tl.zeros((32 * WARPS,), tl.float32)
