@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "half.h"
 
 namespace pshard {
 namespace {
@@ -79,30 +80,6 @@ uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-uint16_t to_f16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more
-  if (magnitude < 0x38800000u) {  // denormal: adding 0.5 leaves the code in the low bits, rounded
-    float shifted;
-    std::memcpy(&shifted, &magnitude, 4);
-    shifted += 0.5f;
-    uint32_t code;
-    std::memcpy(&code, &shifted, 4);
-    return static_cast<uint16_t>(sign | (code - 0x3f000000u));
-  }
-  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
-}
-
-float from_f16(uint16_t h) {  // finite and not negative
-  uint32_t bits = static_cast<uint32_t>(h) << 13;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x * 0x1p112f;
-}
-
 // One head's numbers into a cell of `heads` heads (runtime/kernels/kv_codec.py).
 void store_head(const float* x, int type, int head, int heads, int d, char* cell) {
   const int64_t at = static_cast<int64_t>(head) * d;
@@ -117,10 +94,10 @@ void store_head(const float* x, int type, int head, int heads, int d, char* cell
     for (int block = 0; block < d / 32; ++block, x += 32, codes += 16) {
       const float high = *std::max_element(x, x + 32), low = *std::min_element(x, x + 32);
       scales[block] = to_f16((high >= -low ? high : low) / -8);
-      const float size = from_f16(scales[block] & 0x7fff), scale = scales[block] & 0x8000 ? -size : size;
+      const float scale = from_f16(scales[block]);
       for (int i = 0; i < 32; i += 2) {
         const auto code_of = [&](float v) {
-          const float code = size > 0 ? std::nearbyint(v / scale) : 0.0f;
+          const float code = scale != 0 ? std::nearbyint(v / scale) : 0.0f;
           return static_cast<int>(std::min(7.0f, std::max(-8.0f, code))) + 8;
         };
         codes[i / 2] = static_cast<uint8_t>(code_of(x[i]) | code_of(x[i + 1]) << 4);

@@ -1,4 +1,5 @@
 // The kernels in plain C++, for processors without AVX2.
+#include "half.h"
 #include "kernels.h"
 #include "packing/books.h"
 

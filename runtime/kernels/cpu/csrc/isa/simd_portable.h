@@ -157,17 +157,12 @@ inline Floats load_e4m3_256th(const uint8_t* p) {  // what a float16 of the same
   for (int i = 0; i < 16; ++i) bits[i] = static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
   return load_f16(bits);
 }
-inline Floats round_f16(Floats v) {  // of numbers within f16's range
-  for (int i = 0; i < 16; ++i) {
-    float x = v[i];
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    bits = (bits + 0xfffu + ((bits >> 13) & 1u)) & ~0x1fffu;
-    if (x > -0x1p-14f && x < 0x1p-14f) x = (x + 0.75f) - 0.75f;  // whose last place is that of f16's denormals
-    else std::memcpy(&x, &bits, 4);
-    v[i] = x;
-  }
-  return v;
+inline Floats round_f16(Floats v) {
+  float lanes[16];
+  uint16_t codes[16];
+  store(lanes, v);
+  for (int i = 0; i < 16; ++i) codes[i] = to_f16(lanes[i]);
+  return load_f16(codes);
 }
 inline Floats load_bf16(const uint16_t* p) { return reinterpret_cast<Floats>(widen_u16(p) << 16); }
 inline Floats load_e8m0_half(const uint8_t* p) {
