@@ -5,7 +5,6 @@ import triton
 
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
-from pshard.units.operations import BENDS
 
 
 class GatesOnGpu:
@@ -57,7 +56,7 @@ class GatesOnGpu:
         tokens, cols = x.shape
         count = 1 if numbers is None else numbers.shape[0]
         triton_rows.bend_rows_kernel[(triton.cdiv(cols, 1024), tokens)](
-            x, x.stride(0), numbers, count, limit, cols, HOW=BENDS.index(how), BLOCK=1024, num_warps=4
+            x, x.stride(0), numbers, count, limit, cols, HOW=how, BLOCK=1024, num_warps=4
         )
 
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:

@@ -62,7 +62,7 @@ class NormsOnGpu:
         triton_rows.rms_norm_kernel[(tokens,)](
             hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED),
             again=rounded, again_stride=0 if rounded is None else rounded.stride(0), BLOCK=block, ADD=accumulate,
-            ROUND=rounded is not None, times=scale, SCALE=scale is not None, QUANTISE=ready is not None,
+            ROUND=rounded is not None, times=scale, QUANTISE=ready is not None,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
         self._placed = None if rounded is None else (out, rounded)

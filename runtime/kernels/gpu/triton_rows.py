@@ -11,11 +11,11 @@ from pshard.runtime.kernels.gpu.triton_cells import are_codes
 @triton.jit
 def rms_norm_kernel(
     hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums, again, again_stride, times,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, QUANTISE: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Program m: out[m] = hidden[m] * rsqrt(mean(hidden[m]^2) + eps) * weight, in float32. BLOCK >= cols.
 
-    ADD: it is added to what is there; SCALE: the sum is multiplied by `times`. ROUND: it is left in `again` as well, in
+    ADD: it is added to what is there. times: the sum is multiplied by it. ROUND: it is left in `again` as well, in
     another type. QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
     """
     m = tl.program_id(0).to(tl.int64)
@@ -26,7 +26,7 @@ def rms_norm_kernel(
     value = value * factor * tl.load(weight + column, mask=mask, other=0.0)
     if ADD:
         value += tl.load(out + m * out_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if SCALE:
+    if times is not None:
         value *= tl.load(times)
     rounded = value.to(out.dtype.element_ty)
     tl.store(out + m * out_stride + column, rounded, mask=mask)
@@ -49,21 +49,22 @@ def centre_rows_kernel(x, x_stride, cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def bend_rows_kernel(x, x_stride, numbers, count, limit, cols, HOW: tl.constexpr, BLOCK: tl.constexpr):
-    """x[m, c] as bent by number HOW of `BENDS`; program (piece of the columns, m)."""
+    """x[m, c] as bent in HOW, one of `BENDS`; program (piece of the columns, m)."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, mask = x + tl.program_id(1).to(tl.int64) * x_stride + column, column < cols
     value = tl.load(row, mask=mask, other=0.0).to(tl.float32)
-    if HOW == 0:
+    if HOW == "times":
         bent = value * tl.load(numbers + column % count, mask=mask, other=0.0)
-    elif HOW == 1:
+    elif HOW == "plus":
         bent = value + tl.load(numbers + column % count, mask=mask, other=0.0)
-    elif HOW == 2:
+    elif HOW == "clamp":
         bent = tl.minimum(tl.maximum(value, -limit), limit)
-    elif HOW == 3:
+    elif HOW == "relu2":
         bent = tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
-    elif HOW == 4 or HOW == 5:
+    elif HOW == "gelu" or HOW == "gelu16":
         bent = gate_mul(value, 1.0, True)
     else:
+        tl.static_assert(HOW == "xielu")
         above = tl.load(numbers) * value * value
         below = tl.load(numbers + 1) * (tl.exp(tl.minimum(value, tl.load(numbers + 3))) - 1.0 - value)
         bent = tl.where(value > 0, above, below) + tl.load(numbers + 2) * value
