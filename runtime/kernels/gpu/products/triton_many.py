@@ -21,6 +21,7 @@ from pshard.runtime.kernels.gpu.products.triton_mma import (
     load4,
     signed_byte_of,
 )
+from pshard.runtime.kernels.gpu.products.triton_quantise import round_codes
 from pshard.runtime.kernels.gpu.products.triton_records import addends, scales_of_rows
 
 GROUP: tl.constexpr = tl.constexpr(32)
@@ -38,9 +39,7 @@ def quantise_many_kernel(x, x_stride, words, scale, sums, tokens, chunks):
     value = tl.load(at, mask=(m < tokens)[:, None], other=0.0).to(tl.float32)
     peak = tl.max(tl.abs(value), axis=1)
     inverse = 127.0 / tl.maximum(peak, 1e-30)  # of nothing but zeros: some number
-    code = ((value * inverse[:, None] + 12582912.0) - 12582912.0).to(tl.int32)
-    place = tl.arange(0, 4)[None, None, :] * 8
-    word = tl.sum((tl.reshape(code, (32, 8, 4)) & 255) << place, axis=2)
+    code, word = round_codes(value, inverse, 32)
     c = tl.arange(0, 8)[None, :]
     b, g = t // 8, t % 8
     base = (group * chunks + n).to(tl.int64)

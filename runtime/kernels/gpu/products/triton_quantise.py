@@ -11,6 +11,14 @@ def padded(chunks):
 
 
 @triton.jit
+def round_codes(value, inverse, N: tl.constexpr):
+    """value f32 [N, 32] times inverse [N] to nearest even: int32 [N, 32], and four of these a word, [N, 8]."""
+    code = ((value * inverse[:, None] + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: no fraction bits left
+    place = tl.arange(0, 4)[None, None, :] * 8
+    return code, tl.sum((tl.reshape(code, (N, 8, 4)) & 255) << place, axis=2)
+
+
+@triton.jit
 def store_quantised(value, chunk, there, m, words, scale, sums, chunks, N: tl.constexpr):
     """N chunks, value f32 [N, 32], as int8 with their scales and sums; only those `there` [N]. Chunk and row m: [N].
 
@@ -22,10 +30,7 @@ def store_quantised(value, chunk, there, m, words, scale, sums, chunks, N: tl.co
     n = m * padded(chunks) + chunk
     peak = tl.max(tl.abs(value), axis=1)
     inverse = tl.where(peak > 0.0, 127.0 / peak, 0.0)
-    # adding 1.5 * 2^23 leaves no fraction bits: rounds to nearest even
-    code = ((value * inverse[:, None] + 12582912.0) - 12582912.0).to(tl.int32)
-    place = tl.arange(0, 4)[None, None, :] * 8
-    word = tl.sum((tl.reshape(code, (N, 8, 4)) & 255) << place, axis=2)
+    code, word = round_codes(value, inverse, N)
     c = tl.arange(0, 8)[None, :]
     at = (n // 2 * 16 + n % 2 * 2)[:, None] + (c % 4 * 4 + c // 4)
     tl.store(words + at, word, mask=there[:, None])
