@@ -73,24 +73,21 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return d0.to(tl.float32), d1.to(tl.float32), d2.to(tl.float32), d3.to(tl.float32)
 
     @triton.jit
+    def _count_from(c, d):
+        """The float32 whose bits are those of c plus d."""
+        return (c.to(tl.int32, bitcast=True) + d).to(tl.float32, bitcast=True)
+
+    @triton.jit
     def dot_from(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
         """Four float32 whose bits are those of the float32 c plus the int8 product over 32 columns."""
         d0, d1, d2, d3 = _spread(_products(a0, b0) + _products(a2, b1), _products(a1, b0) + _products(a3, b1))
-        zero = tl.zeros(a0.shape, tl.float32)  # c may be a constant
-        return ((d0 + (zero + c0).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True),
-                (d1 + (zero + c1).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True),
-                (d2 + (zero + c2).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True),
-                (d3 + (zero + c3).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True))  # fmt: skip
+        return _count_from(c0, d0), _count_from(c1, d1), _count_from(c2, d2), _count_from(c3, d3)
 
     @triton.jit
     def dot16_from(a0, a1, b0, c0, c1, c2, c3):
         """As `dot_from`, over 16 columns."""
         d0, d1, d2, d3 = _spread(_products(a0, b0), _products(a1, b0))
-        zero = tl.zeros(a0.shape, tl.float32)
-        return ((d0 + (zero + c0).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True),
-                (d1 + (zero + c1).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True),
-                (d2 + (zero + c2).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True),
-                (d3 + (zero + c3).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True))  # fmt: skip
+        return _count_from(c0, d0), _count_from(c1, d1), _count_from(c2, d2), _count_from(c3, d3)
 
     @triton.jit
     def dot16(a0, a1, b0):
