@@ -203,16 +203,16 @@ def _open_gguf(path: Path) -> ModelFile:
     stored, undrafted = name_gguf(arch, stored)
     config = gguf_config(arch, metadata, stored, where)
     tensors, drafting = part_gguf_drafters(arch, config.n_layers, metadata, stored, where)
-    arranged = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
-    tensors, more = split_keys(config, arranged)
-    tensors = arrange_layers(config, tensors) if arch.by_layer else tensors
+    tensors, more = _arrange_file(arch, config, tensors)
     tensors = make_vectors(arch, config, metadata, tensors, where)
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
     alone, unread = (None, ()) if drafting else find_head_file(path, arch, config.n_layers)
     if alone:
         drafting = {n: t for n, t in alone.tensors.items() if n.startswith(f"blk.{config.n_layers}.")}
-    head, of_head, notes = read_head(arch, spec, drafting, where)
+    head, of_head, notes = read_head(
+        arch, spec, drafting, where, lambda one, stored: _arrange_file(arch, one, stored)[0], config.n_layers
+    )
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.gguf_tokenizer import gguf_tokenizer
@@ -257,7 +257,7 @@ def _open_folder(folder: Path) -> ModelFile:
     name = (name_in_hub_cache(folder) or folder.resolve().name).rpartition("/")[2]
     spec = _build_spec(name, folder, arch, config, tensors)
     head, of_head, notes = read_head(
-        arch, spec, drafting, where, lambda one, stored: _arrange_folder(arch, one, stored, False)[0]
+        arch, spec, drafting, where, lambda one, stored: _arrange_folder(arch, one, stored, False)[0], 0
     )
 
     def load_tokenizer() -> "Tokenizer":
@@ -274,6 +274,16 @@ def _open_folder(folder: Path) -> ModelFile:
         replace(spec, head=head), metadata, files, tensors | of_head, load_tokenizer, load_chat_template,
         notes + more + unseen,
     )  # fmt: skip
+
+
+def _arrange_file(
+    arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """A GGUF file's tensors as units want them, and notes on what is rounded."""
+    tensors, notes = split_keys(
+        config, split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, stored)))
+    )
+    return arrange_layers(config, tensors) if arch.by_layer else tensors, notes
 
 
 def _arrange_folder(

@@ -11,12 +11,9 @@ from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
-from pshard.models.arrange_tensors import DRAFTS_LEFT_OUT, arrange_gguf
+from pshard.models.arrange_tensors import DRAFTS_LEFT_OUT
 from pshard.models.build_units import HEAD, TABLE, Expected, UnitMaker, refuse_others
-from pshard.models.families.stored_rows import split_fused
 from pshard.models.gguf_header import GgufHeader, read_gguf
-from pshard.models.hybrid.arrange_delta import split_hybrid
-from pshard.models.latent.split_keys import split_keys
 from pshard.models.stored import StoredTensor
 from pshard.tensor import TensorSpec
 from pshard.units.embedding import EMBEDDING
@@ -48,22 +45,23 @@ def read_head(
     trunk: ModelSpec,
     drafting: dict[str, StoredTensor],
     where: str,
-    arrange: Arrange | None = None,
+    arrange: Arrange,
+    layer: int,
 ) -> tuple[ModelSpec | None, dict[str, StoredTensor], tuple[str, ...]]:
     """The head of a model, its tensors by the names that its units have, and a note where it is left out.
 
-    drafting: the tensors of layers that draft, `blk.N` or, of a folder, `model.layers.N` the first; none: there is no
-    head. arrange: by GGUF name, as units want them, in a model of one layer; None: they are those of a GGUF file.
+    drafting: the tensors of layers that draft, `blk.N` or, of a folder, `model.layers.N`, the first of which is number
+    `layer`; none: there is no head. arrange: by GGUF name, as units want them, in a model that ends with that layer.
     """
     if not drafting:
         return None, {}, ()
     if arch.gguf not in HEADED:
         return None, {}, (DRAFTS_LEFT_OUT,)
-    first = ("blk.0.", "model.layers.0.") if arrange else f"blk.{trunk.config.n_layers}."
+    first = f"blk.{layer}.", f"model.layers.{layer}."
     if not all(name.startswith(first) for name in drafting):
         return None, {}, (f"{LEFT_OUT}: there are several, of which none is supported yet",)
     try:
-        arranged = _arrange(arch, trunk, drafting, arrange)
+        arranged = _arrange(trunk.config, drafting, arrange, layer)
         head = _build(arch, trunk, arranged, where)
     except UserError as error:
         return None, {}, (f"{LEFT_OUT}: {error}",)
@@ -111,22 +109,13 @@ def take_folder_head(
 
 
 def _arrange(
-    arch: Architecture, trunk: ModelSpec, drafting: dict[str, StoredTensor], arrange: Arrange | None
+    trunk: ModelConfig, drafting: dict[str, StoredTensor], arrange: Arrange, layer: int
 ) -> dict[str, StoredTensor]:
-    """By the names that units have, those of the model's layer behind the last."""
-    layer, config, first = trunk.config.n_layers, trunk.config, trunk.config.n_layers
-    if arrange:
-        first = 0
-        config = replace(config, n_layers=1)
-    if config.delta:
-        config = replace(config, delta=replace(config.delta, full=(first,)))
-    if arrange:
-        tensors = arrange(config, drafting)
-    else:
-        split = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, drafting)))
-        tensors, _ = split_keys(config, split)
-    roles = {name.removeprefix(f"blk.{first}."): tensor for name, tensor in tensors.items()}
-    return {f"blk.{layer}.{_OWN.get(role, role)}": tensor for role, tensor in roles.items()}
+    """By the names that units have, those of the model's layer behind the last. layer: which it is in `drafting`."""
+    delta = trunk.delta and replace(trunk.delta, full=(layer,))
+    tensors = arrange(replace(trunk, n_layers=layer + 1, delta=delta), drafting)
+    roles = {name.removeprefix(f"blk.{layer}."): tensor for name, tensor in tensors.items()}
+    return {f"blk.{trunk.n_layers}.{_OWN.get(role, role)}": tensor for role, tensor in roles.items()}
 
 
 def _build(arch: Architecture, trunk: ModelSpec, stored: dict[str, StoredTensor], where: str) -> ModelSpec:
