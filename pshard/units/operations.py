@@ -32,6 +32,22 @@ class Onward:
         return (self.out,)
 
 
+class InPlace:
+    """An operation that changes its one operand."""
+
+    x: Rows
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operand."""
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """The same."""
+        return (self.x,)
+
+
 @dataclass(frozen=True)
 class LookUp:
     """Rows of a table by token id."""
@@ -203,7 +219,7 @@ BENDS = ("times", "plus", "clamp", "relu2", "gelu", "gelu16", "xielu")  # as `Ke
 
 
 @dataclass(frozen=True)
-class Bend:
+class Bend(InPlace):
     """An activation, `width` elements a token, as bent in place in one of `BENDS`: by `numbers`, or within `limit`."""
 
     how: str
@@ -212,31 +228,15 @@ class Bend:
     limit: float = 0.0
     x: Rows = NORMED
 
-    @property
-    def reads(self) -> tuple[Rows, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        return (self.x,)
-
 
 @dataclass(frozen=True)
-class NormHeads:
+class NormHeads(InPlace):
     """Each head of an activation as normalised in place by weights of its own; centred: less its mean before."""
 
     weight: TensorSpec
     head: int
     centred: bool = False
     x: Rows = NOWHERE
-
-    @property
-    def reads(self) -> tuple[Rows, ...]:
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        return (self.x,)
 
     @property
     def width(self) -> int:
