@@ -2,12 +2,10 @@
 
 import numpy as np
 
-from pshard.models.quantised.int_codes import Module
-from pshard.models.quantised.joined import Arrays, JoinedMatrix
+from pshard.models.quantised.joined import SCALES, Arrays, JoinedMatrix, Module, check_rank, check_types
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 
 BLOCK = 128
-_SCALES = ("F32", "BF16", "F16")
 
 
 def join_fp8(name: str, module: Module) -> StoredTensor:
@@ -15,15 +13,12 @@ def join_fp8(name: str, module: Module) -> StoredTensor:
     row, or one for each block of 128 x 128. Raises UserError for other shapes and types."""
     codes = module["weight"]
     scales = module["weight_scale_inv"] if "weight_scale_inv" in module else module["weight_scale"]
-    if len(codes.shape) != 2:
-        codes.fail(f"has shape {list(codes.shape)}, not two dimensions")
-    rows, cols = codes.shape
+    rows, cols = check_rank(codes)
     blocks = -(-rows // BLOCK), -(-cols // BLOCK)
     if scales.shape not in ((1,), (1, 1), (rows,), (rows, 1), blocks):
         wanted = f"one number, [{rows}, 1] or {list(blocks)}"
         scales.fail(f"has shape {list(scales.shape)}, and scales of {codes.name} are {wanted}")
-    if scales.qtype not in _SCALES:
-        scales.fail(f"has type {scales.qtype}, not one of {', '.join(_SCALES)}")
+    check_types(scales, *SCALES)
     parts = (("codes", codes), ("scales", scales))
     joined = JoinedMatrix(name, "FP8", (rows, cols), codes.file, codes.offset, parts=parts, make=_put_scales)
     joined.check_blocks()

@@ -4,18 +4,14 @@ A weight is (code - zero) * scale, with a scale and a zero for each group of col
 Q8_0 of 128 for codes of 8 bits. With other zeros code - zero is -15 to 15: the code of Q5_0, less 16.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
-from pshard.models.quantised.joined import Arrays, JoinedMatrix
+from pshard.models.quantised.joined import SCALES, Arrays, JoinedMatrix, Make, Module, check_rank, check_types
 from pshard.models.quantised.scheme import Scheme
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 
-Module = dict[str, StoredTensor]  # tensors of one matrix by what their names end with
 BLOCK = 32  # columns that share a scale in these types
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word holds each of its eight columns
-_SCALES = ("F16", "BF16", "F32")
 
 
 def join_gptq(name: str, module: Module, scheme: Scheme) -> StoredTensor:
@@ -23,7 +19,7 @@ def join_gptq(name: str, module: Module, scheme: Scheme) -> StoredTensor:
     and perhaps g_idx [inputs]. Raises UserError for other shapes and types."""
     codes, scales, zeros = (_part(module, key) for key in ("qweight", "scales", "qzeros"))
     _check_types(codes, zeros, scales)
-    groups, rows = _check_rank(scales)
+    groups, rows = check_rank(scales)
     bits = 32 * zeros.shape[-1] // rows if rows else 0
     _check_bits(codes, bits)
     cols = codes.shape[0] * 32 // bits
@@ -34,7 +30,6 @@ def join_gptq(name: str, module: Module, scheme: Scheme) -> StoredTensor:
     if "g_idx" in module:
         module["g_idx"].check_shape((cols,))
         parts["order"] = module["g_idx"]
-    joined = _joined(name, codes, (rows, cols), bits, scheme.symmetric, parts)
 
     def make(tensor: JoinedMatrix, arrays: Arrays) -> np.ndarray:
         _check_order(module, arrays.get("order"), groups)
@@ -42,7 +37,7 @@ def join_gptq(name: str, module: Module, scheme: Scheme) -> StoredTensor:
         zero = (_unpack_words(arrays["zeros"], bits) + scheme.plus_one).T & ((1 << bits) - 1)
         return _encode(tensor, _unpack_words(whole, bits), arrays["scales"].T, zero)
 
-    return replace(joined, make=make)
+    return _join(name, (rows, cols), bits, scheme.symmetric, parts, make)
 
 
 def join_awq(name: str, module: Module) -> StoredTensor:
@@ -50,7 +45,7 @@ def join_awq(name: str, module: Module) -> StoredTensor:
     UserError for other shapes and types."""
     codes, scales, zeros = (_part(module, key) for key in ("qweight", "scales", "qzeros"))
     _check_types(codes, zeros, scales)
-    groups, rows = _check_rank(scales)
+    groups, rows = check_rank(scales)
     cols = codes.shape[0]
     codes.check_shape((cols, rows // 8))
     zeros.check_shape((groups, rows // 8))
@@ -60,7 +55,7 @@ def join_awq(name: str, module: Module) -> StoredTensor:
     def make(tensor: JoinedMatrix, arrays: Arrays) -> np.ndarray:
         return _encode(tensor, _awq_codes(arrays["codes"]).T, arrays["scales"].T, _awq_codes(arrays["zeros"]).T)
 
-    return replace(_joined(name, codes, (rows, cols), 4, False, parts), make=make)
+    return _join(name, (rows, cols), 4, False, parts, make)
 
 
 def join_packed(name: str, module: Module) -> StoredTensor:
@@ -70,7 +65,7 @@ def join_packed(name: str, module: Module) -> StoredTensor:
     codes, scales = _part(module, "weight_packed"), _part(module, "weight_scale")
     zeros = module.get("weight_zero_point")
     _check_types(codes, zeros, scales)
-    rows, groups = _check_rank(scales)
+    rows, groups = check_rank(scales)
     cols = _read_shape(module, codes)[1]
     bits = 32 * codes.shape[-1] // cols if cols else 0
     _check_bits(codes, bits)
@@ -89,18 +84,15 @@ def join_packed(name: str, module: Module) -> StoredTensor:
             zero = _unpack_words(np.ascontiguousarray(arrays["zeros"].T), bits).T
         return _encode(tensor, _unpack_words(arrays["codes"], bits), arrays["scales"], zero)
 
-    return replace(_joined(name, codes, (rows, cols), bits, zeros is None, parts), make=make)
+    return _join(name, (rows, cols), bits, zeros is None, parts, make)
 
 
-def _joined(name: str, codes: StoredTensor, shape: tuple[int, int], bits: int, symmetric: bool, parts: Module) -> (
-    JoinedMatrix
-):  # fmt: skip
+def _join(name: str, shape: tuple[int, int], bits: int, symmetric: bool, parts: Module, make: Make) -> JoinedMatrix:
+    codes = parts["codes"]
     if bits == 8 and not symmetric:
         codes.fail("has codes of 8 bits with zero points of their own, which is not supported", "use a GGUF file")
     qtype = "Q8_0" if bits == 8 else "Q4_0" if symmetric else "Q5_0"
-    joined = JoinedMatrix(
-        name, qtype, shape, codes.file, codes.offset, parts=tuple(parts.items()), make=lambda *_: np.empty(0)
-    )
+    joined = JoinedMatrix(name, qtype, shape, codes.file, codes.offset, parts=tuple(parts.items()), make=make)
     joined.check_blocks()
     return joined
 
@@ -114,36 +106,25 @@ def _part(module: Module, key: str) -> StoredTensor:
 
 def _read_shape(module: Module, codes: StoredTensor) -> tuple[int, int]:
     """[outputs, inputs]: four bits a code, unless `weight_shape` beside it says otherwise."""
-    given = module.get("weight_shape")
-    if len(codes.shape) != 2:
-        codes.fail(f"has shape {list(codes.shape)}, not two dimensions")
+    given, (first, words) = module.get("weight_shape"), check_rank(codes)
     if given is None:
-        return codes.shape[0], codes.shape[1] * 8
+        return first, words * 8
     given.check_shape((2,))
     if given.qtype not in ("I64", "I32"):
         given.fail(f"has type {given.qtype}, not I64")
     rows, cols = (int(n) for n in given.read().view("<i8" if given.qtype == "I64" else "<i4"))
     if (rows, cols) == (0, 0):  # the header alone is here
-        return codes.shape[0], codes.shape[1] * 8
-    if rows != codes.shape[0] or cols <= 0:
-        given.fail(
-            f"says {rows} x {cols}, and {codes.name} has {codes.shape[0]} rows: the file is damaged", FETCH_AGAIN
-        )
+        return first, words * 8
+    if rows != first or cols <= 0:
+        given.fail(f"says {rows} x {cols}, and {codes.name} has {first} rows: the file is damaged", FETCH_AGAIN)
     return rows, cols
 
 
 def _check_types(codes: StoredTensor, zeros: StoredTensor | None, scales: StoredTensor) -> None:
     for words in (codes, zeros):
-        if words is not None and words.qtype != "I32":
-            words.fail(f"has type {words.qtype}, not I32")
-    if scales.qtype not in _SCALES:
-        scales.fail(f"has type {scales.qtype}, not one of {', '.join(_SCALES)}")
-
-
-def _check_rank(scales: StoredTensor) -> tuple[int, int]:
-    if len(scales.shape) != 2:
-        scales.fail(f"has shape {list(scales.shape)}, not two dimensions")
-    return scales.shape[0], scales.shape[1]
+        if words is not None:
+            check_types(words, "I32")
+    check_types(scales, *SCALES)
 
 
 def _check_bits(codes: StoredTensor, bits: int) -> None:

@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 from pshard.models.quantised.fp8 import join_fp8
-from pshard.models.quantised.int_codes import Module, join_awq, join_gptq, join_packed
+from pshard.models.quantised.int_codes import join_awq, join_gptq, join_packed
+from pshard.models.quantised.joined import Module
 from pshard.models.quantised.nvfp4 import join_nvfp4
 from pshard.models.quantised.scheme import Scheme
 from pshard.models.stored import StoredTensor

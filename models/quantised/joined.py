@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pshard.models.hybrid.made_tensors import freeze
+from pshard.models.hybrid.made_tensors import freeze, read_numbers
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 
-NUMBERS = {"F32": "<f4", "F16": "<f2", "U8": "u1", "I32": "<i4", "F8_E4M3": "u1"}
+_NUMBERS = {"F32": "<f4", "F16": "<f2", "U8": "u1", "I32": "<i4", "F8_E4M3": "u1"}
+SCALES = ("F32", "BF16", "F16")  # types of scales
 Arrays = dict[str, np.ndarray]
+Make = Callable[["JoinedMatrix", Arrays], np.ndarray]
+Module = dict[str, StoredTensor]  # tensors of one matrix by what their names end with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +24,12 @@ class JoinedMatrix(StoredTensor):
     """
 
     parts: tuple[tuple[str, StoredTensor], ...]
-    make: Callable[["JoinedMatrix", Arrays], np.ndarray]
+    make: Make
     multiplier: StoredTensor | None = None
     divides: bool = False
 
     def read(self) -> np.ndarray:
-        return freeze(self.make(self, {key: read_numbers(part) for key, part in self.parts}))
+        return freeze(self.make(self, {key: _read_array(part) for key, part in self.parts}))
 
     def expect(self) -> None:
         for _, part in self.parts:
@@ -39,15 +42,26 @@ class JoinedMatrix(StoredTensor):
     def factor(self, number: int = 0) -> float:
         if self.multiplier is None:
             return super().factor(number)
-        value = float(read_numbers(self.multiplier).reshape(-1)[0])
+        value = float(_read_array(self.multiplier).reshape(-1)[0])
         if not 0 < abs(value) < float("inf"):
             self.multiplier.fail(f"is {value}, by which no weights are multiplied: the file is damaged", FETCH_AGAIN)
         return float(np.float32(1) / np.float32(value)) if self.divides else value
 
 
-def read_numbers(tensor: StoredTensor) -> np.ndarray:
+def _read_array(tensor: StoredTensor) -> np.ndarray:
     """A tensor's numbers in its shape; BF16 as float32, E4M3 as bytes."""
-    raw = tensor.read()
-    if tensor.qtype == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
-    return raw.view(NUMBERS[tensor.qtype]).reshape(tensor.shape)
+    numbers = read_numbers(tensor) if tensor.qtype == "BF16" else tensor.read().view(_NUMBERS[tensor.qtype])
+    return numbers.reshape(tensor.shape)
+
+
+def check_rank(tensor: StoredTensor) -> tuple[int, int]:
+    """A matrix' shape. Raises UserError for what is none."""
+    if len(tensor.shape) != 2:
+        tensor.fail(f"has shape {list(tensor.shape)}, not two dimensions")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def check_types(tensor: StoredTensor, *known: str) -> None:
+    """Raises UserError for another type than these."""
+    if tensor.qtype not in known:
+        tensor.fail(f"has type {tensor.qtype}, not {'one of ' if len(known) > 1 else ''}{', '.join(known)}")

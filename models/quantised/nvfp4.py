@@ -6,8 +6,7 @@ j + 8 of 16. The factor beside each matrix multiplies (modelopt) or divides (com
 
 import numpy as np
 
-from pshard.models.quantised.int_codes import Module
-from pshard.models.quantised.joined import Arrays, JoinedMatrix
+from pshard.models.quantised.joined import Arrays, JoinedMatrix, Module, check_rank, check_types
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 
 _FACTORS = {"weight_scale_2": False, "weight_global_scale": True}  # whether weights are divided by it
@@ -22,15 +21,12 @@ def join_nvfp4(name: str, module: Module) -> StoredTensor:
     if key is None or "weight_scale" not in module:
         codes.fail("has no scales and factor of NVFP4 beside it: the files are incomplete", FETCH_AGAIN)
     scales, factor = module["weight_scale"], module[key]
-    if len(codes.shape) != 2:
-        codes.fail(f"has shape {list(codes.shape)}, not two dimensions")
-    rows, cols = codes.shape[0], 2 * codes.shape[1]
+    rows, pairs = check_rank(codes)
+    cols = 2 * pairs
     scales.check_shape((rows, cols // _WIDTH))
-    if scales.qtype != "F8_E4M3":
-        scales.fail(f"has type {scales.qtype}, not F8_E4M3")
+    check_types(scales, "F8_E4M3")
     factor.check_shape((1,))
-    if factor.qtype != "F32":
-        factor.fail(f"has type {factor.qtype}, not F32")
+    check_types(factor, "F32")
     parts = (("codes", codes), ("scales", scales))
     joined = JoinedMatrix(
         name, "NVFP4", (rows, cols), codes.file, codes.offset, parts=parts, make=_regroup, multiplier=factor,
