@@ -29,6 +29,7 @@ def join_gptq(name: str, module: Module, scheme: Scheme) -> StoredTensor:
     parts = {"codes": codes, "scales": scales, "zeros": zeros}
     if "g_idx" in module:
         module["g_idx"].check_shape((cols,))
+        check_types(module["g_idx"], "I32")
         parts["order"] = module["g_idx"]
 
     def make(tensor: JoinedMatrix, arrays: Arrays) -> np.ndarray:

@@ -68,6 +68,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("gptq", "qzeros", np.zeros((2, 32), np.float32), "q_proj.qzeros has type F32, not I32"),
         ("gptq", "qzeros", np.zeros((2, 24), np.int32), "has codes of 3 bits beside such scales, where 4 and 8 are"),
         ("gptq", "g_idx", np.zeros(255, np.int32), r"q_proj.g_idx has shape \[255\], not the \[256\]"),
+        ("gptq", "g_idx", np.zeros(256, np.int64), "q_proj.g_idx has type I64, not I32"),
         ("awq", "scales", np.ones((2, 128), np.float16), r"q_proj.qweight has shape \[256, 32\], not the \[256, 16\]"),
         ("w4a16", "weight_scale", np.ones((256, 3), np.float16), "3 groups of 256 columns are not whole blocks"),
         ("w4a16", "weight_shape", np.array([128, 256]), "says 128 x 256, and .*q_proj.weight_packed has 256 rows"),
