@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from pshard.buffers import scratch_bytes
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.serving.size_load import size_load
 from pshard.reserve import reserve_mib
 from pshard.session.this_machine import free_vram_mib
@@ -144,6 +143,8 @@ def suggest_budget(full: Workload, spec: "ModelSpec", profile: MachineProfile) -
     there = [devices[i if i < len(devices) else 0].memory_bytes // MIB for i in range(ranks)]
     usable = [min(free, most) - min(MARGIN_MIB, most // 20) for free, most in zip(full.vram_mib, there)]
     if profile.ram_bytes and devices[0].kind == "cpu":  # the budget is a part of it, beside others
+        from pshard.planner.price.host_limits import usable_bytes  # with all that prices plans
+
         looked_up = sum(unit.packed_nbytes for unit in spec.units if unit.kind.is_looked_up)
         usable = [(usable_bytes(profile, ranks) - looked_up - kv) // ranks // MIB] * ranks
     return replace(full, vram_mib=tuple(max(1, min(mib, whole)) for mib in usable))
