@@ -40,8 +40,7 @@ class Share:
     @property
     def span(self) -> Span:
         """That of a text which decodes."""
-        verifies = self.count > 1
-        return Span(self.count, count_cells([self.run]), self.count, VERIFY if verifies else DECODE)
+        return Span(self.count, count_cells([self.run]), self.count, VERIFY if self.count > 1 else DECODE)
 
 
 class Scheduler:
@@ -72,7 +71,7 @@ class Scheduler:
         """What the next step holds; empty where nothing can run."""
         jobs = self.jobs
         jobs.give_up(self.promises, now)
-        drafts = self.drafts.choose([run for run in jobs.running if run.decodes], self.promises.gap)
+        drafts = self.drafts.choose(jobs.running, self.promises.gap)
         while True:
             shares = self._share(drafts)
             if shares and self._lacks_blocks(shares):
@@ -144,8 +143,9 @@ class Scheduler:
             try:
                 piece = make_piece(run, share.count, share.drafts)
                 found.append(piece)
-                own = share.drafts[: len(share.drafts) + len(piece.ids) - share.count]
-                kept.append(replace(share, count=len(piece.ids), drafts=own))
+                if left_out := share.count - len(piece.ids):  # drafts that the grammar does not allow
+                    share = replace(share, count=len(piece.ids), drafts=share.drafts[:-left_out])
+                kept.append(share)
             except (StepFailed, UserError) as error:
                 self.jobs.fail(run, error, now)
         return kept, found

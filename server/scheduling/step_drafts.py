@@ -73,12 +73,16 @@ class StepDrafts:
         self._base = Base(1, 1, 0, 1.0, 0.0)
         self._each, self._spent = 0.0, 0.0  # seconds of a draft in the mean; of drafting for the present step
 
-    def choose(self, decoding: Sequence[Request], gap: float) -> Drafts:
-        """Drafts of texts that decode; a text without any is left out. gap: seconds that a step keeps to, if it can."""
+    def choose(self, running: Sequence[Request], gap: float) -> Drafts:
+        """Drafts of those texts that decode; one without any is left out. gap: seconds that a step keeps to, if it can.
+        Where nobody drafts, no text is looked at."""
+        if not self._settings.most:
+            return {}
         self._asked.clear()
         self._spent = 0.0
+        decoding = [run for run in running if run.decodes]
         rows = sum(run.remaining for run in decoding)
-        if not self._settings.most or not 0 < rows < self._facts.tiers[-1]:
+        if not 0 < rows < self._facts.tiers[-1]:
             return {}
         offers = [offer for run in self._order(decoding) if (offer := self._offer(run))]
         self._asked += [offer.run for offer in offers]
