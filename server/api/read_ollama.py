@@ -78,10 +78,11 @@ def _shared_table(limits: Limits) -> Table:
     format = ByType((("string", OneOf(("", "json"))), ("object", Object())), '"json" or a JSON schema')
     words = (("boolean", Flag()), ("string", OneOf(EFFORTS)))
     seconds = (("string", Text(64)), ("number", Number(-FOREVER, FOREVER)))
+    options = options_table(limits)
     return (
         Field("model", Text(256), ""),
         Field("stream", Flag(), True),
-        Field("options", Fields(options_table(limits)), {}),
+        Field("options", Fields(options), read_fields({}, options)),
         Field("format", format, None),
         Field("think", ByType(words, f"true, false or one of {', '.join(EFFORTS)}"), None),
         Field("logprobs", Flag(), False),
@@ -108,7 +109,7 @@ def options_table(limits: Limits) -> Table:
 def read_ollama(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: int) -> OllamaAsk:
     """What a request to either path asks for. Raises Fault by the field that is wrong."""
     v = read_fields(body, table)
-    options = v["options"] or read_fields({}, options_table(limits), "options.")
+    options = v["options"]
     if v["top_logprobs"] and not v["logprobs"]:
         raise bad_field("top_logprobs", "is only for logprobs: true")
     most = options["num_predict"]

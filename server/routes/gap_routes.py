@@ -4,11 +4,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from pshard.server.api.faults import Fault, show_fault
 from pshard.server.http.answers import Answers, Asked
 from pshard.server.http.desk import Call, Desk
-from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.http.replies import Reply, Stream, reply_json, write_event
 from pshard.server.reading.read_requests import read_gap_request
+from pshard.server.routes.choice_stream import stream_events
 from pshard.server.text.answer_reader import Delta
 
 
@@ -46,18 +46,11 @@ def _show_end(desk: Desk, answers: Answers, text: str, begun: float) -> dict[str
     }
 
 
-async def _stream(desk: Desk, answers: Answers, begun: float) -> AsyncIterator[bytes]:
+def _stream(desk: Desk, answers: Answers, begun: float) -> AsyncIterator[bytes]:
     """Events with what is new, the last one with the end."""
-    yield PING
 
     def show(_: int, delta: Delta) -> Iterator[bytes]:
         if delta.text:
             yield write_event({"content": delta.text, "stop": False})
 
-    try:
-        async for piece in answers.tell(show, lambda: PING):
-            yield piece
-    except Fault as fault:
-        yield write_event(show_fault(fault))
-        return
-    yield write_event(_show_end(desk, answers, "", begun))
+    return stream_events(answers, show, lambda: [write_event(_show_end(desk, answers, "", begun))])

@@ -140,7 +140,7 @@ async def show_model(desk: Desk, call: Call) -> Reply:
     """What the model is, has room for and can do. Raises Fault 404 for another."""
     await desk.read(read_requests.read_ollama_name, call.body)
     model = desk.model
-    fills = model.tokenizer is not None and desk.reader.prompts.gap_marks is not None
+    fills = desk.reader.prompts.gap_marks is not None
     template = (model.template or "") + ("{# .Prompt .Suffix #}" if fills else "")  # a word that Continue looks for
     abilities = {"completion": True, "tools": takes_tools(model.template or ""), "thinking": thinks(model.template),
                  "insert": fills}  # fmt: skip
