@@ -1,6 +1,7 @@
 """From prompts to answers: jobs of a request, and what their events say, whole or bit by bit."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -34,12 +35,14 @@ class Asked:
 
 @dataclass
 class Answer:
-    """One answer while it is made. reason: why it ended, "" before. done: of the prompt's tokens."""
+    """One answer while it is made. reason: why it ended, "" before. first: when its first token came, by
+    `time.monotonic`; 0: not yet."""
 
     prompt: Prompt
     reader: AnswerReader
     reason: str = ""
     cached: int = 0
+    first: float = 0.0
     scored: tuple[Likely, ...] = ()
     whole: Delta = field(default_factory=Delta)
 
@@ -119,6 +122,7 @@ class Answers:
                 answer.scored += event.scored
                 yield Delta()
             case Made() if not answer.reason:
+                answer.first = answer.first or time.monotonic()
                 parts = answer.reader.push(event)
                 if not answer.reader.ended:
                     yield from parts

@@ -10,7 +10,7 @@ from pshard import __version__
 from pshard.models.text.tool_templates import takes_tools
 from pshard.server.api.faults import Fault, show_fault_at
 from pshard.server.api.read_ollama import OllamaAsk
-from pshard.server.http.answers import Answers, add_deltas
+from pshard.server.http.answers import Answers
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import LINES, Reply, Stream, reply_json, write_line
 from pshard.server.reading import read_requests
@@ -59,38 +59,24 @@ async def _answer(desk: Desk, call: Call, chats: bool, ask: OllamaAsk, prompt: P
     return reply_json(await told.gather())
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Told:
-    """An answer that is told while it is made. first: when its first token came."""
+    """An answer that is told when it is made, or while it is."""
 
     answers: Answers
     shape: Shape
     begun: float
-    first: float = 0.0
-
-    def _note(self) -> None:
-        if not self.first and self.answers.all[0].reader.count:
-            self.first = time.monotonic()
 
     def _show_end(self) -> dict[str, Any]:
-        now = time.monotonic()
-        times = Times(self.begun, self.first or now, now)
-        return self.shape.show_end(self.answers.all[0].reason, self.answers.usage(), times)
+        (answer,), now = self.answers.all, time.monotonic()
+        return self.shape.show_end(answer.reason, self.answers.usage(), Times(self.begun, answer.first or now, now))
 
     async def gather(self) -> dict[str, Any]:
         """The whole answer as one object. Raises Fault."""
-        whole, calls = Delta(), Calls()
-
-        def show(_: int, delta: Delta) -> Iterator[bytes]:
-            nonlocal whole
-            self._note()
-            whole = add_deltas(whole, delta)
-            return iter(())
-
-        async for _ in self.answers.tell(show, lambda: b""):
-            pass
-        told = calls.take(whole.calls) + calls.close(self.answers.all[0].reader.cut)
-        return self.shape.show(whole, told) | self._show_end()
+        await self.answers.gather()
+        (answer,), calls = self.answers.all, Calls()
+        told = calls.take(answer.whole.calls) + calls.close(answer.reader.cut)
+        return self.shape.show(answer.whole, told) | self._show_end()
 
     async def stream(self, path: str) -> AsyncIterator[bytes]:
         """A line for what is new each time, and one for the end."""
@@ -100,7 +86,6 @@ class _Told:
             return write_line(self.shape.show(delta, made))
 
         def show(_: int, delta: Delta) -> Iterator[bytes]:
-            self._note()
             made = calls.take(delta.calls)
             if delta.text or delta.thought or delta.entries or made:
                 yield write(delta, made)
