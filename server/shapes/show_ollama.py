@@ -117,7 +117,7 @@ def show_details(model: ServedModel) -> dict[str, Any]:
 def show_count(weights: int) -> str:
     """A number of weights in three figures: 32.8B, 135M."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if weights >= size:
+        if weights >= 0.9995 * size:  # which three figures say as 1
             return f"{weights / size:.3g}{letter}"
     return str(weights)
 

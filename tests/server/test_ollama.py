@@ -10,6 +10,7 @@ from small_service import demo_model
 
 from pshard.server.http.guards import Door
 from pshard.server.routes.make_app import make_app
+from pshard.server.shapes.show_ollama import show_count
 
 HI = {"model": "demo", "messages": [{"role": "user", "content": "ROMEO:"}], "options": {"num_predict": 8}}
 PROMPT = {"model": "demo:latest", "prompt": "ROMEO:", "options": {"num_predict": 8, "temperature": 0}}
@@ -179,6 +180,14 @@ def test_the_model_is_told_as_lists_and_details(service) -> None:
     assert shown["model_info"]["llama.context_length"] == 512 and shown["parameters"] == "num_ctx 512"
     version = ask(app, "/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)  # below it VS Code's Copilot refuses to talk
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [(999, "999"), (134_515_008, "135M"), (999_499_999, "999M"), (999_500_000, "1B"), (32_763_876_352, "32.8B")],
+)
+def test_a_count_of_weights_has_three_figures_and_a_letter(weights, told) -> None:
+    assert show_count(weights) == told
 
 
 def test_the_key_guards_ollamas_paths_too(service) -> None:
