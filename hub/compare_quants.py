@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 from pshard.errors import UserError
@@ -67,12 +66,11 @@ def compare_quants(
 def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantOutlook:
     """What a plan promises of a model."""
     work, first = variant.workload, first_token_seconds(variant)
-    weights = sum(prod(t.shape) for u in spec.units for t in u.tensors)
     kept = [sum(portion.nbytes for portion in list_on_host(spec, rank)) for rank in variant.ranks]
     return QuantOutlook(
         model.label,
         model.nbytes,
-        8 * model.nbytes / weights,
+        8 * model.nbytes / spec.count_weights().total(),
         work.prompt_tokens / first,
         first,
         decode_rate(variant),

@@ -3,9 +3,11 @@
 `pshard.models` builds it from a file's header; the planner, the registry and the runtime share it.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 from pshard.model_config import ModelConfig
 from pshard.units.moe.expert_cache import ExpertCache, miss_uses
@@ -150,3 +152,10 @@ class ModelSpec:
     def packed_nbytes(self) -> int:
         """Bytes of all units in the packed layout."""
         return sum(u.packed_nbytes for u in self.units)
+
+    def count_weights(self) -> Counter[str]:
+        """How many weights of all units have which type."""
+        counts = Counter[str]()
+        for tensor in (tensor for unit in self.units for tensor in unit.tensors):
+            counts[tensor.qtype] += prod(tensor.shape)
+        return counts

@@ -5,10 +5,8 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,9 +153,7 @@ def describe_model(opened: "Opened", path: Path, name: str | None) -> ServedMode
     from pshard.units.kv_cells import longest_sequence
 
     spec = opened.file.spec
-    weights = Counter[str]()
-    for tensor in (tensor for unit in spec.units for tensor in unit.tensors):
-        weights[tensor.qtype] += prod(tensor.shape)
+    weights = spec.count_weights()
     try:
         tokenizer = opened.file.tokenizer()
     except UserError as error:
@@ -174,8 +170,8 @@ def describe_model(opened: "Opened", path: Path, name: str | None) -> ServedMode
         file=path.name,
         nbytes=spec.packed_nbytes,
         family=str(opened.file.metadata.get("general.architecture") or opened.file.metadata.get("model_type") or ""),
-        weights=sum(weights.values()),
-        quant=max(weights, key=lambda quant: weights[quant]),
+        weights=weights.total(),
+        quant=weights.most_common(1)[0][0],
     )
 
 
