@@ -50,6 +50,31 @@ class Bench:
             most -= 1
             assert most, "it does not end"
 
+    def run_whatever_comes(self, arrivals, data, meanwhile=lambda: None) -> None:
+        """Jobs of (turn, tokens of the prompt, most, more of the job) come, and some are cancelled: no token is lost.
+        meanwhile: called at each turn."""
+        wanted, left = [], set()
+        for turn in range(100_000):
+            while arrivals and arrivals[0][0] <= turn:
+                _, length, most, more = arrivals.pop(0)
+                prompt = prompt_of(length % 3, length)
+                self.add(prompt, most, **more)
+                wanted.append((prompt, most))
+            if data.draw(st.integers(0, 40)) == 0 and self.ears:
+                gone = data.draw(st.sampled_from(sorted(self.ears)))
+                left.add(gone)
+                self.scheduler.jobs.end({gone}, Ended("cancelled"), self.clock.monotonic())
+            meanwhile()
+            if not self.step() and not arrivals:
+                break
+        for (name, ear), (prompt, most) in zip(self.ears.items(), wanted):
+            expected = answer(prompt, min(most, self.machine.facts.longest - len(prompt)))
+            if name in left and ear.ended.reason == "cancelled":
+                assert ear.tokens == expected[: len(ear.tokens)]
+            else:
+                assert ear.ended.reason == "length" and ear.tokens == expected
+        self.check_all_back()
+
     def check_all_back(self) -> None:
         counts = self.machine.pool.counts()
         assert counts.used == 0 and counts.free + counts.cached == counts.total
@@ -93,27 +118,7 @@ jobs = st.lists(
 @given(jobs, st.integers(2, 8), st.integers(14, 60), st.data())
 def test_no_token_is_lost_whatever_comes_and_few_blocks_there_are(asked, sequences, blocks, data):
     bench = Bench(FakeMachine(sequences=sequences, longest=800, blocks=blocks))
-    arrivals = sorted(asked)
-    wanted, left = [], set()
-    for turn in range(100_000):
-        while arrivals and arrivals[0][0] <= turn:
-            _, length, most, key = arrivals.pop(0)
-            prompt = prompt_of(length % 3, length)
-            wanted.append((bench.add(prompt, most, key=key), prompt, most))
-        if data.draw(st.integers(0, 40)) == 0 and bench.ears:
-            gone = data.draw(st.sampled_from(sorted(bench.ears)))
-            left.add(gone)
-            bench.scheduler.jobs.end({gone}, Ended("cancelled"), bench.clock.monotonic())
-        if not bench.step() and not arrivals:
-            break
-    for (name, ear), (_, prompt, most) in zip(bench.ears.items(), wanted):
-        most = min(most, 800 - len(prompt))
-        expected = answer(prompt, most)
-        if name in left and ear.ended.reason == "cancelled":
-            assert ear.tokens == expected[: len(ear.tokens)]
-        else:
-            assert ear.ended.reason == "length" and ear.tokens == expected
-    bench.check_all_back()
+    bench.run_whatever_comes([(turn, n, most, {"key": key}) for turn, n, most, key in sorted(asked)], data)
 
 
 @settings(max_examples=40, deadline=None)

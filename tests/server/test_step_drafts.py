@@ -15,7 +15,6 @@ from test_scheduler import GREEDY, Bench, Odd, prompt_of
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.speculator import DraftSettings
-from pshard.server.jobs import Ended
 from pshard.server.scheduling.step_drafts import READ, LookupDrafter
 from pshard.server.shapes.metrics_text import write_metrics
 from pshard.speculation import LOOKUP, Acceptance
@@ -60,28 +59,13 @@ jobs = st.lists(
 @given(jobs, st.integers(2, 8), st.integers(14, 60), st.sampled_from((0.0, 0.6, 1.0)), st.booleans(), st.data())
 def test_no_token_is_lost_or_doubled_whatever_comes(asked, sequences, blocks, chance, cuts, data):
     bench = bench_of(chance, 7, data.draw(st.booleans()), sequences=sequences, blocks=blocks, cuts=cuts)
-    arrivals, wanted, left = sorted(asked, key=str), [], set()
-    for turn in range(100_000):
-        while arrivals and arrivals[0][0] <= turn:
-            _, length, most, drafts = arrivals.pop(0)
-            prompt = prompt_of(length % 3, length)
-            wanted.append((bench.add(prompt, most, drafts=drafts), prompt, most))
-        if data.draw(st.integers(0, 40)) == 0 and bench.ears:
-            gone = data.draw(st.sampled_from(sorted(bench.ears)))
-            left.add(gone)
-            bench.scheduler.jobs.end({gone}, Ended("cancelled"), bench.clock.monotonic())
+
+    def preempt_one() -> None:
         if data.draw(st.integers(0, 40)) == 0 and len(bench.scheduler.jobs.running) > 1:
             bench.scheduler.jobs.preempt(bench.scheduler.jobs.running[-1])
-        if not bench.step() and not arrivals:
-            break
-    for (name, ear), (_, prompt, most) in zip(bench.ears.items(), wanted):
-        most = min(most, LONGEST - len(prompt))
-        expected = answer(prompt, most)
-        if name in left and ear.ended.reason == "cancelled":
-            assert ear.tokens == expected[: len(ear.tokens)]
-        else:
-            assert ear.ended.reason == "length" and ear.tokens == expected
-    bench.check_all_back()
+
+    arrivals = [(turn, n, most, {"drafts": drafts}) for turn, n, most, drafts in sorted(asked, key=str)]
+    bench.run_whatever_comes(arrivals, data, preempt_one)
 
 
 @pytest.mark.parametrize(
