@@ -83,10 +83,7 @@ function addFold(sort, name, before) {
 // Asking.
 async function readAnswer(body, made, box) {
   let thought = null, calls = null;
-  const reply = await fetch("v1/chat/completions", {
-    method: "POST", body: JSON.stringify(body), signal: answering.signal,
-    headers: { ...headers(), "Content-Type": "application/json" },
-  });
+  const reply = await post("v1/chat/completions", body, answering.signal);
   if (reply.status === 401) askForKey();
   if (!reply.ok) throw new Error((await reply.json()).error.message);
   for await (const data of eventsOf(reply)) {
@@ -173,12 +170,15 @@ function takeFiles(taken) {
 async function readFiles(chosen) {
   const taken = [];
   for (const file of chosen) {
+    if (file.size > LARGEST) {
+      addTurn("fault", `${file.name} is larger than 1 MiB`);
+      continue;
+    }
     const text = new TextDecoder("utf-8", { fatal: true });
     try {
-      if (file.size > LARGEST) throw new Error("is larger than 1 MiB");
       taken.push({ name: file.name, text: text.decode(await file.arrayBuffer()) });
-    } catch (error) {
-      addTurn("fault", `${file.name} ${error.message.includes("larger") ? error.message : "is no text in UTF-8"}`);
+    } catch {
+      addTurn("fault", `${file.name} is no text in UTF-8`);
     }
   }
   return taken;
@@ -245,15 +245,14 @@ find("views").hidden = false;
 seeView(false);
 
 // Budgets.
-let budgets = [];
+let budgets = []; // {mib, rate}
 async function readBudgets() {
   const reply = await fetch("props", { headers: headers() }).catch(() => null);
   const plan = reply && reply.ok ? (await reply.json()).plan : null;
-  budgets = plan ? plan.budgets : [];
+  const rates = new Map(((plan && plan.rates) || []).map((rate) => [rate.vram_mib, rate]));
+  budgets = (plan ? plan.budgets : []).map((mib) => ({ mib, rate: rates.get(mib) }));
   find("budget-form").hidden = budgets.length < 2;
   if (budgets.length < 2) return;
-  const rates = new Map((plan.rates || []).map((rate) => [rate.vram_mib, rate]));
-  budgets = budgets.map((mib) => ({ mib, rate: rates.get(mib) }));
   find("budget").max = String(budgets.length - 1);
   find("budgets").replaceChildren(...budgets.map((_, i) => new Option("", String(i))));
   find("budget").value = String(budgets.findIndex((each) => each.mib === plan.vram_mib.reduce((a, b) => a + b, 0)));
@@ -273,10 +272,8 @@ find("budget-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   find("move").disabled = true;
   find("promise").textContent = "Moving; running texts go on afterwards.";
-  const told = await fetch("budget", {
-    method: "POST", body: JSON.stringify({ vram_mib: budgets[find("budget").valueAsNumber].mib }),
-    headers: { ...headers(), "Content-Type": "application/json" },
-  }).then((reply) => reply.json()).catch(() => ({ error: { message: "The server does not answer." } }));
+  const told = await post("budget", { vram_mib: budgets[find("budget").valueAsNumber].mib })
+    .then((reply) => reply.json()).catch(() => ({ error: { message: "The server does not answer." } }));
   find("move").disabled = false;
   await readBudgets();
   find("promise").textContent = told.error ? told.error.message : `The plan in force: ${told.plan}`;

@@ -3,6 +3,9 @@
 const find = (id) => document.getElementById(id);
 let key = sessionStorage.getItem("key") || "";
 const headers = () => (key ? { Authorization: `Bearer ${key}` } : {});
+const post = (path, body, signal) => fetch(path, {
+  method: "POST", body: JSON.stringify(body), signal, headers: { ...headers(), "Content-Type": "application/json" },
+});
 
 // The data of each server-sent event of an answer, with the event's name.
 async function* eventsOf(answer) {

@@ -116,13 +116,14 @@ def test_text_files_go_along_and_others_are_refused(browser: Browser) -> None:
     give = (
         "{const f = document.getElementById('attach-files'), d = new DataTransfer();"
         "d.items.add(new File(['a = 1'], 'a.py')); d.items.add(new File([new Uint8Array([255, 254, 0])], 'b.bin'));"
+        "d.items.add(new File([new Uint8Array((1 << 20) + 1)], 'c.txt'));"
         "f.files = d.files; f.dispatchEvent(new Event('change'))}"
     )
     with page_server(LookedAt()) as (url, asked):
         browser.open(url)
         browser.ask(give)
         browser.wait_for("document.getElementById('attached').textContent === 'a.py'")
-        assert "b.bin is no text in UTF-8" in browser.ask(LOG)
+        assert "b.bin is no text in UTF-8" in (told := browser.ask(LOG)) and "c.txt is larger than 1 MiB" in told
         say(browser, "explain")
         browser.wait_for(
             "!document.getElementById('send').disabled && document.getElementById('attached').textContent === ''"
