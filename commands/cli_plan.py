@@ -353,7 +353,7 @@ def _plan(
 ) -> Made:
     """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
     from pshard.errors import NoPlan
-    from pshard.planner.choose_drafts import choose_drafts, keep_drafts, time_rows
+    from pshard.planner.choose_drafts import choose_drafts, keep_drafts
     from pshard.planner.choose_mode import plan_split
     from pshard.planner.make_plan import plan_baseline
 
@@ -371,7 +371,7 @@ def _plan(
         asked = replace(workload, **drafts)
         variant, trials = _plan_places(args, model, profile, asked, how, tell, chosen)
         assert variant is not None
-        return time_rows(model.spec, profile, keep_drafts(model.spec, variant, chosen)), trials
+        return keep_drafts(model.spec, profile, variant, chosen), trials
     except NoPlan as error:
         if args.sweep is None:
             raise name_least_ram(error, model.spec, profile, workload) from None

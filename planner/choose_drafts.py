@@ -109,11 +109,12 @@ def _keep_seconds(spec: ModelSpec, profile: MachineProfile, workload: Workload) 
     return sum(copy("d2h", law.fetched(0, 1)) for law in laws if law and not law.can_be_cut)
 
 
-def keep_drafts(spec: ModelSpec, variant: Variant, chosen: Variant) -> Variant:
-    """A variant of the workload that was chosen with what was chosen of drafts."""
+def keep_drafts(spec: ModelSpec, profile: MachineProfile, variant: Variant, chosen: Variant) -> Variant:
+    """A variant of the workload that was chosen with what was chosen of drafts, and what steps of its rows take. spec:
+    the whole model."""
     head, drafter = spec.head, chosen.drafter
     settled = settle_head(head, drafter, variant) if head and drafter else None
-    return replace(variant, speculation=chosen.speculation, drafter=settled)
+    return time_rows(spec, profile, replace(variant, speculation=chosen.speculation, drafter=settled))
 
 
 def time_rows(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Variant:

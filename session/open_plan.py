@@ -171,7 +171,7 @@ def _plan_again(
             raise name_least_ram(error, spec, profile, workload) from None
         asked = replace(planned.workload, max_ubatch=workload.max_ubatch)
         planned = plan_slots(spec, profile, asked, planned, record)
-        planned = keep_drafts(spec, planned, drafted) if drafted else planned
+        planned = keep_drafts(spec, profile, planned, drafted) if drafted else planned
     try:
         saved = save_variants(path, spec.name, inputs, [planned])
     except CannotWrite as error:

@@ -10,7 +10,7 @@ from head_files import make_headed_world
 from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.session.open_plan import open_plan
 from pshard.session.run_request import RunRequest
-from pshard.speculation import AUTO
+from pshard.speculation import AUTO, MTP
 
 
 @pytest.fixture
@@ -60,6 +60,13 @@ def test_a_budget_that_holds_little_keeps_the_output_there_under_every_tier(worl
     ((plan,),) = [plans["variants"] for plans in json.loads(world.registry.read_text())["sets"]]
     for tier in plan["ranks"][0]["tiers"]:
         assert [p["where"] for p in tier["placements"] if p["unit"] == "output"] == ["pinned"]
+
+
+def test_a_run_that_plans_with_a_head_knows_what_steps_of_its_rows_take(world: World) -> None:
+    opened = open_plan(RunRequest(world.model, (64,), 256, 1, profile=world.profile, drafts=MTP, plans=True))
+    opened.file.close()
+    said, drafting = opened.variant.speculation, opened.variant.workload.drafting
+    assert said is not None and drafting.drafts and len(said.rows) == drafting.rows
 
 
 @pytest.mark.slow  # the least is searched; test_ram.py has it without a head
