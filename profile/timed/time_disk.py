@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from pshard.homes import ON_DISK
 from pshard.machine import DiskTiming
 from pshard.model import ModelSpec
 from pshard.runtime.devices.device import CpuDevice
@@ -75,7 +76,7 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
 
 def _may_live_there(file: ReadModel, unit: Unit) -> bool:
     """Whether a plan may leave a unit on disk, where it lies as it is used."""
-    if all(where != "disk" for where, _ in places_of(unit.kind, False)):
+    if all(where != ON_DISK for where, _ in places_of(unit.kind, False)):
         return False
     stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
     return bool(stacks) and all(file.locate(*place) is not None for place in stacks)
