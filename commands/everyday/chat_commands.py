@@ -32,23 +32,22 @@ Confirm = Callable[[str], bool]
 
 def fit_status(chat: "Conversation", width: int) -> str:
     """The status in a window of so many columns: what matters least is left out first."""
-    parts = describe_status(chat).split(" | ")
-    order = sorted(range(len(parts)), key=lambda i: (1, 0, 2)[i] if len(parts) == 3 else i)  # the context matters most
+    parts = list_status(chat)
     kept: list[int] = []
-    for i in order:
+    for i in (1, 0, 2) if len(parts) == 3 else (0,):  # the context matters most
         if len(" | ".join(parts[j] for j in sorted([*kept, i]))) <= width:
             kept.append(i)
     return " | ".join(parts[i] for i in sorted(kept)) or f"{chat.context_used}/{chat.engine.longest}"[:width]
 
 
-def describe_status(chat: "Conversation") -> str:
+def list_status(chat: "Conversation") -> list[str]:
     """Rates of the last answer, the context that is used, and what of the prompts came from the cache."""
     last, total = chat.last, chat.total
     context = f"{chat.context_used} of {chat.engine.longest} tokens of context"
     if not total.prompt:
-        return context
+        return [context]
     rates = f"{last.rate:.1f} tok/s, prompt {last.prompt_rate:.0f} tok/s"
-    return f"{rates} | {context} | {total.reused / total.prompt:.0%} of prompts from the cache"
+    return [rates, context, f"{total.reused / total.prompt:.0%} of prompts from the cache"]
 
 
 def run_command(chat: "Conversation", line: str, tell: Tell, confirm: Confirm) -> bool | str:
@@ -140,7 +139,7 @@ def _path(name: str, command: str) -> Path:
 
 def _tell_stats(chat: "Conversation", tell: Tell) -> None:
     total = chat.total
-    tell(describe_status(chat))
+    tell(" | ".join(list_status(chat)))
     tell(
         f"so far {total.generated} tokens of answers in {total.seconds:.1f} s; of {total.prompt} tokens of prompts "
         f"{total.prompt - total.reused} were computed, in {total.prompt_seconds:.1f} s"
