@@ -36,8 +36,8 @@ ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel
 FOLLOWS = Ports((ENTERED,), adds=True)  # the others
 ROUTES = Ports((HIDDEN,), (ROUTED,))
 IS_ROUTED = Ports((ROUTED,), adds=True)
-# What the CPU takes comes to it by one hand-off before it computes: so the first of these that it computes takes what
-# the next one needs, and only an accelerator blends.
+# One hand-off to the CPU takes less than two: so the first of these that it computes takes what the next one needs, and
+# only an accelerator blends.
 GIVES_DENSE = Ports((HIDDEN, ROUTED), (DENSE,))
 GIVES_EXPERTED = Ports((ROUTED, DENSE), (EXPERTED,))
 BLENDS = Ports((DENSE, EXPERTED), adds=True)

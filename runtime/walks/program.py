@@ -232,9 +232,11 @@ class _Compiler:
             if isinstance(made, Stretch) and not made.gives_logits:
                 self._found[self._last] = replace(made, leaves=step.activations)
             self._add_by_thread(step)
-        elif _is_asked(self._body[at + 1 :]):
-            self._parts += [step, Tell(len(self.runs))]
-            self.asked.append(len(self.runs))
+        elif any(_is_on(later, CPU) for later in self._body[at + 1 :]):  # else the last one, of logits
+            self._parts.append(step)
+            if _is_asked(self._body[at + 1 :]):
+                self._parts.append(Tell(len(self.runs)))
+                self.asked.append(len(self.runs))
 
     def _add_by_thread(self, step: Step) -> None:
         self._close()

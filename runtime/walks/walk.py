@@ -83,7 +83,8 @@ class Walk:
         work = {"cpu": Work(context.host.side, batch.host_rows, batch.ids, logits), "acc": acc}
         self._units = UnitRuns(context, residents, tier, work)
         self._copies = CopiesBeside(context, residents, tier, batch.segments)
-        self._side = "cpu"
+        self._side = CPU  # which computed last
+        self._delivered = False  # whether the logits were asked for
         self._once = False  # whether nothing of this walk will be done again in the same way
         self._left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
         self.settled = False
@@ -175,8 +176,7 @@ class Walk:
             if written:
                 logits.expect()
             logits.deliver(self._left)
-            self._left, self.settled = None, written
-            self._side = CPU  # nobody wants hidden states any more
+            self._left, self.settled, self._delivered = None, written, True
 
     def _key(self, stretch: Stretch) -> tuple:
         """Equal for work whose kernels, addresses and launch sizes are."""
@@ -262,11 +262,11 @@ class Walk:
     def _move(self, step: Move) -> None:
         if not isinstance(step.portion, Activations | Part):
             self._copies.start(step, self._tokens)
-        elif step.is_to_acc and (step.part_width or self._side == CPU):
+        elif step.is_to_acc:
             self._send(step)
             self._context.transfers.link_bytes += self._count_sent(step)
             self._side = ACC
-        elif not step.is_to_acc and self._side == ACC:  # else the last one: logits were delivered as they were computed
+        elif not self._delivered:  # else the last one, of logits, which go where they are wanted
             self._wait_for_rows(step.activations)
             self._side = CPU
 

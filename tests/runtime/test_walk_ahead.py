@@ -1,5 +1,6 @@
 """Walks that run ahead, with the CPU as accelerator: flags in place of kernels that tell and await."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from engines import open_engine
 from experts_file import WAYS
 from flag_relay import open_on_flags
+from gemma4_files import MIXED, make_gemma4, write_gemma4
 from model_files import write_gguf
 from plan_samples import make_tier
 
@@ -18,6 +20,9 @@ from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.texts.text import Piece
 from pshard.runtime.walks.program import Stretch
 from pshard.runtime.walks.walk import ACTS, Walk
+from pshard.steps.emit import emit_steps
+from pshard.steps.move import Activations, Move, hand_over
+from pshard.steps.step import Compute, Step, StepList
 from pshard.units.moe.experts import EXPERTS
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
@@ -48,6 +53,44 @@ def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Pa
     got, moved = talk(path, tiers)
     assert len(ahead) >= 2, "single tokens run ahead from the second on"
     assert torch.equal(got, expected) and moved == nbytes
+
+
+def emit_with_hand_offs_apart(before: str, *given) -> StepList:
+    """Steps in which routes come to the CPU by themselves before a unit there, not with what its first one takes."""
+    steps, body, late = emit_steps(*given), list[Step](), list[Step]()
+    for step in steps.body:
+        if isinstance(step, Move) and step.takes_back(Activations) and len(step.activations) > 1:
+            body.append(hand_over("cpu", step.nbytes))
+            late.append(hand_over("cpu", step.nbytes, ("routed",)))
+            continue
+        if isinstance(step, Compute) and step.unit.endswith(before):
+            body += late
+            late.clear()
+        body.append(step)
+    assert len(body) > len(steps.body) and not late
+    return StepList(steps.enter, tuple(body))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("before", ["ffn", "experts"])
+def test_the_cpu_gets_two_hand_offs_between_what_the_accelerator_computes(
+    tmp_path: Path, monkeypatch, before: str, ahead: bool
+) -> None:
+    path = write_gemma4(tmp_path / "m.gguf", MIXED, make_gemma4(MIXED))
+    with open_model(path) as file:
+        spec = file.spec
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    places |= {u.name: ("cpu", None) for u in spec.units if u.name.endswith(("ffn", "experts"))}
+    tiers = tuple(make_tier(spec, n, places, 2, 128, 1) for n in (4, 40))
+    expected, _ = talk(path, tiers)
+    monkeypatch.setattr("pshard.runtime.executor.emit_steps", partial(emit_with_hand_offs_apart, before))
+    runs, walk_ahead = [], Walk.walk_ahead
+    monkeypatch.setattr(Walk, "walk_ahead", lambda self, *rest: runs.append(1) or walk_ahead(self, *rest))
+    if ahead:
+        monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+        monkeypatch.setattr(HostKernels, "repeatable", True)
+    assert torch.equal(talk(path, tiers)[0], expected)
+    assert len(runs) >= 2 * ahead
 
 
 def test_rows_are_chosen_where_the_walk_runs_ahead_and_where_launches_repeat(tmp_path: Path, monkeypatch) -> None:
