@@ -7,16 +7,16 @@ made at once. docs/speculation.md has the formulas.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from pshard.batch import DECODE, PROMPT, Batch, Span
+from pshard.batch import PROMPT
 from pshard.buffers import STATES
 from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
-from pshard.runtime.texts.block_copies import BlockCopies
+from pshard.runtime.speculation.second_program import Ask, Rows, SecondProgram
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
@@ -52,34 +52,13 @@ class Held:
         self.states, self.first, self.cells = self.states[cells - 1 - self.first :], cells - 1, cells
 
 
-@dataclass(frozen=True)
-class Ask:
-    """Drafts that are wanted of a text: at most so many that follow `tokens`, which it does not have yet."""
-
-    text: Text
-    tokens: tuple[int, ...]
-    most: int
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Tokens of a text at `past` and behind it, and the states before each."""
-
-    text: Text
-    ids: tuple[int, ...]
-    past: int
-    states: torch.Tensor
-
-
-class HeadProgram:
+class HeadProgram(SecondProgram):
     """That of one engine."""
 
-    name = "head"
-
     def __init__(self, head: Executor, model: Executor, blocks: TextBlocks) -> None:
-        self._head, self._model, self._blocks = head, model, blocks
-        self._most = head.plan.tiers[-1].tokens
+        super().__init__("head", head, model, blocks)
         self._held: dict[Text, Held] = {}
+        self._join = next(unit.name for unit in head.spec.units if PRIOR in unit.ports.reads)
         # by KV block, the model's state after its last token
         shape, width = model.states, model.spec.config.d_model
         self._ends = torch.zeros(kv_blocks(shape.context, shape.sequences), width)
@@ -120,12 +99,12 @@ class HeadProgram:
 
     def _catch_up(self, texts: Sequence[Text]) -> None:
         """Make the cells of all tokens that texts have, as far as the states before them are known."""
-        due = list[_Rows]()
+        due = list[Rows]()
         for text in texts:
             held = self._held[text]
             end = min(held.known, len(text.ids))
             if end > held.cells:
-                due.append(_Rows(text, tuple(text.ids[held.cells : end]), held.cells, held.take(held.cells, end)))
+                due.append(Rows(text, tuple(text.ids[held.cells : end]), held.cells, held.take(held.cells, end)))
         self._run(due, wants=False)
         for rows in due:
             self._held[rows.text].drop(rows.past + len(rows.ids))
@@ -152,105 +131,44 @@ class HeadProgram:
 
     def caches(self) -> Iterator[torch.Tensor]:
         """See Follower."""
-        yield from BlockCopies(self._head).caches(window=False)
+        yield from super().caches()
         yield self._ends
-
-    def close(self) -> None:
-        """See Follower."""
-        self._head.close()
 
     # --- drafts ---------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
-        """The head's likeliest tokens, chained: each draft is found from the one before it and the head's own state.
-        Texts have room for their tokens and all drafts but the last."""
-        drafts, rows = [list[int]() for _ in asks], list[_Rows]()
-        for ask in asks:
-            held, ids = self._held.get(ask.text), (*ask.text.ids, *ask.tokens)
-            if held is None or held.known + 1 != len(ids):
-                raise ValueError(
-                    f"{len(ids)} tokens to draft behind, and the state after the one before the last lacks"
-                )
-            self._blocks.reserve(ask.text, len(ids) + ask.most - 1)
-            begin = min(held.cells, held.known)
-            rows.append(_Rows(ask.text, ids[begin:], begin, held.take(begin, len(ids))))
-        going = list(range(len(asks)))
-        for made in range(1, max((ask.most for ask in asks), default=0) + 1):
-            found = self._run([rows[i] for i in going], wants=True)
-            for i, (token, state) in zip(list(going), found, strict=True):
-                if token is None:
-                    going.remove(i)
-                    continue
-                drafts[i].append(token)
-                if made == asks[i].most:
-                    going.remove(i)
-                rows[i] = _Rows(asks[i].text, (token,), rows[i].past + len(rows[i].ids), state)
-            if not going:
-                break
-        for ask in asks:  # cells of drafts, and of the last token, are made anew once the model's state is known
-            held = self._held[ask.text]
-            if held.known > held.cells:
-                held.drop(held.known)
-        return [tuple(own) for own in drafts]
+    def _begin(self, ask: Ask) -> Rows:
+        held, ids = self._held.get(ask.text), (*ask.text.ids, *ask.tokens)
+        if held is None or held.known + 1 != len(ids):
+            raise ValueError(f"{len(ids)} tokens to draft behind, and the state after the one before the last lacks")
+        self._blocks.reserve(ask.text, len(ids) + ask.most - 1)
+        begin = min(held.cells, held.known)
+        return Rows(ask.text, ids[begin:], begin, held.take(begin, len(ids)))
+
+    def _end(self, text: Text) -> None:
+        """Cells of drafts, and of the last token, are made anew once the model's state is known."""
+        held = self._held[text]
+        if held.known > held.cells:
+            held.drop(held.known)
 
     # --- micro-batches --------------------------------------------------------------------------------------------
 
-    def _run(self, rows: Sequence[_Rows], wants: bool) -> list[tuple[int | None, torch.Tensor]]:
-        """Compute tokens of texts. wants: of each text the likeliest next token, None where there is a NaN, and the
-        head's state [1, d_model] after the last one."""
-        found = list[tuple[int | None, torch.Tensor]]()
-        for some, ends in self._cut(rows):
-            best = self._compute(some, ends if wants else [False] * len(some))
-            if wants:
-                numbers = iter(best.tolist())
-                with self._head.device.computing():
-                    states, at = _states_of(self._head), 0
-                    for own, is_end in zip(some, ends):
-                        at += len(own.ids)
-                        if is_end:
-                            logit, token = next(numbers)
-                            found.append((int(token) if logit == logit else None, states[at - 1 : at].clone()))
-        return found
+    def _state_after(self, row: int) -> torch.Tensor:
+        with self._program.device.computing():
+            return _states_of(self._program)[row : row + 1].clone()
 
-    def _cut(self, rows: Sequence[_Rows]) -> Iterator[tuple[list[_Rows], list[bool]]]:
-        """Micro-batches, and whether each of their tokens' last is the text's."""
-        some, ends, room = list[_Rows](), list[bool](), self._most
-        for own in rows:
-            done = 0
-            while done < len(own.ids):
-                take = min(room, len(own.ids) - done)
-                part = slice(done, done + take)
-                some.append(replace(own, ids=own.ids[part], past=own.past + done, states=own.states[part]))
-                done, room = done + take, room - take
-                ends.append(done == len(own.ids))
-                if not room:
-                    yield some, ends
-                    some, ends, room = [], [], self._most
-        if some:
-            yield some, ends
-
-    def _compute(self, rows: Sequence[_Rows], wants: Sequence[bool]) -> torch.Tensor:
-        head, ids = self._head, [token for own in rows for token in own.ids]
-        segments, spans, at = list[Segment](), list[Span](), 0
-        for own, wanted in zip(rows, wants):
-            segments.append(self._blocks.segment_at(own.text, at, len(own.ids), own.past))
-            kind = DECODE if len(own.ids) == 1 else PROMPT
-            spans.append(Span(len(own.ids), own.past, int(wanted), kind))
-            at += len(own.ids)
-        with head.device.current():
-            tier = head.plan.covering(max(len(ids), head.least))
-            in_force = head.enter(tier, self._blocks.used)
-            join = next(unit for unit in head.spec.units if PRIOR in unit.ports.reads)
-            is_on_acc = tier.placement(join.name).is_on_acc
-            if not is_on_acc:
-                head.device.synchronize()  # the last micro-batch may still read the host's buffers
-            with head.device.computing():
-                at, prior = 0, (in_force.side if is_on_acc else head.host.side).space.tensors[PRIOR]
-                for own in rows:
-                    prior[at : at + len(own.ids)].copy_(own.states)
-                    at += len(own.ids)
-            return head.run(ids, tuple(segments), Batch(tuple(spans)), self._blocks.used, best_only=True)
+    def _make_ready(self, rows: Sequence[Rows], tokens: int) -> None:
+        head = self._program
+        tier = head.plan.covering(max(tokens, head.least))
+        in_force = head.enter(tier, self._blocks.used)
+        is_on_acc = tier.placement(self._join).is_on_acc
+        if not is_on_acc:
+            head.device.synchronize()  # the last micro-batch may still read the host's buffers
+        with head.device.computing():
+            at, prior = 0, (in_force.side if is_on_acc else head.host.side).space.tensors[PRIOR]
+            for own in rows:
+                assert own.states is not None
+                prior[at : at + len(own.ids)].copy_(own.states)
+                at += len(own.ids)
 
 
 def _states_of(executor: Executor) -> torch.Tensor:

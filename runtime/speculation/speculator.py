@@ -13,9 +13,8 @@ from pshard.runtime.sampling import Sampler
 from pshard.runtime.sampling.sampler import NO_NUMBERS
 from pshard.runtime.speculation.accept import MadeUp, match_drafts
 from pshard.runtime.speculation.draft_length import DraftLength, StepSeconds
-from pshard.runtime.speculation.draft_program import DraftProgram
-from pshard.runtime.speculation.head_program import Ask, HeadProgram
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
+from pshard.runtime.speculation.second_program import Ask, SecondProgram
 from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
@@ -39,7 +38,7 @@ class Drafter(Protocol):
 class HeadDrafter:
     """A head, or a draft model, that drafts for one text. It has seen what was computed of it."""
 
-    def __init__(self, head: HeadProgram | DraftProgram, text: Text, owed: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, head: SecondProgram, text: Text, owed: Callable[[], Sequence[int]]) -> None:
         """owed: told tokens before the last one, which the text lacks until they are computed again."""
         self._head, self._text, self._owed, self._last = head, text, owed, -1
 
@@ -102,7 +101,7 @@ class Speculator:
         self._stops = () if self._made_up else stops
         self._drafter: Drafter = PromptLookup()
         if wanted.kind in PROGRAMS:
-            assert isinstance(head, HeadProgram | DraftProgram), "whoever asks for its drafts has a plan with it"
+            assert isinstance(head, SecondProgram), "whoever asks for its drafts has a plan with it"
             self._drafter = HeadDrafter(head, text, lambda: self._owed)
         self._owed: list[int] = []  # told, and to be computed again: states could not be cut back to behind them
         most = min(wanted.most, pool.largest_step - 1)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
-from pshard.runtime.speculation.draft_program import DraftProgram
-from pshard.runtime.speculation.head_program import Ask, HeadProgram
+from pshard.runtime.speculation.second_program import Ask, SecondProgram
 from pshard.server.life.how_to_run import PrefixLimits
 from pshard.server.life.read_facts import allow_drafts
 from pshard.server.scheduling.served_machine import Asked, PlanFacts, Pool, TextDrafter
@@ -20,7 +19,7 @@ class HeadDrafter:
 
     takes_time = True
 
-    def __init__(self, head: HeadProgram | DraftProgram) -> None:
+    def __init__(self, head: SecondProgram) -> None:
         self._head = head
 
     def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
@@ -43,7 +42,7 @@ class LocalMachine:
         self.pool: Pool = engine.texts
         self.drafter: TextDrafter | None = None
         if self.facts.drafts.kind in PROGRAMS:
-            assert isinstance(engine.drafter, HeadProgram | DraftProgram), "a plan by which it drafts has it"
+            assert isinstance(engine.drafter, SecondProgram), "a plan by which it drafts has it"
             self.drafter = HeadDrafter(engine.drafter)
 
     @property

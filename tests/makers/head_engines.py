@@ -83,7 +83,7 @@ def add_head(variant: Variant, spec: Any, on_acc: bool) -> Variant:
 
 def record_logits(engine: Engine) -> list[torch.Tensor]:
     """Every row of logits that the head gives from now on."""
-    head, found = engine.drafter._head, list[torch.Tensor]()
+    head, found = engine.drafter._program, list[torch.Tensor]()
     run = head.run
 
     def run_all(*args: Any, best_only: bool = False, **more: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from head_files import HEADED
 from head_forward import head_logits
 
 from pshard.runtime.sampling import Sampling
-from pshard.runtime.speculation.head_program import Ask
+from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.speculation import MTP, Acceptance
 

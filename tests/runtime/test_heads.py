@@ -14,7 +14,7 @@ from pshard.batch import VERIFY
 from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
-from pshard.runtime.speculation.head_program import Ask
+from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.runtime.texts.text import Piece, Text
 from pshard.speculation import MTP
