@@ -47,7 +47,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are; walks: makes walks.
-        in_force: the tier. switches: how often tiers changed; least: tokens of the smallest in use; meanwhile: a class.
+        in_force: the tier. switches: how often tiers changed; least: tokens of the smallest in use; meanwhile: see it.
     """
 
     def __init__(

@@ -277,7 +277,7 @@ def fill_sum_norms(source: WeightSource, spec: ModelSpec, rows: torch.Tensor) ->
 
 
 def _fill_vector(source: WeightSource, tensor: TensorSpec, out: torch.Tensor) -> None:
-    out.copy_(_vector(source.tensor_bytes(tensor.name), tensor.qtype))
+    out.copy_(read_vector(source, tensor))
     source.forget_tensor(tensor.name)
 
 

@@ -78,7 +78,7 @@ class DraftSettings:
     fixed: bool = False
     made_up: Acceptance | None = None
     record: AcceptanceRecord = field(default_factory=lambda: AcceptanceRecord(LOOKUP))
-    spent: "DraftSeconds" = field(default_factory=lambda: DraftSeconds())
+    spent: DraftSeconds = field(default_factory=DraftSeconds)
 
 
 class Speculator:
