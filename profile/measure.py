@@ -46,7 +46,7 @@ from pshard.profile.timed.host_threads import (
     unit_reader,
     use_threads,
 )
-from pshard.profile.timed.kernel_jobs import Found, Job, Row, list_jobs, side_name
+from pshard.profile.timed.kernel_jobs import Found, Job, Row, list_jobs, require_first_of_each_sort, side_name
 from pshard.profile.timed.measure_reserve import measure_reserve
 from pshard.profile.timed.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.timed.rank_shares import measure_shares
@@ -368,14 +368,8 @@ def plan_jobs(request: ProfileRequest, has_own_kernels: bool) -> list[Job]:
     lists = [list_jobs(side, request.effort, request.model) for side in sides]
     mixed = [job for group in zip_longest(*lists) for job in group if job is not None]
     if request.effort.short:
-        mixed = _only_first_of_each_sort(mixed)
+        mixed = require_first_of_each_sort([replace(job, optional=True) for job in mixed])
     return sorted(mixed, key=lambda job: job.optional)
-
-
-def _only_first_of_each_sort(jobs: list[Job]) -> list[Job]:
-    """The same jobs, of which one of each sort and side must be timed, and the others if there is time."""
-    sorts = [(job.side, getattr(job.run, "func", job.label)) for job in jobs]
-    return [replace(job, optional=sort in sorts[:i]) for i, (job, sort) in enumerate(zip(jobs, sorts))]
 
 
 def expected_seconds(request: ProfileRequest) -> float:

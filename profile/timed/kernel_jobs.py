@@ -1,7 +1,7 @@
 """The kernel timings that a profile consists of: what each is, how long it may take, whether it can be left out."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pshard.batch_sizes import LOGIT_ROWS
@@ -50,13 +50,21 @@ def list_jobs(side: str, effort: Effort, model: Shapes | None) -> list[Job]:
     """All kernel timings of one side ("host", "acc", "acc1"...), each once: a model's own shapes first, then the grid.
 
     Only matmuls and experts of the grid are optional: its attention and elementwise rows stand in for every model's.
+    Without a model the first of each sort is not: no plan can be made without one.
     """
     jobs: dict[object, Job] = {}
     for shapes, of_grid in ((model, False), (effort.grid, True)):
         if shapes is not None:
             for key, job in _jobs_of(side, effort, shapes, of_grid):
                 jobs.setdefault(key, job)
-    return sorted(jobs.values(), key=lambda job: job.optional)
+    listed = list(jobs.values()) if model else require_first_of_each_sort(list(jobs.values()))
+    return sorted(listed, key=lambda job: job.optional)
+
+
+def require_first_of_each_sort(jobs: Sequence[Job]) -> list[Job]:
+    """The same jobs, of which the first of each sort and side is not optional."""
+    sorts = [(job.side, getattr(job.run, "func", job.label)) for job in jobs]
+    return [replace(job, optional=job.optional and sort in sorts[:i]) for i, (job, sort) in enumerate(zip(jobs, sorts))]
 
 
 def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:

@@ -249,6 +249,13 @@ def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
     assert ran == [job.label for job in jobs if not job.optional]
 
 
+def test_without_a_model_one_of_each_sort_is_timed_however_busy_the_machine_is():
+    """A profile without a product could not plan anything."""
+    jobs = list_jobs("host", TINY, None)
+    needed = {job.run.func for job in jobs if not job.optional}
+    assert needed == {job.run.func for job in jobs} and any(job.optional for job in jobs)
+
+
 def test_what_the_card_cannot_run_is_left_out_with_a_note():
     """A kernel that no tile makes run, one that lacks shared memory as Triton tells it; any other error ends."""
     row = MatmulTiming("acc", "Q4_0", 64, 64, 1, 1.0)
