@@ -101,6 +101,14 @@ def parse_mib(text: str) -> int:
     return mib
 
 
+def parse_ram(text: str) -> int:
+    """As parse_mib, and more than nothing. Raises argparse.ArgumentTypeError."""
+    mib = parse_mib(text)
+    if mib < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory; without it all there is may be taken")
+    return mib
+
+
 def parse_mib_list(text: str) -> tuple[int, ...]:
     """ "12000,8000" -> one budget per device."""
     return tuple(parse_mib(part) for part in text.split(","))

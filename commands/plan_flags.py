@@ -15,6 +15,7 @@ from pshard.commands.command_line import (
     parse_count,
     parse_mib,
     parse_mib_list,
+    parse_ram,
     settle_context,
 )
 from pshard.commands.parsing.card_flags import add_card_flag
@@ -50,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="VRAM budget in MiB, one per device (12000, 11.5G; default: what is free less a margin)",
     )  # fmt: skip
     p.add_argument(
-        "--ram", type=parse_mib, metavar="MIB",
+        "--ram", type=parse_ram, metavar="MIB",
         help="host memory for all that runs, in MiB (6G); the rest of the model stays on disk (default: all there is)",
     )  # fmt: skip
     p.add_argument(
@@ -118,7 +119,7 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
     if args.vram is None and args.sweep is None:
         args.vram = env_default("VRAM", parse_mib_list, None)
     if args.ram is None:
-        args.ram = env_default("RAM", parse_mib, 0)
+        args.ram = env_default("RAM", parse_ram, 0)
     if args.ctx_size is None:
         args.ctx_size = env_default("CTX_SIZE", parse_context, None)
     if args.validate is None:

@@ -8,8 +8,8 @@ from pshard.commands.command_line import (
     env_default,
     parse_context,
     parse_count,
-    parse_mib,
     parse_mib_list,
+    parse_ram,
     settle_context,
 )
 from pshard.commands.parsing.card_flags import add_card_flag
@@ -40,8 +40,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--ram",
-        type=parse_mib,
-        default=env_default("RAM", parse_mib, 0),
+        type=parse_ram,
+        default=env_default("RAM", parse_ram, 0),
         metavar="MIB",
         help="host memory for all that runs, in MiB (6G); the rest of the model stays on disk (default: all there is)",
     )

@@ -48,9 +48,9 @@ def load(
     Raises:
         UserError: one line saying what is missing, stale or out of range, and the command that mends it.
     """
-    for name, value in (("context", context), ("sequences", sequences)):
+    for name, value in (("context", context), ("sequences", sequences), ("ram", ram)):
         if value is not None and value < 1:
-            raise UserError(f"{name} is {value}; it is 1 or more, or None for what is planned")
+            raise UserError(f"{name} is {value}; it is 1 or more, or None for what is planned or there")
     if kernels not in KERNELS:
         raise UserError(f"kernels is {kernels!r}; choose from {', '.join(KERNELS)}")
     budgets = (vram,) if isinstance(vram, int) else tuple(vram) if vram else None

@@ -8,6 +8,8 @@ from cli_world import World, make_world
 
 import pshard
 from pshard.commands.cli_plan import main as plan
+from pshard.commands.cli_run import main as run
+from pshard.errors import UserError
 from pshard.planner.price import host_limits
 
 MIB = 1 << 20
@@ -26,6 +28,14 @@ def speak(world: World, ram: int) -> torch.Tensor:
     with pshard.load(world.model, ram=ram or None, type_k="f32", type_v="f32", kernels="plain") as engine:
         assert bool(engine.rank_plan.beyond_host) == bool(engine.memory().disk) == bool(ram)
         return torch.stack([engine.forward(list(range(40))), *(engine.forward([n]) for n in range(3))])
+
+
+def test_no_memory_at_all_is_refused(world: World, capfd) -> None:
+    for command in (plan, run):
+        assert command(["-m", str(world.model), "--ram", "0"]) == 2
+        assert capfd.readouterr().err.strip().startswith("error: argument --ram: '0' is no memory")
+    with pytest.raises(UserError, match="ram is 0; it is 1 or more"):
+        pshard.load(world.model, ram=0)
 
 
 def test_every_ram_from_the_least_on_gives_the_logits_of_all_in_memory(world: World, capfd) -> None:
