@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED
+from pshard.homes import DIVIDED, ON_CPU, ON_DISK, PINNED, STREAMED, list_sorts
 from pshard.machine import MachineProfile
 from pshard.plan import TierPlan, Variant
 from pshard.predicted_times import decode_rate, first_token_seconds
@@ -11,7 +11,13 @@ from pshard.reports.figures.style import OWN_STRATEGY, format_number, name_strat
 from pshard.reports.inputs import ReportInputs
 from pshard.times.measurement import Measurement
 
-WHERE = {PINNED: "in VRAM", STREAMED: STREAMED, ON_CPU: "on the CPU", DIVIDED: "divided between both"}
+WHERE = {
+    PINNED: "in VRAM",
+    STREAMED: STREAMED,
+    ON_CPU: "on the CPU",
+    ON_DISK: "on disk",
+    DIVIDED: "divided between both",
+}
 
 
 def name_sort(sort: str) -> str:
@@ -116,7 +122,7 @@ def rates_of(profile: MachineProfile) -> tuple[tuple[str, float], ...]:
 def count_places(tier: TierPlan) -> dict[str, int]:
     """How many units are where, in a tier."""
     sorts = [place.sort for place in tier.placements]
-    return {sort: sorts.count(sort) for sort in WHERE if sort in sorts}
+    return {sort: sorts.count(sort) for sort in list_sorts(sorts) if sort in sorts}
 
 
 def _describe_machine(profile: MachineProfile) -> str:

@@ -10,7 +10,7 @@ from report_samples import make_bench, make_full_profile, make_measurement, make
 from pshard.reports.inputs import ReportInputs
 from pshard.reports.page import build_page
 from pshard.reports.sections import draw_sections
-from pshard.reports.summary import find_gains, summarise
+from pshard.reports.summary import count_places, find_gains, name_sort, summarise
 from pshard.times.measurement import Timeline
 
 
@@ -46,6 +46,15 @@ def test_a_cpu_that_is_the_accelerator_too_is_named_once() -> None:
     machine, *_ = summarise(make_inputs(profiles=(replace(profile, accelerators=(acc,)),)))
     assert machine.count(profile.host.cpu) == 1 and "which is the accelerator too" in machine
     assert "GB/s in copies" in machine and "link" not in machine
+
+
+def test_units_on_disk_are_counted_and_named() -> None:
+    (variant,) = make_plan_registry().sets[0].variants
+    tier = variant.ranks[0].tiers[0]
+    moved = replace(tier.placement("blk.0.ffn"), where="disk", kv=None, cpu_rows=0, kept_parts=0)
+    tier = replace(tier, placements=tuple(moved if p.unit == moved.unit else p for p in tier.placements))
+    assert sum(count_places(tier).values()) == len(tier.placements)
+    assert count_places(tier)["disk"] == 1 and name_sort("disk") == "on disk"
 
 
 def test_a_gain_is_over_the_best_alternative_and_spans_the_repeats() -> None:
