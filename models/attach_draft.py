@@ -1,5 +1,6 @@
 """A second model beside one, which drafts for it: they must have the same vocabulary."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,24 +18,17 @@ _SHAPE = StateShape(64, 1, "f32", "f32", 64)
 def open_drafted(model: Path, draft: Path | None) -> ModelFile:
     """Open a model, and another one that is to draft for it. Raises UserError as `open_model`, and for a draft model of
     another vocabulary, or with layers that cannot draft."""
-    file = open_model(model)
-    if draft is None:
-        return file
-    try:
-        other = open_model(draft)
-    except BaseException:
-        file.close()
-        raise
-    try:
-        check_draft(file, other)
-    except BaseException:
-        file.close()
-        other.close()
-        raise
-    return file.with_draft(other)
+    with ExitStack() as opened:  # closed where something is wrong
+        file = opened.enter_context(open_model(model))
+        if draft is not None:
+            other = opened.enter_context(open_model(draft))
+            _check_draft(file, other)
+            file = file.with_draft(other)
+        opened.pop_all()
+    return file
 
 
-def check_draft(file: ModelFile, draft: ModelFile) -> None:
+def _check_draft(file: ModelFile, draft: ModelFile) -> None:
     """Raise UserError for a model that cannot draft for another one."""
     spec, where = draft.spec, f"-md {draft.spec.path}"
     config = spec.config
