@@ -327,14 +327,19 @@ def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -
     own = _common(recipe) | _moe_keys(recipe) | (_OWN_KEYS[family](recipe) if family in _OWN_KEYS else {})
     keys = {f"{arch}.{key}": value for key, value in own.items()} | _bends(recipe, weights)
     _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
-    for name, values in _as_stored(family, recipe, weights).items():
+    add_matrices(writer, _as_stored(family, recipe, weights), qtype)
+    return Family(recipe, weights, _finish(writer, path))
+
+
+def add_matrices(writer: gguf.GGUFWriter, weights: Weights, qtype: str) -> None:
+    """Write tensors, of which matrices become that type; vectors, norms and routers stay float32."""
+    for name, values in weights.items():
         array = values.astype(np.float32)
         if array.ndim == 1 or "_norm" in name or qtype == "F32" or "ffn_gate_inp" in name:
             writer.add_tensor(name, array)
         else:
             encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[qtype])
             writer.add_tensor(name, encoded, raw_dtype=gguf.GGMLQuantizationType[qtype])
-    return Family(recipe, weights, _finish(writer, path))
 
 
 def _bends(r: Recipe, weights: Weights) -> dict[str, Any]:

@@ -236,11 +236,16 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
     return added
 
 
+def gelu(x: np.ndarray) -> np.ndarray:
+    """By its approximation with tanh."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def _bend(act: str, x: np.ndarray, numbers: np.ndarray | None) -> np.ndarray:
     if act == "relu2":
         return np.maximum(x, 0) ** 2
     if act == "gelu":
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return gelu(x)
     assert numbers is not None, "xielu"
     alpha_p, alpha_n, beta, eps = numbers
     above, below = np.log1p(np.exp(alpha_p)), beta + np.log1p(np.exp(alpha_n))
@@ -249,8 +254,4 @@ def _bend(act: str, x: np.ndarray, numbers: np.ndarray | None) -> np.ndarray:
 
 def _expert(recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray) -> np.ndarray:
     g = h @ gate.T
-    if recipe.gelu:
-        act = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-    else:
-        act = g / (1 + np.exp(-g))
-    return (act * (h @ up.T)) @ down.T
+    return ((gelu(g) if recipe.gelu else g / (1 + np.exp(-g))) * (h @ up.T)) @ down.T

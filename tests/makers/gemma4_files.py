@@ -11,6 +11,8 @@ from typing import Any
 
 import gguf
 import numpy as np
+from family_files import add_matrices
+from family_forward import gelu
 from model_files import _add_metadata, _finish
 
 Weights = dict[str, np.ndarray]
@@ -176,13 +178,10 @@ def _turn(r: Gemma4, x: np.ndarray, layer: int) -> np.ndarray:
 
 
 def _gelu(r: Gemma4, x: np.ndarray) -> np.ndarray:
-    def bend(y: np.ndarray) -> np.ndarray:
-        return 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
-
     if not r.table:
-        return bend(x)
+        return gelu(x)
     half = x.astype(np.float32).astype(np.float16).astype(np.float64)
-    return np.where(abs(x) < 10, bend(half).astype(np.float16).astype(np.float64), np.maximum(x, 0))
+    return np.where(abs(x) < 10, gelu(half).astype(np.float16).astype(np.float64), np.maximum(x, 0))
 
 
 def _gate(r: Gemma4, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray) -> np.ndarray:
@@ -225,13 +224,7 @@ def write_gemma4(path: Path, r: Gemma4, weights: Weights, qtype: str = "F32", **
     keys = {f"gemma4.{key}": value for key, value in keys.items()}
     _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
     turned = np.array([1.0] * r.turned + [1e30] * (half - r.turned))
-    for name, values in (weights | {"rope_freqs.weight": turned}).items():
-        array = values.astype(np.float32)
-        if array.ndim == 1 or qtype == "F32" or "ffn_gate_inp" in name:
-            writer.add_tensor(name, array)
-        else:
-            encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[qtype])
-            writer.add_tensor(name, encoded, raw_dtype=gguf.GGMLQuantizationType[qtype])
+    add_matrices(writer, weights | {"rope_freqs.weight": turned}, qtype)
     return _finish(writer, path)
 
 
