@@ -83,17 +83,26 @@ def stack_experts(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[
     """
     if config.experts is None:
         return stored
-    arranged: dict[str, StoredTensor] = {}
-    stacks: dict[str, dict[int, StoredTensor]] = {}
-    for name, tensor in stored.items():
-        expert = _HF_EXPERT.fullmatch(name)
-        if expert:
-            stacks.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = tensor
-        else:
-            arranged[name] = tensor
+    arranged, stacks = gather_numbered(stored, _HF_EXPERT, "{}.{}")
     for name, found in stacks.items():
         arranged[name] = _stack(name, [found[number] for number in sorted(found)], set(found), config.experts.count)
     return arranged
+
+
+def gather_numbered(
+    stored: dict[str, StoredTensor], pattern: re.Pattern[str], called: str
+) -> tuple[dict[str, StoredTensor], dict[str, dict[int, StoredTensor]]]:
+    """The tensors that are none of those that the pattern numbers by its second group, and these by what they are
+    together called, of its other groups, and by number."""
+    rest: dict[str, StoredTensor] = {}
+    stacks: dict[str, dict[int, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        if found := pattern.fullmatch(name):
+            first, number, *others = found.groups()
+            stacks.setdefault(called.format(first, *others), {})[int(number)] = tensor
+        else:
+            rest[name] = tensor
+    return rest, stacks
 
 
 def _stack(name: str, tensors: list[StoredTensor], numbers: set[int], count: int) -> StoredTensor:
@@ -104,10 +113,16 @@ def _stack(name: str, tensors: list[StoredTensor], numbers: set[int], count: int
         first.fail(what, "fetch them again")
     if len(tensors) > count:
         last.fail(f"is of an expert too many: the configuration says {count}")
+    return stack_alike(name, tensors)
+
+
+def stack_alike(name: str, tensors: list[StoredTensor]) -> StoredTensor:
+    """One tensor of these, one below the other. Raises UserError for one that is unlike the first."""
+    first = tensors[0]
     for tensor in tensors:
         if (tensor.qtype, tensor.shape) != (first.qtype, first.shape):
             tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, unlike {first.name}")
-    return StoredTensor(name, first.qtype, (count, *first.shape), first.file, first.offset, slabs=tuple(tensors))
+    return StoredTensor(name, first.qtype, (len(tensors), *first.shape), first.file, first.offset, slabs=tuple(tensors))
 
 
 def _split_rows(tensor: StoredTensor, shape: tuple[int, int, int]) -> list[StoredTensor]:

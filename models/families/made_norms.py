@@ -11,6 +11,7 @@ import numpy as np
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
+from pshard.models.arrange_tensors import gather_numbered, stack_alike
 from pshard.models.hybrid.made_tensors import give_numbers, make_numbers, read_numbers
 from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
@@ -23,22 +24,12 @@ _LARGEST = 1e4  # of numbers of an activation
 def stack_head_norms(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Tensors by Hugging Face name, the norms of a layer's heads as one matrix of a row each. Raises UserError for one
     that is missing or unlike the others."""
-    found: dict[str, StoredTensor] = {}
-    stacks: dict[str, dict[int, StoredTensor]] = {}
-    for name, tensor in stored.items():
-        if head := _HEAD_NORM.fullmatch(name):
-            stacks.setdefault(f"{head[1]}_norm.weight", {})[int(head[2])] = tensor
-        else:
-            found[name] = tensor
+    found, stacks = gather_numbered(stored, _HEAD_NORM, "{}_norm.weight")
     for name, heads in stacks.items():
-        first = next(iter(heads.values()))
         if set(heads) != set(range(len(heads))) or name in found:
+            first = next(iter(heads.values()))
             first.fail("has its like of other heads, but not of all: the files are incomplete", FETCH_AGAIN)
-        slabs = tuple(heads[number] for number in sorted(heads))
-        for slab in slabs:
-            if (slab.qtype, slab.shape) != (first.qtype, first.shape):
-                slab.fail(f"is {slab.qtype} of shape {list(slab.shape)}, unlike {first.name}")
-        found[name] = replace(first, name=name, shape=(len(slabs), *first.shape), slabs=slabs)
+        found[name] = stack_alike(name, [heads[number] for number in sorted(heads)])
     return found
 
 
