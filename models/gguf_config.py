@@ -80,7 +80,7 @@ def gguf_config(
         gated=bool(arch.delta),
         delta=gguf_delta(arch, keys, n_layers) if arch.delta else None,
         own_head_norms=arch.own_head_norms and "blk.0.attn_q_norm.weight" in stored,
-        clamp=keys.real(_CLAMP, span=FACTORS) if keys.get(_CLAMP) else 0.0,
+        clamp=keys.factor(_CLAMP),
         **arch.declared | ({"parallel": True} if arch.may_be_parallel and NORM not in stored else {}),
     )
     if arch.turned_norms:  # which undo what multiplies sine and cosine

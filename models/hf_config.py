@@ -8,7 +8,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.read_numbers import hf_numbers
 from pshard.models.hybrid.read_delta import hf_delta
-from pshard.models.keys import EPSILONS, FACTORS, Keys, check_config
+from pshard.models.keys import EPSILONS, Keys, check_config
 from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
 
@@ -66,7 +66,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         gated=bool(arch.delta),
         delta=hf_delta(keys, n_layers) if arch.delta else None,
         own_head_norms=arch.own_head_norms and any(keys.flag(key, False) for key in _HEAD_NORMS),
-        clamp=keys.real("clip_qkv", span=FACTORS) if arch.clamped and config.get("clip_qkv") else 0.0,
+        clamp=keys.factor("clip_qkv") if arch.clamped else 0.0,
         **arch.declared | ({"parallel": True} if parallel else {}),
     )
     if arch.turned_norms:  # which undo what multiplies sine and cosine

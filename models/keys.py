@@ -58,6 +58,10 @@ class Keys:
             self.refuse(key, f"is {shown}, where models have {span[0]:g} to {span[1]:g}")
         return float(value)
 
+    def factor(self, key: str) -> float:
+        """A factor or bound within FACTORS; 0, which stands for none as llama.cpp reads it, where there is none."""
+        return 0.0 if self.get(key) in (None, 0) else self.real(key, span=FACTORS)
+
     def reals(self, key: str, span: tuple[float, float]) -> tuple[float, ...]:
         """A list of numbers in a span. Raises UserError when it is missing or something else."""
         found = self.values.get(self.prefix + key)

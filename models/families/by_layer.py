@@ -55,7 +55,7 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
         _with_heads(keys, "attention.head_count_kv", config, windows, kv),
         window_head_dim=dim,
         window_rope=local,
-        logit_cap=keys.real("final_logit_softcapping", span=FACTORS) if keys.get("final_logit_softcapping") else 0.0,
+        logit_cap=keys.factor("final_logit_softcapping"),
     )
     return _check(keys, "attention.head_count", config)
 
@@ -74,8 +74,8 @@ def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfi
     full, local = split_positions(keys.values, arch.window_base)
     rope = _hf_rope(full, dims[0], config.context, keys.where)
     windowed = hf_rope(local, arch.rotated, dims[1], config.context, keys.where)
-    cap = keys.real("final_logit_softcapping", span=FACTORS) if keys.get("final_logit_softcapping") else 0.0
     config = _with_rows(config, (config.d_ffn or keys.integer("intermediate_size"),) * layers)
+    cap = keys.factor("final_logit_softcapping")
     config = replace(config, head_dim=dims[0], window_head_dim=dims[1], rope=rope, window_rope=windowed, logit_cap=cap)
     return _check(keys, "num_attention_heads", _with_heads(keys, "layer_types", config, windows, kv))
 

@@ -37,7 +37,7 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
     for what, key in _GGUF_MULTIPLIERS.items():
         if what not in arch.multiplied and f"1/{what}" not in arch.multiplied:
             keys.refuse_unless(key, 0.0, *(() if what == "score" else (1.0,)))
-    given = {what: _number(keys, _GGUF_MULTIPLIERS[what.removeprefix("1/")]) for what in arch.multiplied}
+    given = {what: keys.factor(_GGUF_MULTIPLIERS[what.removeprefix("1/")]) for what in arch.multiplied}
     unsaid = _UNSAID[arch.name](config) if arch.name in _UNSAID else {}
     config = _multiply(config, unsaid | {what: by for what, by in given.items() if by})
     if arch.embedded_by_root:
@@ -82,11 +82,6 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
         scale = positions.real("llama_4_scaling_beta", span=FACTORS)
         return replace(config, temperature=Temperature(scale, positions.integer("original_max_position_embeddings")))
     return config
-
-
-def _number(keys: Keys, key: str) -> float:
-    """A multiplier; 0, which stands for none as llama.cpp reads it, where there is none."""
-    return 0.0 if keys.get(key) in (None, 0) else keys.real(key, span=FACTORS)
 
 
 def _multiply(config: ModelConfig, by: Mapping[str, float]) -> ModelConfig:
