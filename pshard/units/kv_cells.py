@@ -45,8 +45,8 @@ def check_kv_types(config: ModelConfig, type_k: str, type_v: str) -> None:
         block = QUANT_TYPES[kind.upper()].block
         latent = config.latent
         widths = (latent.rank, latent.rope) if latent else (config.head_dim, config.windowed.head_dim)
-        if any(width % block for width in widths):
-            held = f"latents have {latent.rank} and {latent.rope}" if latent else f"heads have {config.head_dim}"
+        if wrong := [width for width in widths if width % block]:
+            held = f"latents have {latent.rank} and {latent.rope}" if latent else f"heads have {wrong[0]}"
             raise UserError(
                 f"{kind} keeps the KV cache in blocks of {block}, and this model's {held} numbers; give {flag} bf16"
             )

@@ -1,6 +1,7 @@
 """A KV cache in q8_0 and q4_0: what its blocks lose, what that costs logits, and that placements do not matter."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,9 @@ def test_heads_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
     check_kv_types(config, "bf16", "f16")
     with pytest.raises(UserError, match="blocks of 32, and this model's heads have 48 numbers; give -ctv bf16"):
         check_kv_types(config, "bf16", "q8_0")
+    for own in (replace(config, head_dim=64, window_head_dim=48), replace(config, window_head_dim=64)):
+        with pytest.raises(UserError, match="this model's heads have 48 numbers"):
+            check_kv_types(own, "q8_0", "bf16")
     with pytest.raises(UserError, match=r"q4_0 keeps the KV cache in blocks of 32, and .*; give -ctk bf16"):
         check_kv_types(config, "q4_0", "bf16")
     with pytest.raises(UserError, match="unknown KV cache type 'q5_0'"):
