@@ -18,9 +18,8 @@ GIVEN, RECORDED, ASSUMED = "given", "recorded", "assumed"  # where an acceptance
 SOURCES = (GIVEN, RECORDED, ASSUMED)
 PLANNED_DRAFTS = (1, 2, 3, 5, 7, 11, 15)  # numbers of drafts that a plan is tried with
 MOST_DRAFTS = PLANNED_DRAFTS[-1]  # of a step
-MOST_ROWS = (
-    16  # of a text's step, with what is computed again: of more a delta net's rows lose the bits of single tokens
-)
+# of a text's step, with what is computed again: of more a delta net's rows lose the bits of single tokens
+MOST_ROWS = 16
 USUAL_CHANCES = (0.5, 0.65, 0.8)  # of a draft, that tables show beside an assumed one
 SHIFT = 0.1  # by which a draft's chance may be lower or higher than in a record or as it was given
 
