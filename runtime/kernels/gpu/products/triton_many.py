@@ -13,14 +13,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.gpu.products.triton_fragments import decode, load_codes, load_floats, load_halves
-from pshard.runtime.kernels.gpu.products.triton_mma import (
-    MAGIC,
-    add_products,
-    dot16_from,
-    dot_from,
-    load4,
-    signed_byte_of,
-)
+from pshard.runtime.kernels.gpu.products.triton_mma import add_products, dot16_floats, dot32, load4, signed_byte_of
 from pshard.runtime.kernels.gpu.products.triton_quantise import round_codes
 from pshard.runtime.kernels.gpu.products.triton_records import addends, scales_of_rows
 
@@ -94,7 +87,6 @@ def _add_chunk(totals, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS:
     for row in tl.static_range(4):
         codes = codes + (decode(raw, row, q, None, QTYPE, HIGH),)  # noqa: RUF005
     ws = _weight_scales(record, n, four, whole, scales, d, QTYPE)
-    magic = tl.full(q.shape, MAGIC, tl.float32)
     grown: tl.tuple = ()
     for block in tl.static_range(4 * GROUPS):
         b0, b1 = x[2 * block], x[2 * block + 1]
@@ -102,18 +94,17 @@ def _add_chunk(totals, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS:
             a0, a2 = codes[2 * pair]
             a1, a3 = codes[2 * pair + 1]
             if QTYPE == "Q6_K":
-                dots = dot16_from(a0, a1, b0, magic, magic, magic, magic)
-                others = dot16_from(a2, a3, b1, magic, magic, magic, magic)
+                dots, others = dot16_floats(a0, a1, b0), dot16_floats(a2, a3, b1)
             else:
-                dots = dot_from(a0, a1, a2, a3, b0, b1, magic, magic, magic, magic)
+                dots = dot32(a0, a1, a2, a3, b0, b1)
             for i in tl.static_range(4):
                 old = totals[8 * block + 4 * pair + i]
                 x_scale = xs[2 * block + i % 2]
                 if QTYPE == "Q6_K":
-                    value = (dots[i] - MAGIC) * ws[2 * pair + i // 2] + (others[i] - MAGIC) * ws[4 + 2 * pair + i // 2]
+                    value = dots[i] * ws[2 * pair + i // 2] + others[i] * ws[4 + 2 * pair + i // 2]
                     value = value * x_scale
                 else:
-                    value = (dots[i] - MAGIC) * (ws[2 * pair + i // 2] * x_scale)
+                    value = dots[i] * (ws[2 * pair + i // 2] * x_scale)
                 value = old + value
                 grown = grown + (value,)  # noqa: RUF005
     return grown

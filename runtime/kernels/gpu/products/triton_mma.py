@@ -73,21 +73,10 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return d0.to(tl.float32), d1.to(tl.float32), d2.to(tl.float32), d3.to(tl.float32)
 
     @triton.jit
-    def _count_from(c, d):
-        """The float32 whose bits are those of c plus d."""
-        return (c.to(tl.int32, bitcast=True) + d).to(tl.float32, bitcast=True)
-
-    @triton.jit
-    def dot_from(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-        """Four float32 whose bits are those of the float32 c plus the int8 product over 32 columns."""
-        d0, d1, d2, d3 = _spread(_products(a0, b0) + _products(a2, b1), _products(a1, b0) + _products(a3, b1))
-        return _count_from(c0, d0), _count_from(c1, d1), _count_from(c2, d2), _count_from(c3, d3)
-
-    @triton.jit
-    def dot16_from(a0, a1, b0, c0, c1, c2, c3):
-        """As `dot_from`, over 16 columns."""
+    def dot16_floats(a0, a1, b0):
+        """As `dot32`, over 16 columns."""
         d0, d1, d2, d3 = _spread(_products(a0, b0), _products(a1, b0))
-        return _count_from(c0, d0), _count_from(c1, d1), _count_from(c2, d2), _count_from(c3, d3)
+        return d0.to(tl.float32), d1.to(tl.float32), d2.to(tl.float32), d3.to(tl.float32)
 
     @triton.jit
     def dot16(a0, a1, b0):
@@ -196,30 +185,23 @@ else:
                 d2.to(tl.float32, bitcast=True) - MAGIC, d3.to(tl.float32, bitcast=True) - MAGIC)  # fmt: skip
 
     @triton.jit
-    def dot_from(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-        """Four float32 whose bits are those of the float32 c plus the int8 product over 32 columns."""
-        return tl.inline_asm_elementwise(
-            """mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
-                {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};""",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-            [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+    def dot16_floats(a0, a1, b0):
+        """As `dot32`, over 16 columns."""
+        d0, d1, d2, d3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 start;
+            mov.b32 start, 0x4B400000;
+            mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32
+                {$0, $1, $2, $3}, {$4, $5}, {$6}, {start, start, start, start};
+            }""",
+            "=r,=r,=r,=r,r,r,r",
+            [a0, a1, b0],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
-
-    @triton.jit
-    def dot16_from(a0, a1, b0, c0, c1, c2, c3):
-        """As `dot_from`, over 16 columns."""
-        return tl.inline_asm_elementwise(
-            """mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32
-                {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};""",
-            "=r,=r,=r,=r,r,r,r,f,f,f,f",
-            [a0, a1, b0, c0, c1, c2, c3],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
+        return (d0.to(tl.float32, bitcast=True) - MAGIC, d1.to(tl.float32, bitcast=True) - MAGIC,
+                d2.to(tl.float32, bitcast=True) - MAGIC, d3.to(tl.float32, bitcast=True) - MAGIC)  # fmt: skip
 
     @triton.jit
     def dot16(a0, a1, b0):
