@@ -19,7 +19,7 @@ class Copiers:
     """Threads that copy, one copy at a time. Without the C++ library the calling thread copies by itself."""
 
     def __init__(self) -> None:
-        self._functions = native.copier_functions() if native.is_available() else {}
+        self._functions = native.functions_of("copiers") if native.is_available() else {}
         self._team = self._functions["open"](copy_threads()) if self._functions else None
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ class Exchange:
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int) -> None:
-        self._c, self._memory, self._ranks = native.exchange_functions(), memory, ranks
+        self._c, self._memory, self._ranks = native.functions_of("exchange"), memory, ranks
         self._view = (ctypes.c_char * len(memory)).from_buffer(memory)
         at = ctypes.addressof(self._view)
         self._handle = self._c["open"](at, rank, ranks, SLOT_BYTES, MESSAGE_BYTES)
@@ -91,7 +91,7 @@ def open_exchange(store: dist.Store, rank: int, ranks: int) -> Exchange | None:
     """Share memory with all ranks; None when they are not on one Linux host or the native library is missing."""
     memory, fd = None, -1
     if native.is_available() and hasattr(os, "memfd_create"):
-        nbytes = native.exchange_functions()["nbytes"](ranks, SLOT_BYTES, MESSAGE_BYTES)
+        nbytes = native.functions_of("exchange")["nbytes"](ranks, SLOT_BYTES, MESSAGE_BYTES)
         if rank == 0:
             memory, fd = _create_memory(store, nbytes)
         else:

@@ -183,19 +183,10 @@ def why_stale() -> str | None:
     return f"{_PATH.name} was built from other sources than those beside it: run {BUILD}"
 
 
-def exchange_functions() -> dict[str, Any]:
-    """The C functions of csrc/ranks/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
-    return {name.removeprefix("exchange_"): _C[name] for name in _SIGNATURES if name.startswith("exchange_")}
-
-
-def copier_functions() -> dict[str, Any]:
-    """The C functions of csrc/threads/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
-    return {name.removeprefix("copiers_"): _C[name] for name in _SIGNATURES if name.startswith("copiers_")}
-
-
-def reader_functions() -> dict[str, Any]:
-    """The C functions of csrc/threads/reader.cpp by the name after `reader_`; disk/reader.py says what they do."""
-    return {name.removeprefix("reader_"): _C[name] for name in _SIGNATURES if name.startswith("reader_")}
+def functions_of(group: str) -> dict[str, Any]:
+    """The C functions whose names begin with `group` and an underscore, by what follows; who calls them says what they
+    do: "exchange" (ranks/shared_memory.py), "copiers" (devices/copiers.py), "reader" (memory/disk/reader.py)."""
+    return {name.removeprefix(f"{group}_"): _C[name] for name in _SIGNATURES if name.startswith(f"{group}_")}
 
 
 def type_number(qtype: str) -> int:

@@ -81,7 +81,7 @@ class DiskReader:
         """largest: bytes of the largest piece. Raises UserError without the C++ library."""
         if not native.is_available():
             raise UserError(f"weights on disk need the C++ library ({native.why_missing()}); run pshard doctor")
-        self._functions, self._fake = native.reader_functions(), read_fake_disk()
+        self._functions, self._fake = native.functions_of("reader"), read_fake_disk()
         slot = -(-max(PIECE, largest) // BLOCK + -2) * BLOCK  # a piece may begin and end within a block
         self.nbytes = SLOTS * slot
         fake = (0.0, 0.0, 0.0, 0, 0)
