@@ -294,10 +294,9 @@ def e4m3_values() -> np.ndarray:
 @lru_cache
 def e4m3_halves() -> np.ndarray:
     """float32 [256]: half of what each byte stands for as a scale of NVFP4, E4M3 without a sign; 0x7F and 0 are 0."""
-    byte = np.arange(256)
-    exponent, fraction = byte >> 3 & 15, byte & 7
-    value = np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7))
-    return np.where((byte == 0) | (byte == 0x7F), 0, value / 2).astype(np.float32)
+    halves = np.abs(e4m3_values()) / 2
+    halves[0x7F] = 0
+    return halves
 
 
 def _scales_from_planes(qtype: str, planes: dict[str, np.ndarray], groups: int) -> tuple[np.ndarray, np.ndarray | None]:
