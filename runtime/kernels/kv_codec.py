@@ -37,7 +37,7 @@ def decode_cells(cells: torch.Tensor, dim: int) -> torch.Tensor:
     """float32 [..., G, d] of what `encode_cells` gave; dim is d."""
     if cells.dtype not in CODES:
         return cells.float()
-    end = _width(cells) // CODES[cells.dtype]
+    end = _code_nbytes(cells)
     scales, codes = cells[..., end:].contiguous().view(torch.float16).float(), cells[..., :end]
     if cells.dtype == torch.uint8:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
@@ -74,13 +74,14 @@ def put_head(cells: torch.Tensor, head: int, dim: int, values: torch.Tensor) -> 
         at += size
 
 
-def _width(cells: torch.Tensor) -> int:
-    """G d of cells of codes."""
-    return cells.shape[-1] * BLOCK // (BLOCK // CODES[cells.dtype] + SCALE_BYTES)
+def _code_nbytes(cells: torch.Tensor) -> int:
+    """Bytes of a cell's codes, behind which its scales lie."""
+    block = BLOCK // CODES[cells.dtype]
+    return cells.shape[-1] // (block + SCALE_BYTES) * block
 
 
 def _parts_of(cells: torch.Tensor, head: int, dim: int) -> tuple[slice, slice]:
     """Where a head's codes and its scales lie in a cell of codes."""
     codes, scales = dim // CODES[cells.dtype], dim // BLOCK * SCALE_BYTES
-    end = _width(cells) // CODES[cells.dtype]
+    end = _code_nbytes(cells)
     return slice(head * codes, (head + 1) * codes), slice(end + head * scales, end + (head + 1) * scales)
