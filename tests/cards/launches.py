@@ -35,14 +35,13 @@ from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key
 from pshard.runtime.ranks.peer_memory import PeerExchange
 from pshard.times.gpu_tiles import INT8_TYPES, Tile, TileChoice
 from pshard.units.attention import ATTENTION_PIECES
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks
+from pshard.units.kv_cells import CODED, KV_BLOCK, kv_blocks
 from pshard.units.operations import Attend, AttendLatent
 
 PACKED = tuple(name for name, q in QUANT_TYPES.items() if q.planes)
 PLAIN = ("F32", "F16", "BF16", "FP8")
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
-CELLS = ("bf16", "f16", "q8_0", "f32")
-CODED = ("q4_0",)  # which latents do not have
+CELLS = ("bf16", "f16", "q8_0", "f32")  # of latents too, which are not kept as q4_0
 BRIEF_CELLS, BRIEF_TYPES = ("bf16", "q8_0", "q4_0", "f32"), ("Q4_0", "Q6_K", "MXFP4", "IQ2_XS", "NVFP4")
 HEADS = (  # of the supported models: head sizes, and heads that share one
     Attend(32, 8, 128), Attend(64, 8, 128), Attend(64, 8, 64), Attend(32, 32, 96), Attend(16, 8, 256),
@@ -127,10 +126,10 @@ Named = tuple[str, Callable[[], object]]
 
 def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], object], bool]]:
     """What is launched; whether its tiles are chosen."""
-    kinds, types = (BRIEF_CELLS, BRIEF_TYPES) if brief else ((*CELLS, *CODED), PACKED)
+    kinds, types = (BRIEF_CELLS, BRIEF_TYPES) if brief else ((*CELLS, "q4_0"), PACKED)
     for heads in BRIEF_HEADS if brief else HEADS:
         for kind in kinds:
-            if kind in ("q8_0", *CODED) and heads.head_dim % 32:
+            if kind in CODED and heads.head_dim % 32:
                 continue  # there are no such cells
             for tokens in (1, 128):
                 run = partial(time_attention, bench, heads, kind, tokens, [1024])
@@ -141,7 +140,7 @@ def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], 
                 call = partial(_attend_window, bench, heads, kind, tokens, window, sinks)
                 yield f"attention {heads.heads} {kind}, {tokens} tokens, window {window}", call, False
     for latent in LATENTS:
-        for kind in (kind for kind in kinds if kind not in CODED):
+        for kind in (kind for kind in kinds if kind in CELLS):
             for tokens in (1, 128):
                 run = partial(time_latent, bench, latent, kind, tokens, [1024])
                 yield f"latent {latent.heads} {kind}, {tokens} tokens", run, True

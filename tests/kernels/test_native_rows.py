@@ -163,7 +163,8 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
         work[how] = lambda k, x, how=how: k.bend_rows(x, how, bias)
         if width % 8 == 0:
             work[f"{how} again"] = lambda k, x, how=how: k.bend_rows(x, how, table[:8])
-            work[f"norm_heads {how}"] = lambda k, x, how=how: k.norm_heads(x, bias, 8, 1e-5, how == "plus")
+    for centred in (False, True) if width % 8 == 0 else ():
+        work[f"norm_heads {centred}"] = lambda k, x, centred=centred: k.norm_heads(x, bias, 8, 1e-5, centred)
     for name, act in work.items():
         got = wide.clone()
         want = wide[:, :width].clone()

@@ -410,9 +410,7 @@ def test_rope_store_quantises(
         a, b = decode_cells(mine[~untouched], d), decode_cells(other[~untouched], d)
         # keys are rounded to bfloat16 before they are quantised, which changes a code of 4 bits by a sixteenth
         assert error(a, numpy64(b)) < (0.04 if kind == "q4_0" else 0.01)
-    if (
-        kv_types[1] == "q8_0" and not values
-    ):  # values are rounded once: the same codes, but for ties and scales on the edge
+    if kv_types[1] == "q8_0" and not values:  # rounded once: the same codes, but for ties and scales on the edge
         assert (got.v.int() - expected.v.int()).abs().max() <= 1
 
 
