@@ -13,7 +13,7 @@ from pshard.planner.price.draft import Beyond, Room, draft_tier, simulated_secon
 from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.share import WHOLE
-from pshard.units.unit import Place, Unit, places_of
+from pshard.units.unit import Place, Unit, places_of_unit
 
 MOST_TRIED = 6  # units of which all sets are tried
 SLOTS = 2  # one is filled while the other is computed from
@@ -204,4 +204,4 @@ def _leave(room: Room, place: Placement, home: Home) -> str:
 
 
 def _legal(room: Room, name: str) -> tuple[Place, ...]:
-    return places_of(room.spec.unit(name).kind, room.sums)
+    return places_of_unit(room.spec.unit(name), room.sums)

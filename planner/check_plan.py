@@ -8,7 +8,7 @@ from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.planner.routing.check_caches import check_caches
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
 from pshard.tensor import TensorSpec
-from pshard.units.unit import Unit, places_of
+from pshard.units.unit import Unit, places_of_unit
 
 
 class PlanError(ValueError):
@@ -166,7 +166,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
         raise PlanError(f"{where}: placements are not the model's units, each once, in order")
     sums = kind == "cuda" and len(variant.ranks) > 1 and variant.workload.split_mode == "tensor"
     for unit, place in zip(spec.units, tier.placements):
-        if (place.where, place.kv) not in places_of(unit.kind, sums):
+        if (place.where, place.kv) not in places_of_unit(unit, sums):
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
         _check_divided(unit, place, tier.tokens, where)
     if tier.in_place and True not in spec.ways_to_read(tier.tokens):

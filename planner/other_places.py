@@ -15,7 +15,7 @@ from pshard.planner.program.unit_classes import SIXTEENTHS
 from pshard.planner.search.places import Place, divided_choices
 from pshard.units.divide_unit import list_shares
 from pshard.units.share import WHOLE
-from pshard.units.unit import Unit, places_of
+from pshard.units.unit import Unit, places_of_unit
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _list_places(room: Room, name: str) -> tuple[Place, ...]:
     unit = room.spec.unit(name)
     whole = tuple(
         (where, state == "vram", WHOLE)
-        for where, state in places_of(unit.kind, room.sums)
+        for where, state in places_of_unit(unit, room.sums)
         if room.beyond is not None or not SITES[where].is_beyond_host
     )
     divided = divided_choices(list_shares(unit, SIXTEENTHS)) if room.ranks == 1 else ()

@@ -39,14 +39,16 @@ def may_need_disk(spec: "ModelSpec", profile: MachineProfile, ranks: int) -> boo
 def use_disk(
     file: "ModelFile", profile: MachineProfile, ranks: int, given: Path | None, say: "Callable[[str], None]"
 ) -> MachineProfile:
-    """The profile with the timings of the disk that holds the model, where plans may need it; else with none. A disk
-    that the profile lacks is timed now, and kept there. given: the profile's file, where one was asked for."""
+    """The profile with the timings of the disk that holds the model, where plans may need it, and the model's spec with
+    marks on what cannot be read from there; else with none. A disk that the profile lacks is timed now, and kept there.
+    given: the profile's file, where one was asked for."""
     if not may_need_disk(file.spec, profile, ranks):
         return replace(profile, disks=())
-    from pshard.profile.timed.time_disk import name_disk, time_disk
+    from pshard.profile.timed.time_disk import mark_made, name_disk, time_disk
     from pshard.registries.profile_store import save_profile
     from pshard.runtime.kernels.cpu import native
 
+    file.spec = mark_made(file)
     disk = name_disk(Path(file.spec.path))
     known = profile.of_disk(disk)
     if known.disks or not native.is_available():

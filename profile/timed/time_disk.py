@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -57,7 +58,7 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
     """Timings of the disk that holds a model, a second or two: units of some sizes as runs bring them, then reads by
     block and depth all over the file. No byte is read twice, as drives keep what was read. Raises UserError for a file
     that cannot be read so."""
-    units = [unit for unit in file.spec.units if _may_live_there(file, unit)]
+    units = [unit for unit in file.spec.units if _is_moved(unit) and unit.matrices and _lies_as_used(file, unit)]
     if not units:
         return ()
     path = _find_path(file, units[0])
@@ -74,12 +75,20 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
     return tuple(rows)
 
 
-def _may_live_there(file: ReadModel, unit: Unit) -> bool:
-    """Whether a plan may leave a unit on disk, where it lies as it is used."""
-    if all(where != ON_DISK for where, _ in places_of(unit.kind, False)):
-        return False
+def mark_made(file: ReadModel) -> ModelSpec:
+    """The model with a mark on units that are made of what the file holds: plans leave them in memory."""
+    made = {unit.name for unit in file.spec.units if _is_moved(unit) and not _lies_as_used(file, unit)}
+    units = (replace(unit, stays_in_memory=True) if unit.name in made else unit for unit in file.spec.units)
+    return replace(file.spec, units=tuple(units))
+
+
+def _is_moved(unit: Unit) -> bool:
+    return any(where == ON_DISK for where, _ in places_of(unit.kind, False))
+
+
+def _lies_as_used(file: ReadModel, unit: Unit) -> bool:
     stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
-    return bool(stacks) and all(file.locate(*place) is not None for place in stacks)
+    return all(file.locate(*place) is not None for place in stacks)
 
 
 def _find_path(file: ReadModel, unit: Unit) -> Path:

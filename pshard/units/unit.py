@@ -149,7 +149,8 @@ class Unit:
 
     order: of a unit with parts, their numbers in the order in which its stacks hold them; empty: in their own order.
     own_ports: where they are not those of its kind. lent: tensors of a unit of that name in another program, which it
-    computes with where they lie there.
+    computes with where they lie there. stays_in_memory: what the model's files hold of it is not what is used, so that
+    it cannot live beyond host memory.
     """
 
     name: str
@@ -159,6 +160,7 @@ class Unit:
     order: tuple[int, ...] = ()
     own_ports: Ports | None = None
     lent: tuple[TensorSpec, ...] = ()
+    stays_in_memory: bool = False
 
     def __hash__(self) -> int:
         return hash((self.name, self.packed_nbytes))  # caches ask often, and many models have units of one name
@@ -231,6 +233,12 @@ def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
     places = (*kind.places, *((name, state) for name in far for site, state in kind.places if site == STREAMED))
     router = sums and kind.routes
     return tuple(place for place in places if not router or SITES[place[0]].is_on_acc)
+
+
+def places_of_unit(unit: Unit, sums: bool) -> tuple[Place, ...]:
+    """Legal placements of a unit; see `places_of`."""
+    places = places_of(unit.kind, sums)
+    return tuple(p for p in places if not SITES[p[0]].is_beyond_host) if unit.stays_in_memory else places
 
 
 def goes_on(unit: Unit, following: Unit) -> bool:

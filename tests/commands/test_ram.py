@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from cli_world import World, make_world
+from latent_files import write_latent_folder
 
 import pshard
 from pshard.commands.cli_plan import main as plan
 from pshard.commands.cli_run import main as run
 from pshard.errors import UserError
+from pshard.models import open_model
 from pshard.planner.price import host_limits
 
 MIB = 1 << 20
@@ -49,3 +51,15 @@ def test_every_ram_from_the_least_on_gives_the_logits_of_all_in_memory(world: Wo
     for ram in (least, least + 3):
         assert plan([*flags, "--ram", str(ram)]) == 0
         assert torch.equal(speak(world, ram), right)
+
+
+@pytest.mark.slow  # test_three_homes.py has the mark and the plan apart
+def test_what_a_folder_does_not_hold_as_it_is_used_stays_in_memory(world: World, tmp_path: Path) -> None:
+    """Keys and values of latent attention are made of a matrix of both, which no read from disk brings."""
+    write_latent_folder(tmp_path / "m", "lite", 6)
+    with open_model(tmp_path / "m") as file:
+        ram = file.spec.packed_nbytes // MIB + 3
+    with pshard.load(tmp_path / "m", ram=ram, context=128) as engine:
+        kinds = {name.rpartition(".")[2] for name in engine.rank_plan.beyond_host}
+        assert "experts" in kinds and "attention" not in kinds
+        engine.forward([1, 2, 3])

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
+from latent_files import random_tensors, write_latent_gguf
 from planner_cases import DESKTOP
 from toy_kinds import ToyFile
 
 from pshard.errors import NoPlan
 from pshard.homes import DISK
 from pshard.machine import DiskTiming, MachineProfile
+from pshard.models import open_model
 from pshard.plan import Variant
 from pshard.planner.check_plan import check_variant, count_host_bytes
 from pshard.planner.make_plan import plan_variant
@@ -17,6 +20,7 @@ from pshard.planner.price import host_limits
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.predicted_times import round_seconds
+from pshard.profile.timed.time_disk import mark_made
 from pshard.workload import Workload
 
 MIB = 1 << 20
@@ -51,6 +55,20 @@ def test_what_ram_does_not_hold_stays_on_disk_and_within_ram() -> None:
         assert count_host_bytes((SPEC,), variant, "cpu") <= mib * MIB
         assert set(variant.ranks[0].beyond_host.values()) <= {DISK}
     assert list_far(found[8]) > list_far(found[12]) and not list_far(found[64])
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_what_the_files_do_not_hold_as_it_is_used_never_stays_on_disk(tmp_path: Path) -> None:
+    path = write_latent_gguf(tmp_path / "m.gguf", "lite", random_tensors("lite", 2), "joint")  # keys beside values
+    with open_model(path) as file:
+        marked = {unit.name for unit in mark_made(file).units if unit.stays_in_memory}
+    assert marked == {"blk.0.attention", "blk.1.attention"}
+    profile, workload = make_machine(12 * MIB), replace(WORKLOAD, ram_mib=12)
+    held = min(plan_variant(SPEC, profile, workload).ranks[0].beyond_host)
+    spec = replace(SPEC, units=tuple(replace(u, stays_in_memory=u.name == held) for u in SPEC.units))
+    variant = plan_variant(spec, profile, workload)
+    check_variant((spec,), variant, "cpu", usable_bytes(profile, 1))
+    assert list_far(variant) and held not in variant.ranks[0].beyond_host
 
 
 @pytest.mark.usefixtures("quick_search")
