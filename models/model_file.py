@@ -36,7 +36,7 @@ from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
 from pshard.models.quantised.scheme import read_scheme
-from pshard.models.read_head import HEADED, find_head_file, read_head, take_folder_head
+from pshard.models.read_head import find_head_file, may_have_head, read_head, take_folder_head
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
@@ -243,7 +243,7 @@ def _open_folder(folder: Path) -> ModelFile:
     by_hf_name = by_hf_name if arch.sinks else join_quantised(scheme, by_hf_name)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
     by_hf_name, drafting = part_drafters(by_hf_name, "model.layers.", drafters)
-    if arch.gguf in HEADED:
+    if may_have_head(arch):
         by_hf_name, drafting = take_folder_head(by_hf_name, drafting, config.n_layers)
     settings = {**arch.defaults, **metadata}
     tied = settings.get("tie_word_embeddings")

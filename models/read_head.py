@@ -21,7 +21,7 @@ from pshard.units.join import JOIN, MATRIX, OF_STATE, OF_TOKEN
 from pshard.units.output import HEADS, NORM, OUTPUT
 from pshard.units.unit import Unit
 
-HEADED = ("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek2")  # whose heads are known, by GGUF's name
+_HEADED = ("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek2")  # trained with heads, by GGUF's name
 _OWN = {
     "nextn.shared_head_norm.weight": NORM,
     "nextn.embed_tokens.weight": TABLE,
@@ -40,6 +40,12 @@ Arrange = Callable[[ModelConfig, dict[str, StoredTensor]], dict[str, StoredTenso
 LEFT_OUT = "the model's multi-token head, which drafts further tokens, is left out"
 
 
+def may_have_head(arch: Architecture) -> bool:
+    """Whether its head would be known: those of models that were trained with one, and of dense ones, whose head is a
+    layer like all others."""
+    return arch.gguf in _HEADED or not (arch.routing or arch.latent or arch.by_layer)
+
+
 def read_head(
     arch: Architecture,
     trunk: ModelSpec,
@@ -55,8 +61,10 @@ def read_head(
     """
     if not drafting:
         return None, {}, ()
-    if arch.gguf not in HEADED:
+    if not may_have_head(arch) or not all(name.startswith(("blk.", "model.layers.")) for name in drafting):
         return None, {}, (DRAFTS_LEFT_OUT,)
+    if trunk.config.window:
+        return None, {}, (f"{LEFT_OUT}: layers of this model have a window, and heads must not as yet",)
     first = f"blk.{layer}.", f"model.layers.{layer}."
     if not all(name.startswith(first) for name in drafting):
         return None, {}, (f"{LEFT_OUT}: there are several, of which none is supported yet",)
@@ -102,6 +110,9 @@ def take_folder_head(
         else:
             rest[name] = tensor
     for name, tensor in drafting.items():
+        if not name.startswith("model.layers."):
+            found[name] = tensor
+            continue
         _, _, layer, role = name.split(".", 3)
         at = int(layer) - layers
         found[f"blk.{at}.{_BESIDE[role]}" if role in _BESIDE else f"model.layers.{at}.{role}"] = tensor

@@ -10,8 +10,8 @@ from hybrid_files import LIKE, random_hybrid, read_hybrid_gguf, write_hybrid_ggu
 from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
 
-HEADED = ("dense", "moe", "next", "glm", "latent")
-_GLM: dict[str, Any] = {"n_layers": 2, "qtype": "F32"}
+HEADED = ("dense", "moe", "next", "glm", "latent", "llama")
+_PLAIN: dict[str, Any] = {"n_layers": 2, "qtype": "F32"}
 
 
 def write_headed(
@@ -29,9 +29,10 @@ def write_headed(
         keys = _keys("deepseek2", layers + 1) | dict(metadata or {})
         write_latent_gguf(path, "v3", base | head, metadata=keys)
     else:
-        write_gguf(path, "glm4moe", **_GLM)
+        arch = {"glm": "glm4moe"}.get(like, like)
+        write_gguf(path, arch, **_PLAIN)
         head = head_tensors(read_hybrid_gguf(path), 1, 2, seed, own)
-        write_gguf(path, "glm4moe", **_GLM, extra=head, metadata=_keys("glm4moe", 3) | dict(metadata or {}))
+        write_gguf(path, arch, **_PLAIN, extra=head, metadata=_keys(arch, 3) | dict(metadata or {}))
     return read_hybrid_gguf(path)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from family_files import hf_settings, write_bare_folder
 from head_files import HEADED, head_tensors, write_headed
 from hybrid_files import (
     random_hybrid,
@@ -85,6 +86,17 @@ def test_several_heads_are_left_out(tmp_path: Path) -> None:
     path = write_hybrid_gguf(tmp_path / "two.gguf", "dense", tensors | more, metadata=keys)
     with open_model(path) as file:
         assert file.spec.head is None and "there are several" in file.notes[0]
+
+
+def test_heads_of_layers_with_windows_are_left_out(tmp_path: Path) -> None:
+    layers = hf_settings("exaone4")["num_hidden_layers"]
+    settings = hf_settings("exaone4") | {"model_type": "exaone4", "num_nextn_predict_layers": 1}
+    folder = write_bare_folder(tmp_path / "hf", "exaone4", settings)
+    tensors = load_file(folder / "model.safetensors")
+    of_head = {f"model.layers.{layers}.eh_proj.weight": np.zeros((4, 8), np.float32)}
+    save_file(tensors | of_head, folder / "model.safetensors")
+    with open_model(folder) as file:
+        assert file.spec.head is None and "layers of this model have a window" in file.notes[0]
 
 
 FOLDER_NAMES = {  # of Qwen's folders, by those of GGUF
