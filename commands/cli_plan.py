@@ -311,20 +311,21 @@ def _why_not_validate(
 def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: Tell) -> DraftQuestion | None:
     """Which drafts are asked for; tells where an acceptance is from that was not given."""
     from pshard.registries.acceptance_file import recall_acceptance
-    from pshard.speculation import ASSUMED, AUTO, DRAFT, LOOKUP, MTP, RECORDED
+    from pshard.speculation import ASSUMED, AUTO, LOOKUP, LOOKUP_DRAFT, LOOKUP_MTP, MTP, PROGRAMS, RECORDED
 
     if args.spec == NONE:
         return None
-    program = DRAFT if args.draft_model else MTP
-    kind = program if args.spec == program or (args.spec == AUTO and model.spec.head) else LOOKUP
-    if args.spec == MTP:
+    kind = args.spec
+    if kind == AUTO:
+        kind = LOOKUP if model.spec.head is None else LOOKUP_DRAFT if args.draft_model else LOOKUP_MTP
+    if PROGRAMS.get(kind) == MTP:
         model.of_head()  # which says why there is none
     recorded = recall_acceptance(registry_path(path, args.registry), model.fingerprint_inputs(), kind)
     asked = ask_drafts(args, kind, recorded)
     if asked.acceptance.source == ASSUMED:
         tell(
             f"note: no acceptance is recorded: {asked.acceptance} is assumed for drafts of {asked.kind}, "
-            f"{SAID_OF[asked.kind]}; pshard-run --record-acceptance records it, --spec-rates gives it"
+            f"{SAID_OF[PROGRAMS.get(kind, LOOKUP)]}; pshard-run --record-acceptance records it, --spec-rates gives it"
         )
     if asked.acceptance.source == RECORDED:
         held = asked.acceptance

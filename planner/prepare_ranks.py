@@ -25,7 +25,7 @@ from pshard.planner.search.candidates import (
 )
 from pshard.planner.search.rounds.choose_ubatch import choose_ubatch
 from pshard.reserve import reserve_mib
-from pshard.speculation import MTP
+from pshard.speculation import MTP, PROGRAMS
 from pshard.units.kernel_names import kernel_names
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
@@ -54,7 +54,7 @@ def prepare_ranks(
 def for_drafts(spec: ModelSpec, workload: Workload) -> ModelSpec:
     """The model as it is planned where its head drafts: it keeps states for it, and the output that both use stays in
     VRAM."""
-    if workload.drafting.kind != MTP:
+    if PROGRAMS.get(workload.drafting.kind) != MTP:
         return spec
     units = tuple(hold_output(u) if u is spec.output else u for u in spec.units)
     return replace(spec, units=units, keeps_states=True)

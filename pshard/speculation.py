@@ -11,9 +11,10 @@ from operator import mul
 from pshard.errors import UserError
 
 NONE, LOOKUP, MTP, DRAFT = "none", "lookup", "mtp", "draft"  # drafters
-PROGRAMS = (MTP, DRAFT)  # drafters that compute beside the model
+LOOKUP_MTP, LOOKUP_DRAFT = f"{LOOKUP},{MTP}", f"{LOOKUP},{DRAFT}"  # lookup first, and the other where it finds nothing
+PROGRAMS = {MTP: MTP, DRAFT: DRAFT, LOOKUP_MTP: MTP, LOOKUP_DRAFT: DRAFT}  # who computes beside the model, by drafter
 AUTO = "auto"  # the best of these that there is
-DRAFTERS = (NONE, LOOKUP, MTP, DRAFT)
+DRAFTERS = (NONE, LOOKUP, *PROGRAMS)
 GIVEN, RECORDED, ASSUMED = "given", "recorded", "assumed"  # where an acceptance is from
 SOURCES = (GIVEN, RECORDED, ASSUMED)
 PLANNED_DRAFTS = (1, 2, 3, 5, 7, 11, 15)  # numbers of drafts that a plan is tried with
@@ -109,6 +110,12 @@ ASSUMED_ACCEPTANCE = {
     MTP: Acceptance((0.88, 0.7, 0.55), ASSUMED),
     DRAFT: Acceptance((0.5,), ASSUMED),
 }
+ASSUMED_ACCEPTANCE |= {kind: ASSUMED_ACCEPTANCE[program] for kind, program in PROGRAMS.items()}
+
+
+def looks_first(kind: str) -> bool:
+    """Whether lookup drafts before the program of a drafter does."""
+    return kind in (LOOKUP_MTP, LOOKUP_DRAFT)
 
 
 def best_drafts(acceptance: Acceptance, seconds: Mapping[int, float], draft_seconds: float = 0.0) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pshard.errors import UserError
 from pshard.file_lock import hold_lock
 from pshard.jsonio import from_json, open_regular, parse_json, remove_leftovers, to_json, write_text_atomically
-from pshard.speculation import Acceptance, AcceptanceRecord
+from pshard.speculation import PROGRAMS, Acceptance, AcceptanceRecord
 
 VERSION = 1
 
@@ -46,14 +46,15 @@ def keep_acceptance(registry: Path, model: ModelInputs, record: AcceptanceRecord
 
 
 def recall_acceptance(registry: Path, model: ModelInputs, kind: str) -> Acceptance | None:
-    """How likely drafts of such a drafter were accepted in recorded runs; None where none were recorded of this model.
-    Raises UserError for a file that cannot be read."""
+    """How likely drafts of such a drafter were accepted in recorded runs, or of its program alone; None where none were
+    recorded of this model. Raises UserError for a file that cannot be read."""
     place = _place_beside(registry)
     if not place.exists():
         return None
     stored = _read(place)
-    own = stored.records if stored.model == model else ()
-    return next((record.acceptance for record in own if record.kind == kind), None)
+    own = {record.kind: record for record in stored.records} if stored.model == model else {}
+    found = own.get(kind) or own.get(PROGRAMS.get(kind, kind))
+    return found.acceptance if found else None
 
 
 def _read(place: Path) -> _Stored:

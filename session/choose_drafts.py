@@ -17,6 +17,7 @@ from pshard.speculation import (
     Acceptance,
     AcceptanceRecord,
     best_drafts,
+    looks_first,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class DraftAsk:
     kind: str = NONE
     most: int | None = None
     made_up: Acceptance | None = None
+    p_min: float = 0.0  # see DraftSettings
 
 
 def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tuple[DraftSettings | None, str]":
@@ -52,10 +54,20 @@ def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tupl
             raise UserError("drafts over several ranks: not yet; leave out --spec")
         return None, "no drafts: over several ranks there are none yet"
     made = variant.workload.drafting
-    if ask.kind in PROGRAMS and (variant.drafter is None or made.kind != ask.kind):
-        what = {MTP: "multi-token head", DRAFT: "draft model"}[ask.kind]
-        raise UserError(f"the plan has no {what}; plan again with pshard plan --spec {ask.kind}, or give --spec lookup")
-    kind = made.kind if variant.drafter and ask.kind != LOOKUP else LOOKUP
+    if program := PROGRAMS.get(ask.kind):
+        if variant.drafter is None or PROGRAMS.get(made.kind) != program:
+            what = {MTP: "multi-token head", DRAFT: "draft model"}[program]
+            raise UserError(
+                f"the plan has no {what}; plan again with pshard plan --spec {ask.kind}, or give --spec lookup"
+            )
+        kind = ask.kind
+    else:
+        kind = made.kind if variant.drafter and ask.kind != LOOKUP else LOOKUP
+    if ask.p_min and kind == LOOKUP:
+        raise UserError(
+            "--spec-draft-p-min is about how likely a drafter finds its tokens, and lookup does not know that; leave "
+            "it out, or give --spec mtp or draft"
+        )
     planned = made.drafts
     most = min(ask.most or planned or USUAL_DRAFTS, rows - 1)
     if ask.kind == AUTO and not planned and not ask.made_up and not find_paying(variant, most):
@@ -63,7 +75,8 @@ def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tupl
     from pshard.runtime.speculation.speculator import DraftSettings
 
     why = "acceptance is made up: the text means nothing" if ask.made_up else ""
-    return DraftSettings(kind, most, ask.made_up is not None, ask.made_up, AcceptanceRecord(kind)), why
+    record = AcceptanceRecord(kind)
+    return DraftSettings(kind, most, ask.made_up is not None, ask.made_up, record, p_min=ask.p_min), why
 
 
 def find_paying(variant: Variant, most: int) -> int:
@@ -81,11 +94,11 @@ def describe_drafts(settings: "DraftSettings") -> str:
     each = f", by position {shares}" if shares else ""
     made_up = "; made up, the text means nothing" if settings.made_up else ""
     tokens, spent = record.steps + held, settings.spent
-    took = (
-        f"; a draft took {1e3 * spent.seconds / spent.drafts:.2f} ms"
-        if settings.kind in PROGRAMS and spent.drafts
-        else ""
-    )
+    took = ""
+    if settings.kind in PROGRAMS and spent.drafts:
+        took = f"; a draft took {1e3 * spent.seconds / spent.drafts:.2f} ms"
+    if looks_first(settings.kind):
+        took += f"; lookup made {spent.looked_up} of {spent.looked_up + spent.drafts} drafts"
     return (
         f"drafts of {settings.kind}, at most {settings.most} a step: {tokens} tokens in {record.steps} steps; "
         f"{held} of the {tried} that were compared held{each}{took}{made_up}"

@@ -64,7 +64,7 @@ def open_plan(request: RunRequest) -> Opened:
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
     if request.draft_model is not None:
         check_kv_types(file.of_head().spec.config, request.type_k, request.type_v)
-    elif request.drafts == MTP:
+    elif PROGRAMS.get(request.drafts) == MTP:
         file.of_head()  # which says why there is none
     full = full_workload(request, want, file.spec)
     if not request.vram_mib:
@@ -129,7 +129,7 @@ def _those_for(variants: list[Variant], drafts: str, command: str) -> list[Varia
     is to."""
     headed = [v for v in variants if v.drafter]
     if drafts in PROGRAMS and variants and not headed:
-        what = "the model's multi-token head" if drafts == MTP else "the draft model"
+        what = "the model's multi-token head" if PROGRAMS[drafts] == MTP else "the draft model"
         raise NotPlanned(f"no plan has {what}; run: {command}")
     if drafts in (*PROGRAMS, AUTO):
         return headed or variants

@@ -12,23 +12,26 @@ from pshard.speculation import (
     DRAFT,
     LOOKUP,
     MOST_DRAFTS,
-    MTP,
     NONE,
     PLANNED_DRAFTS,
+    PROGRAMS,
     Acceptance,
     DraftQuestion,
     parse_acceptance,
 )
+
+SPEC_CHOICES = (NONE, AUTO, LOOKUP, *PROGRAMS)
 
 
 def add_draft_flags(group: Any) -> None:
     """Add them to a parser or a group of it."""
     add_draft_model(group)
     group.add_argument(
-        "--spec", choices=(NONE, AUTO, LOOKUP, MTP, DRAFT), default=NONE,
+        "--spec", choices=SPEC_CHOICES, default=NONE, metavar="WHO",
         help="plan steps that verify drafts: mtp has the model's multi-token head draft, lookup drafts what followed "
-        "the last tokens earlier in the text, draft has the model of -md draft; auto takes that model, else the head, "
-        "else lookup, where that is predicted faster (default: none)",
+        "the last tokens earlier in the text, draft has the model of -md draft; lookup,mtp and lookup,draft ask lookup "
+        "first. auto takes lookup and that model, else lookup and the head, else lookup, where that is predicted "
+        "faster (default: none)",
     )  # fmt: skip
     group.add_argument(
         "--spec-n", "--spec-draft-n-max", dest="spec_n", type=parse_count, metavar="K",
@@ -55,10 +58,10 @@ def find_draft_model(args: argparse.Namespace, kind: str) -> Path | None:
     from pshard.session.find_model import resolve_model
 
     if args.draft_model is None:
-        if kind == DRAFT:
-            raise UserError(f"--spec {DRAFT} needs a draft model; add -md MODEL")
+        if PROGRAMS.get(kind) == DRAFT:
+            raise UserError(f"--spec {kind} needs a draft model; add -md MODEL")
         return None
-    if kind not in (DRAFT, AUTO):
+    if kind != AUTO and PROGRAMS.get(kind) != DRAFT:
         raise UserError(f"-md names a model that drafts, and --spec {kind} has none; give --spec {DRAFT}, or no -md")
     return resolve_model(args.draft_model)
 

@@ -9,7 +9,7 @@ from pshard.plan import Variant
 from pshard.planner.serving.show_promise import show_rate
 from pshard.print_table import new_table, print_whole
 from pshard.routing.expert_uses import count_apart, used_experts
-from pshard.speculation import ASSUMED, MTP, RECORDED, Acceptance, Speculation
+from pshard.speculation import ASSUMED, MTP, PROGRAMS, RECORDED, Acceptance, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +116,7 @@ def describe_drafts(table: DraftTable) -> Iterator[str]:
             by = f"as a token shares {table.overlap:.0%} of its experts with the one before it, by the record"
         yield f"Experts: of a layer, that a text's rows use, {by}."
     if any(row.beside for row in table.rows):
-        made = "the head makes the drafts; " * (table.kind == MTP)
+        made = "the head makes the drafts; " * (PROGRAMS.get(table.kind) == MTP)
         yield (
             f"More: {made}states that cannot be cut back are copied before steps, and what held is computed again with "
             "the next drafts where not all did."

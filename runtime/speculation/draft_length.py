@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
+from statistics import median_low
 
 from pshard.speculation import RECORDED, Acceptance
 
@@ -123,6 +124,7 @@ class DraftLength:
         """fixed: always as many as there may be."""
         self.most, self._seconds, self._fixed = most, seconds, fixed
         self._chances = DraftChances(most)
+        self._each: deque[float] | None = None  # seconds of a draft, but for those of the first step
 
     def choose(self) -> int:
         """Drafts of the next step."""
@@ -134,13 +136,26 @@ class DraftLength:
             self._chances.rest(self._alone)
         return best
 
-    def note(self, drafted: int, accepted: int, seconds: float) -> None:
-        """What became of a step's drafts, for which there was a choice, and how long it took."""
-        self._chances.note(drafted, accepted, seconds - (accepted + 1) * self._alone)
+    def note(self, drafted: int, accepted: int, seconds: float, drafting: float = 0.0) -> None:
+        """What became of a step's drafts, for which there was a choice, and how long it took, and to draft them."""
+        if drafted and self._each is None:
+            self._each = deque(maxlen=KEPT)
+        elif drafted and self._each is not None:
+            self._each.append(drafting / drafted)
+        self._chances.note(drafted, accepted, drafting + seconds - (accepted + 1) * self._alone)
+
+    def miss(self) -> None:
+        """There was a choice of drafts, and none were found; others may have been, of somebody else."""
+        self._chances.note(0, 0, 0.0)
 
     @property
     def _alone(self) -> float:
         return self._seconds.of(1, self._seconds.tier(1))
+
+    @property
+    def _draft_seconds(self) -> float:
+        """Of one; 0 where too few were timed."""
+        return median_low(self._each) if self._each and len(self._each) >= ENOUGH else 0.0
 
     def _rate(self, drafts: int) -> float:
         """Tokens a second with at most so many drafts a step: steps without any run under the same tier."""
@@ -149,4 +164,4 @@ class DraftLength:
         if not drafts:
             return 1 / alone
         accepted = Acceptance(self._chances.rates, RECORDED, self._chances.share)
-        return accepted.rate(drafts, alone, self._seconds.of(drafts + 1, tier))
+        return accepted.rate(drafts, alone, self._seconds.of(drafts + 1, tier), drafts * self._draft_seconds)

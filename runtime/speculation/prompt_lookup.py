@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 SHORTEST, LONGEST = 2, 12  # tokens at the text's end that are looked for earlier in it
+LONG = 5  # of a match whose draft holds as likely as a head's: shorter ones are worth less than to ask that
 NEWEST = 32  # places that are compared: the last ones that end with the same tokens
 
 
@@ -13,7 +14,9 @@ class PromptLookup:
     Where what followed reaches the text's end, the draft goes on with itself: a text that repeats itself goes on so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = SHORTEST) -> None:
+        """least: tokens that must be alike."""
+        self._least = least
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # where the shortest ends stop
 
@@ -34,7 +37,7 @@ class PromptLookup:
                 best, follows = same, at
             if best >= LONGEST:
                 break
-        if not best:
+        if best < self._least:
             return ()
         back = len(text) - follows  # the end repeats after so many tokens
         drafts: list[int] = []

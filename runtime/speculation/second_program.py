@@ -3,6 +3,8 @@ micro-batches, and a chain of its likeliest tokens a draft. What it keeps of tex
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from math import exp
 
 import torch
 
@@ -10,17 +12,30 @@ from pshard.batch import DECODE, PROMPT, Batch, Span
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.texts.block_copies import BlockCopies
-from pshard.runtime.texts.text import Text
+from pshard.runtime.texts.choose_rows import RowChooser
+from pshard.runtime.texts.text import Piece, Text
 from pshard.runtime.texts.text_blocks import TextBlocks
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Drafts that are wanted of a text: at most so many that follow `tokens`, which it does not have yet."""
+    """Drafts that are wanted of a text: at most so many that follow `tokens`, which it does not have yet, up to the
+    first that the program finds less likely than `p_min`."""
 
     text: Text
     tokens: tuple[int, ...]
     most: int
+    p_min: float = 0.0
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The token that a program finds the likeliest next one, None where there is a NaN; how likely, nan where that was
+    not asked for; the program's state behind, see `SecondProgram._state_after`."""
+
+    token: int | None
+    chance: float
+    state: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -55,20 +70,21 @@ class SecondProgram:
     @torch.inference_mode()
     def draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         """Its likeliest tokens, each found behind the one before it; a draft ends before a token that the model does
-        not have. Texts have room for their tokens and all drafts but the last."""
+        not have, or that is not likely enough. Texts have room for their tokens and all drafts but the last."""
         drafts, rows, going = [list[int]() for _ in asks], list(map(self._begin, asks)), list(range(len(asks)))
+        chances = any(ask.p_min for ask in asks)
         while going:
-            found = self._run([rows[i] for i in going], wants=True)
-            for i, (token, state) in zip(list(going), found, strict=True):
-                if token is None or token >= self._model.spec.config.vocab:
+            found = self._run([rows[i] for i in going], wants=True, chances=chances)
+            for i, best in zip(list(going), found, strict=True):
+                if best.token is None or best.token >= self._model.spec.config.vocab or best.chance < asks[i].p_min:
                     going.remove(i)
                     continue
-                drafts[i].append(token)
+                drafts[i].append(best.token)
                 if len(drafts[i]) == asks[i].most:
                     going.remove(i)
                     continue
-                rows[i] = Rows(asks[i].text, (token,), rows[i].past + len(rows[i].ids), state)
-                self._note_draft(asks[i].text, token)
+                rows[i] = Rows(asks[i].text, (best.token,), rows[i].past + len(rows[i].ids), best.state)
+                self._note_draft(asks[i].text, best.token)
         for ask in asks:
             self._end(ask.text)
         return [tuple(own) for own in drafts]
@@ -83,17 +99,16 @@ class SecondProgram:
     def _end(self, text: Text) -> None:
         """A text has its drafts."""
 
-    def _run(self, rows: Sequence[Rows], wants: bool) -> list[tuple[int | None, torch.Tensor | None]]:
-        """Compute tokens of texts. wants: of each text the likeliest next token, None where there is a NaN, and the
-        program's state after the last one, see `_state_after`."""
-        found = list[tuple[int | None, torch.Tensor | None]]()
+    def _run(self, rows: Sequence[Rows], wants: bool, chances: bool = False) -> list[Likeliest]:
+        """Compute tokens of texts. wants: of each text the likeliest next token; chances: and how likely it is."""
+        found = list[Likeliest]()
         for some, ends in self._cut(rows):
-            numbers, at = iter(self._compute(some, [wants and is_end for is_end in ends]).tolist()), 0
+            best, at = iter(self._compute(some, [wants and is_end for is_end in ends], chances)), 0
             for own, is_end in zip(some, ends):
                 at += len(own.ids)
                 if wants and is_end:
-                    logit, token = next(numbers)
-                    found.append((int(token) if logit == logit else None, self._state_after(at - 1)))
+                    token, chance = next(best)
+                    found.append(Likeliest(token, chance, self._state_after(at - 1)))
         return found
 
     def _state_after(self, row: int) -> torch.Tensor | None:
@@ -118,8 +133,8 @@ class SecondProgram:
         if some:
             yield some, ends
 
-    def _compute(self, rows: Sequence[Rows], wants: Sequence[bool]) -> torch.Tensor:
-        """One micro-batch: of those tokens' last that are wanted the likeliest next one, [n, 2] with its logit."""
+    def _compute(self, rows: Sequence[Rows], wants: Sequence[bool], chances: bool) -> list[tuple[int | None, float]]:
+        """One micro-batch: of those tokens' last that are wanted the likeliest next one, and how likely it is."""
         program, segments, spans, at = self._program, list[Segment](), list[Span](), 0
         for own, wanted in zip(rows, wants):
             n = len(own.ids)
@@ -128,9 +143,12 @@ class SecondProgram:
             at += n
         vocab = program.spec.config.vocab  # which may lack some of the model's
         ids = [token if token < vocab else 0 for own in rows for token in own.ids]
+        # where two of a row are wanted, the sum of all comes with them
+        chooser = RowChooser([(Piece(own.text, own.ids, best=1 + chances), ()) for own in compress(rows, wants)])
         with program.device.current():
             self._make_ready(rows, len(ids))
-            return program.run(ids, tuple(segments), Batch(tuple(spans)), self._blocks.used, best_only=True)
+            program.run(ids, tuple(segments), Batch(tuple(spans)), self._blocks.used, chooser=chooser)
+        return [(None if row.bad else int(row.ids[0]), exp(row.logits[0] - row.log_total)) for row in chooser.rows]
 
     def _make_ready(self, rows: Sequence[Rows], tokens: int) -> None:
         """Put what a micro-batch takes beside its tokens in place."""

@@ -13,12 +13,12 @@ from pshard.runtime.sampling import Sampler
 from pshard.runtime.sampling.sampler import NO_NUMBERS
 from pshard.runtime.speculation.accept import MadeUp, match_drafts
 from pshard.runtime.speculation.draft_length import DraftLength, StepSeconds
-from pshard.runtime.speculation.prompt_lookup import PromptLookup
+from pshard.runtime.speculation.prompt_lookup import LONG, PromptLookup
 from pshard.runtime.speculation.second_program import Ask, SecondProgram
 from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
-from pshard.speculation import LOOKUP, MOST_ROWS, NONE, PROGRAMS, Acceptance, AcceptanceRecord
+from pshard.speculation import LOOKUP, MOST_ROWS, NONE, PROGRAMS, Acceptance, AcceptanceRecord, looks_first
 
 IDLE = 8  # steps without drafts before they run under their own tier again
 
@@ -38,9 +38,9 @@ class Drafter(Protocol):
 class HeadDrafter:
     """A head, or a draft model, that drafts for one text. It has seen what was computed of it."""
 
-    def __init__(self, head: SecondProgram, text: Text, owed: Callable[[], Sequence[int]]) -> None:
-        """owed: told tokens before the last one, which the text lacks until they are computed again."""
-        self._head, self._text, self._owed, self._last = head, text, owed, -1
+    def __init__(self, head: SecondProgram, text: Text, p_min: float, owed: Callable[[], Sequence[int]]) -> None:
+        """p_min: see Ask. owed: told tokens before the last one, which the text lacks until they are computed again."""
+        self._head, self._text, self._p_min, self._owed, self._last = head, text, p_min, owed, -1
 
     def see(self, tokens: Iterable[int]) -> None:
         """See Drafter."""
@@ -51,27 +51,35 @@ class HeadDrafter:
         """See Drafter."""
         if most < 1:
             return ()
-        return self._head.draft([Ask(self._text, (*self._owed(), self._last), most)])[0]
+        return self._head.draft([Ask(self._text, (*self._owed(), self._last), most, self._p_min)])[0]
 
 
 @dataclass
 class DraftSeconds:
-    """Seconds that drafting took, and for how many drafts."""
+    """Seconds that drafting took, for how many drafts; looked_up: how many more lookup found before it."""
 
     seconds: float = 0.0
     drafts: int = 0
+    looked_up: int = 0
 
-    def add(self, seconds: float, drafts: int) -> None:
-        """Count a step's."""
-        self.seconds += seconds
-        self.drafts += drafts
+
+@dataclass
+class Source:
+    """Somebody who drafts for a text, and how much. rows: of the last step with drafts of it; idle: steps since."""
+
+    drafter: Drafter
+    length: DraftLength
+    is_lookup: bool
+    rows: int = 0
+    idle: int = 0
 
 
 @dataclass(frozen=True)
 class DraftSettings:
     """What is asked of it. kind: who drafts; most: drafts of a step; fixed: never fewer, where there are some.
     made_up: chances at which drafts are said to hold, whatever the model says: the text means nothing then. record:
-    what became of drafts is counted here, and in `spent` how long they took."""
+    what became of drafts is counted here, and in `spent` how long they took. p_min: a head's or a model's draft ends
+    before a token that it finds less likely."""
 
     kind: str = NONE
     most: int = 0
@@ -79,6 +87,7 @@ class DraftSettings:
     made_up: Acceptance | None = None
     record: AcceptanceRecord = field(default_factory=lambda: AcceptanceRecord(LOOKUP))
     spent: DraftSeconds = field(default_factory=DraftSeconds)
+    p_min: float = 0.0
 
 
 class Speculator:
@@ -99,20 +108,30 @@ class Speculator:
         self._spent = wanted.spent
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
-        self._drafter: Drafter = PromptLookup()
+        self._owed: list[int] = []  # told, and to be computed again: states could not be cut back to behind them
+        self._seconds, self._tier = seconds, 0
+        self._sources = tuple(self._list_sources(wanted, head))
+
+    def _list_sources(self, wanted: DraftSettings, head: Follower | None) -> Iterator[Source]:
+        """Who drafts, in the order in which they are asked."""
+        most = min(wanted.most, self._pool.largest_step - 1)
+        if wanted.kind == LOOKUP or looks_first(wanted.kind):
+            lookup = PromptLookup() if wanted.kind == LOOKUP else PromptLookup(LONG)
+            yield Source(lookup, DraftLength(most, self._seconds, wanted.fixed), True)
         if wanted.kind in PROGRAMS:
             assert isinstance(head, SecondProgram), "whoever asks for its drafts has a plan with it"
-            self._drafter = HeadDrafter(head, text, lambda: self._owed)
-        self._owed: list[int] = []  # told, and to be computed again: states could not be cut back to behind them
-        most = min(wanted.most, pool.largest_step - 1)
-        self._seconds, self._tier, self._idle = seconds, 0, 0
-        self._length = DraftLength(most, self._seconds, wanted.fixed)
+            drafter = HeadDrafter(head, self._text, wanted.p_min, lambda: self._owed)
+            yield Source(drafter, DraftLength(most, self._seconds, wanted.fixed), False)
+
+    def _see(self, tokens: Sequence[int]) -> None:
+        for source in self._sources:
+            source.drafter.see(tokens)
 
     def go_on(self, before: Sequence[int], first: int, most: int) -> Iterator[int]:
         """Tokens of the text, at most so many. before: those that came before the first one, which was drawn and is not
         computed. They end before a stop, and where the context does. Whoever leaves early finds the text as if its
         tokens had come one by one."""
-        self._drafter.see(before)
+        self._see(before)
         token, told = first, 1
         if first in self._stops or most < 1:
             return
@@ -138,22 +157,42 @@ class Speculator:
 
     def _step(self, token: int, most: int) -> list[int]:
         """Compute a token and drafts of at most so many more; the tokens that follow."""
-        self._drafter.see((token,))
-        wanted = self._length.choose()
+        self._see((token,))
+        source, wanted, drafts, drafting = self._draft(token, most)
+        self._keep_tier(source, len(drafts) and wanted + 1)
         begin = time.perf_counter()
-        drafts = self._drafter.draft(self._count_room(min(wanted, most)))
-        self._spent.add(time.perf_counter() - begin, len(drafts))
-        if self._made_up:
-            drafts += (token,) * (self._count_room(min(wanted, most)) - len(drafts))
-        self._keep_tier(len(drafts) and wanted + 1)
         told = self._verify(token, drafts) if drafts else [self._compute(token)]
         seconds = time.perf_counter() - begin
         self._seconds.observe(len(drafts) + 1, self._tier, seconds)
-        self._drafter.see(told[:-1])
+        self._see(told[:-1])
         self._record.add(len(drafts), len(told) - 1)
         if wanted:
-            self._length.note(len(drafts), len(told) - 1, seconds)
+            source.length.note(len(drafts), len(told) - 1, seconds, drafting)
         return told
+
+    def _draft(self, token: int, most: int) -> tuple[Source, int, tuple[int, ...], float]:
+        """Drafts of the first who has some, at most so many; whose they are, how many were wanted, and the seconds that
+        they took."""
+        for source in self._sources:
+            begin = time.perf_counter()
+            wanted = source.length.choose()
+            room = self._count_room(min(wanted, most))
+            drafts = source.drafter.draft(room)
+            is_last = source is self._sources[-1]
+            if not drafts and not is_last:
+                if wanted:
+                    source.length.miss()
+                continue
+            drafting = time.perf_counter() - begin
+            if source.is_lookup and not is_last:
+                self._spent.looked_up += len(drafts)
+            else:
+                self._spent.seconds += drafting
+                self._spent.drafts += len(drafts)
+            if self._made_up:
+                drafts += (token,) * (room - len(drafts))
+            return source, wanted, drafts, drafting
+        raise AssertionError("somebody drafts")
 
     def _compute(self, token: int) -> int:
         """The token after one, by a step without drafts."""
@@ -200,13 +239,14 @@ class Speculator:
         """So many drafts, or as many as the context and the KV blocks have room for."""
         return next((drafts for drafts in range(most, 0, -1) if self._has_room(1 + drafts)), 0)
 
-    def _keep_tier(self, rows: int) -> None:
-        """Steps without drafts (rows 0) between those that have some run under their tier: going to and fro would move
-        weights."""
-        self._idle = 0 if rows else self._idle + 1
-        if not rows and self._tier and self._idle < IDLE:
-            return
-        tier = self._seconds.tier(max(1, rows))
+    def _keep_tier(self, source: Source, rows: int) -> None:
+        """Steps without drafts (rows 0), or with fewer, between those that have some run under their tier: going to and
+        fro would move weights. source: whose the drafts are."""
+        for each in self._sources:
+            each.idle += 1
+        if rows:
+            source.rows, source.idle = rows, 0
+        tier = self._seconds.tier(max([1, *(each.rows for each in self._sources if each.idle < IDLE)]))
         if tier != self._tier:
             self._pool.keep_tier(tier)
             self._tier = tier

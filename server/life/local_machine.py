@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 class HeadDrafter:
     """A model's own head, or a draft model: a `TextDrafter`."""
 
-    takes_time = True
-
-    def __init__(self, head: SecondProgram) -> None:
-        self._head = head
+    def __init__(self, head: SecondProgram, p_min: float) -> None:
+        """p_min: see Ask."""
+        self._head, self._p_min = head, p_min
 
     def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
         """As `TextDrafter.draft`."""
-        return self._head.draft([Ask(text, tuple(ids[len(text.ids) :]), most) for text, ids, most in asked])
+        p_min = self._p_min
+        return self._head.draft([Ask(text, tuple(ids[len(text.ids) :]), most, p_min) for text, ids, most in asked])
 
 
 class LocalMachine:
@@ -43,7 +43,7 @@ class LocalMachine:
         self.drafter: TextDrafter | None = None
         if self.facts.drafts.kind in PROGRAMS:
             assert isinstance(engine.drafter, SecondProgram), "a plan by which it drafts has it"
-            self.drafter = HeadDrafter(engine.drafter)
+            self.drafter = HeadDrafter(engine.drafter, self.facts.drafts.p_min)
 
     @property
     def link_bytes(self) -> int:

@@ -15,8 +15,8 @@ class Request:
     scored: what is known of the prompt's tokens, with `Job.scored`. taken, begun, first and last: seconds on the
     scheduler's clock at which it was submitted, ran first, made its first token and its last one; nan: not yet.
     overtaken: whether another one went before it; slot: its place among those that run. owed: tokens before the last
-    one that are computed again, as states could not be cut back behind drafts. chances: how likely drafts hold; drafted
-    and accepted: how many there were, and how many held.
+    one that are computed again, as states could not be cut back behind drafts. chances: how likely drafts hold,
+    looked_up: of those that lookup finds first; drafted and accepted: how many there were, and how many held.
     """
 
     job: Job
@@ -32,6 +32,7 @@ class Request:
     preempted: int = 0
     owed: int = 0
     chances: DraftChances | None = None
+    looked_up: DraftChances | None = None
     drafted: int = 0
     accepted: int = 0
     overtaken: bool = False

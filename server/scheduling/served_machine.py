@@ -51,13 +51,11 @@ Asked = tuple[Text, Sequence[int], int]  # a text, its tokens, those that it lac
 
 
 class TextDrafter(Protocol):
-    """Who drafts for texts of a machine, several at once. takes_time: so that it is asked for no more than is worth
-    it."""
-
-    takes_time: bool
+    """Who drafts for texts of a machine, several at once."""
 
     def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
-        """Tokens that may follow each text's. Where it takes time texts have room for all of them."""
+        """Tokens that may follow each text's. A machine's own drafter is asked where texts have room for all of
+        them."""
 
 
 class Machine(Protocol):

@@ -8,12 +8,12 @@ from time import perf_counter
 from weakref import WeakKeyDictionary
 
 from pshard.runtime.speculation.draft_length import WEIGHT, DraftChances
-from pshard.runtime.speculation.prompt_lookup import PromptLookup
+from pshard.runtime.speculation.prompt_lookup import LONG, SHORTEST, PromptLookup
 from pshard.runtime.texts.text import Text
 from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.request import Request
 from pshard.server.scheduling.served_machine import Asked, Machine, TextDrafter
-from pshard.speculation import MOST_DRAFTS, MOST_ROWS
+from pshard.speculation import DRAFT, MOST_DRAFTS, MOST_ROWS, MTP, looks_first
 
 READ = 4096  # tokens of a text that lookup reads before a step: more would hold up all others
 
@@ -23,9 +23,9 @@ Drafts = dict[Request, tuple[int, ...]]
 class LookupDrafter:
     """Prompt lookup for every text that is open."""
 
-    takes_time = False
-
-    def __init__(self) -> None:
+    def __init__(self, least: int = SHORTEST) -> None:
+        """least: see PromptLookup."""
+        self._least = least
         self._seen: WeakKeyDictionary[Text, tuple[PromptLookup, int]] = WeakKeyDictionary()
 
     def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
@@ -33,7 +33,7 @@ class LookupDrafter:
         return [self._look_up(*one) for one in asked]
 
     def _look_up(self, text: Text, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        lookup, seen = self._seen.get(text) or (PromptLookup(), 0)
+        lookup, seen = self._seen.get(text) or (PromptLookup(self._least), 0)
         new = tokens[seen : seen + READ]
         lookup.see(new)
         self._seen[text] = lookup, seen + len(new)
@@ -42,12 +42,14 @@ class LookupDrafter:
 
 @dataclass(frozen=True)
 class Offer:
-    """Drafts that a text may have. rates: the chances that the first, the first two, ... hold; least: so many are
-    verified whatever that takes."""
+    """Drafts that a text may have. chances: of whom they are from; rates: those that the first, the first two, ...
+    hold; least: so many are verified whatever that takes. found: those that are known already."""
 
     run: Request
+    chances: DraftChances
     rates: tuple[float, ...]
     least: int
+    found: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,11 @@ class StepDrafts:
     def __init__(self, machine: Machine, pace: Pace) -> None:
         self._facts, self._pace, self._pool = machine.facts, pace, machine.pool
         self._settings = machine.facts.drafts
-        self._drafter: TextDrafter = machine.drafter or LookupDrafter()
-        self._asked: list[Request] = []  # texts that the present step was asked for drafts of
+        lookup = LookupDrafter(LONG) if looks_first(self._settings.kind) else LookupDrafter()
+        self._lookup: TextDrafter | None = None if self._settings.kind in (MTP, DRAFT) else lookup
+        self._program = machine.drafter  # asked where lookup finds nothing
+        self._asked: dict[Request, list[DraftChances]] = {}  # of texts that the present step was asked for drafts of
+        self._drafted: dict[Request, DraftChances] = {}  # whose drafts the present step has
         self._base = Base(1, 1, 0, 1.0, 0.0)
         self._each, self._spent = 0.0, 0.0  # seconds of a draft in the mean; of drafting for the present step
 
@@ -78,57 +83,75 @@ class StepDrafts:
         Where nobody drafts, no text is looked at."""
         if not self._settings.most:
             return {}
-        self._asked.clear()
+        self._asked, self._drafted = {}, {}
         self._spent = 0.0
         decoding = [run for run in running if run.decodes]
         rows = sum(run.remaining for run in decoding)
         if not 0 < rows < self._facts.tiers[-1]:
             return {}
-        offers = [offer for run in self._order(decoding) if (offer := self._offer(run))]
-        self._asked += [offer.run for offer in offers]
+        offers = list(self._list_offers(self._order(decoding)))
         cells = sum(len(run.text.ids) for run in decoding if run.text)
         alone = self._pace.expect_rows(rows, cells, self._pace.covering(rows))
-        found = 1 - prod(1 - run.chances.share for run in self._asked if run.chances)
-        self._base = Base(len(decoding), rows, cells, alone, found)
-        if self._drafter.takes_time:
-            return self._draft(self._keep(offers, gap))
-        drafts = self._draft(offers)
-        there = [replace(one, rates=one.rates[: len(drafts[one.run])]) for one in offers if one.run in drafts]
-        return {one.run: drafts[one.run][: len(one.rates)] for one in self._keep(there, gap)}
+        shares = [chances.share for asked in self._asked.values() for chances in asked]
+        self._base = Base(len(decoding), rows, cells, alone, 1 - prod(1 - share for share in shares))
+        kept = self._keep(offers, gap)
+        drafts = {one.run: one.found[: len(one.rates)] for one in kept if one.found}
+        if self._program:
+            drafts |= self._draft([one for one in kept if not one.found])
+        self._drafted = {one.run: one.chances for one in kept if one.run in drafts}
+        return drafts
 
     def _order(self, decoding: Sequence[Request]) -> Iterable[Request]:
         """Texts that may have drafts: those first whose states were copied for drafts before."""
         return islice(sorted(decoding, key=lambda run: not run.owed), self._facts.drafting)
 
-    def _offer(self, run: Request) -> Offer | None:
-        """What a text may have, if anything."""
-        most = self._count_room(run)
-        if most < 1:
+    def _list_offers(self, runs: Iterable[Request]) -> Iterator[Offer]:
+        """What texts may have: what lookup finds, or what the program drafts where it finds nothing."""
+        for run in runs:
+            most = self._count_room(run)
+            if most < 1:
+                continue
+            run.chances = run.chances or DraftChances(MOST_DRAFTS)
+            if self._lookup:
+                run.looked_up = (run.looked_up or DraftChances(MOST_DRAFTS)) if self._program else run.chances
+                if (offer := self._offer(run, run.looked_up, most)) and (found := self._look_up(offer)):
+                    yield replace(offer, rates=offer.rates[: len(found)], found=found)
+                    continue
+            if self._program and (offer := self._offer(run, run.chances, most)):
+                yield offer
+
+    def _offer(self, run: Request, chances: DraftChances, most: int) -> Offer | None:
+        """What a text may have of one who drafts, if anything."""
+        wanted = most if self._settings.fixed else min(most, chances.begin())
+        if not wanted:
             return None
-        if run.chances is None:
-            run.chances = DraftChances(MOST_DRAFTS)
-        wanted = most if self._settings.fixed else min(most, run.chances.begin())
-        return Offer(run, run.chances.rates[:wanted], run.chances.least) if wanted else None
+        self._asked.setdefault(run, []).append(chances)
+        return Offer(run, chances, chances.rates[:wanted], chances.least)
+
+    def _look_up(self, offer: Offer) -> tuple[int, ...]:
+        """What lookup drafts for a text."""
+        assert self._lookup and offer.run.text
+        (found,) = self._lookup.draft([(offer.run.text, offer.run.tokens, len(offer.rates))])
+        return self._fit(offer, found) if found or not self._program else ()
 
     def _draft(self, offers: Sequence[Offer]) -> Drafts:
-        """As many drafts of each as it may have, or fewer; a text without any is left out."""
+        """What the program drafts, at most so many of each; a text without any is left out."""
         asked = [(one.run.text, one.run.tokens, len(one.rates)) for one in offers if one.run.text is not None]
-        lacking = self._drafter.takes_time and self._pool.missing({text: len(ids) + n for text, ids, n in asked})
-        if lacking or not asked:
+        if not asked or self._pool.missing({text: len(ids) + n for text, ids, n in asked}):
             return {}
+        assert self._program
         begin = perf_counter()
-        found = self._drafter.draft(asked)
-        if self._drafter.takes_time:
-            self._spent = perf_counter() - begin
-            each = self._spent / max(n for _, _, n in asked)
-            self._each += (WEIGHT if self._each else 1.0) * (each - self._each)
-        drafts: Drafts = {}
-        for one, own in zip(offers, found):
-            own = cut_at_stop(own, one.run.job.stops)
-            if self._settings.made_up:
-                own += (one.run.tokens[-1],) * (len(one.rates) - len(own))
-            if own:
-                drafts[one.run] = own
+        found = self._program.draft(asked)
+        self._spent = perf_counter() - begin
+        each = self._spent / max(n for _, _, n in asked)
+        self._each += (WEIGHT if self._each else 1.0) * (each - self._each)
+        return {one.run: own for one, drafts in zip(offers, found) if (own := self._fit(one, drafts))}
+
+    def _fit(self, offer: Offer, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """A text's drafts up to where it ends; with chances that are made up as many as it may have."""
+        drafts = cut_at_stop(drafts, offer.run.job.stops)
+        if self._settings.made_up:
+            drafts += (offer.run.tokens[-1],) * (len(offer.rates) - len(drafts))
         return drafts
 
     def _keep(self, offers: Sequence[Offer], gap: float) -> list[Offer]:
@@ -137,9 +160,9 @@ class StepDrafts:
         for offer, count in zip(offers, self._count(offers, gap)):
             if count:
                 kept.append(replace(offer, rates=offer.rates[:count]))
-            elif offer.run.chances:
-                offer.run.chances.rest(self._base.seconds / self._base.texts)
-                self._asked.remove(offer.run)
+            else:
+                offer.chances.rest(self._base.seconds / self._base.texts)
+                self._asked[offer.run].remove(offer.chances)
         return kept
 
     def _count_room(self, run: Request) -> int:
@@ -157,8 +180,8 @@ class StepDrafts:
         every = sorted(every)[: self._facts.tiers[-1] - base.rows]
         best, best_rate, brought, depth = 0, base.texts / base.seconds, float(base.texts), 0
         for count, (step, alone) in enumerate(self._time(len(every)), 1):
-            chosen, less, _, at = every[count - 1]
-            depth = max(depth, at + 1)
+            chosen, less, chosen_of, at = every[count - 1]
+            depth = depth if offers[chosen_of].found else max(depth, at + 1)
             step += depth * self._each
             if step > gap:
                 break
@@ -191,11 +214,11 @@ class StepDrafts:
         None where they say nothing of drafts."""
         all_drafts, base = sum(drafted for drafted, _ in held.values()), self._base
         more = 0.0 if seconds is None or not all_drafts else (seconds + self._spent - base.seconds) / all_drafts
-        for run in self._asked:
-            drafted, accepted = held.get(run, (0, 0))
-            if run.chances:
-                run.chances.note(drafted, accepted, more * drafted - accepted * base.seconds / base.texts)
-        self._asked.clear()
+        for run, asked in self._asked.items():
+            for chances in asked:
+                drafted, accepted = held.get(run, (0, 0)) if self._drafted.get(run) is chances else (0, 0)
+                chances.note(drafted, accepted, more * drafted - accepted * base.seconds / base.texts)
+        self._asked = {}
 
 
 def cut_at_stop(drafts: tuple[int, ...], stops: Collection[int]) -> tuple[int, ...]:

@@ -34,6 +34,13 @@ def test_a_head_is_planned_run_and_benched(world: World, capsys) -> None:
         assert cli_run.main([*run, *flags]) == 0
         out, err = capsys.readouterr()
         assert out == alone and "drafts of mtp, at most" in err and "a draft took" in err
+    for flags in (["--spec", "lookup,mtp"], ["--spec-type", "draft-mtp,ngram-simple", "--spec-draft-p-min", ".01"]):
+        assert cli_run.main([*run, *flags]) == 0
+        out, err = capsys.readouterr()
+        assert out == alone and "drafts of lookup,mtp, at most" in err and "; lookup made " in err
+    assert cli_run.main([*run, "--spec", "mtp", "--draft-p-min", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == alone and "0 of the 0 that were compared held" in err
     flags = ["--spec", "mtp", "--spec-n", "3", "--spec-synth-rates", ".8,.64,.51"]
     assert cli_bench.main([*model, "-p", "0", "-n", "30", "-r", "1", "-o", "json", *flags]) == 0
     _, drafted = json.loads(capsys.readouterr().out)

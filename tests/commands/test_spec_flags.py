@@ -29,6 +29,11 @@ def planned(world: World) -> World:
         (["--spec", "draft"], "--spec draft needs a draft model; add -md MODEL"),
         (["--spec-type", "draft-mtp"], "there is no multi-token head to draft with"),
         (["--spec-type", "ngram-mod"], "--spec-type ngram-mod: not here"),
+        (["--spec-type", "draft-mtp,draft-simple"], "these do not draft together"),
+        (["--spec-type", "ngram-simple,draft-simple"], "--spec lookup,draft needs a draft model; add -md MODEL"),
+        (["--spec", "lookup,mtp"], "there is no multi-token head to draft with: the file has none"),
+        (["--spec-draft-p-min", ".5"], "--spec-draft-p-min is about drafts, and there are none"),
+        (["--spec", "mtp", "--spec-draft-p-min", ".5", "--spec-synth-rates", ".8"], "leave out one"),
         (["--spec", "auto", "--spec-type", "none"], "exclude each other"),
         (["--spec-n", "3"], "--spec-draft-n-max is about drafts, and there are none"),
         (["--spec-synth-rates", ".8"], "--spec-synth-rates is about drafts, and there are none"),
@@ -54,6 +59,15 @@ def test_a_run_with_drafts_tells_the_same_text_and_what_held(planned: World, cap
         texts.append(out)
         assert ("drafts of lookup, at most" in err) == bool(flags)
     assert len(set(texts)) == 1
+
+
+def test_how_likely_lookup_finds_its_drafts_is_no_question(planned: World, capsys) -> None:
+    words = ["-m", str(planned.model), "-p", "hello", "-no-cnv", "--spec", "lookup"]
+    assert cli_run.main([*words, "--spec-draft-p-min", ".5"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "lookup does not know that" in err
+    assert cli_run.main([*words, "--spec-draft-p-min", "1.5"]) == 2
+    assert "'1.5' is no number from 0 to 1" in capsys.readouterr().err
 
 
 def test_a_run_records_acceptance_beside_the_registry(planned: World, capsys) -> None:

@@ -16,10 +16,10 @@ from pshard.models import open_model
 from pshard.plan import TierPlan, Variant
 from pshard.planner.place_head import place_head
 from pshard.reserve import TORCH_RESERVE_MIB
-from pshard.runtime.best_logits import choose_best, find_best
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
+from pshard.runtime.texts.choose_rows import RowChooser
 
 
 @dataclass
@@ -86,10 +86,12 @@ def record_logits(engine: Engine) -> list[torch.Tensor]:
     head, found = engine.drafter._program, list[torch.Tensor]()
     run = head.run
 
-    def run_all(*args: Any, best_only: bool = False, **more: Any) -> torch.Tensor:
+    def run_all(*args: Any, chooser: RowChooser | None = None, **more: Any) -> torch.Tensor:
         table = run(*args, **more)
         found.extend(table.clone())
-        return choose_best(find_best(table)) if best_only else table
+        if chooser and len(table):
+            chooser.take(table)
+        return table
 
     head.run = run_all
     return found

@@ -26,6 +26,10 @@ def test_counts_of_several_runs_add_up(tmp_path: Path) -> None:
     assert both is not None and both.rates == pytest.approx((0.6, 0.3)) and both.share == 0.5
     found = recall_acceptance(registry, MODEL, "mtp")
     assert found is not None and found.rates == (0.8,)
+    assert recall_acceptance(registry, MODEL, "lookup,mtp") == found  # until it has a record of its own
+    keep_acceptance(registry, MODEL, AcceptanceRecord("lookup,mtp", 5, (4,), (1,)))
+    own = recall_acceptance(registry, MODEL, "lookup,mtp")
+    assert own is not None and own.rates == (0.25,)
     assert AcceptanceRecord("lookup", 10, (8, 6), (6, 3)) == RECORD
 
 

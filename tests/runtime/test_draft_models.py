@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from draft_engines import CONTEXT, TOKENS, open_with
 from engines import open_engine
+from head_engines import record_logits
 from model_files import write_gguf
 
 from pshard.errors import UserError
@@ -13,8 +14,9 @@ from pshard.models.attach_draft import open_drafted
 from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
+from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
-from pshard.speculation import DRAFT, AcceptanceRecord
+from pshard.speculation import DRAFT, LOOKUP_DRAFT, NONE, AcceptanceRecord
 
 VOCAB = 96
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(seed=1, temperature=1.5, penalties=Penalties(1.3, 0.4, 0.2, 16))
@@ -67,6 +69,37 @@ def test_a_text_that_was_cut_is_drafted_as_if_nothing_else_had_been_there(model:
         wanted = DraftSettings(DRAFT, 3, fixed=True, record=AcceptanceRecord(DRAFT))
         list(engine.generate([5], 30, GREEDY, text=False, speculation=wanted))
         assert sum(wanted.record.held) == sum(wanted.record.tried) > 15
+
+
+def test_lookup_drafts_first_where_it_finds_a_long_match_and_the_program_elsewhere(model: Path) -> None:
+    repeats = Sampling(temperature=0, logit_bias=((7, 50.0),))
+    with open_with(model, model) as engine:
+        for sampling in (repeats, DRAWN, GREEDY):
+            told = []
+            for kind in (NONE, DRAFT, LOOKUP_DRAFT):
+                engine.reset()
+                wanted = DraftSettings(kind, 3, fixed=True, record=AcceptanceRecord(LOOKUP_DRAFT))
+                told.append(list(engine.generate(some_ids(60, 3), 30, sampling, text=False, speculation=wanted)))
+            assert told[0] == told[1] == told[2]
+            assert wanted.spent.drafts > 0 and (wanted.spent.looked_up == 0) == (sampling is DRAWN)
+
+
+def test_a_draft_ends_before_the_first_token_that_is_less_likely_than_asked_for(model: Path) -> None:
+    """By the softmax of all logits of the program that drafts."""
+    with open_with(model, model, sequences=2) as engine:
+        ids = some_ids(50, 7)
+        text = engine.texts.open(ids)
+        engine.texts.extend([(text, ids)])
+        found = record_logits(engine)
+        (whole,) = engine.drafter.draft([Ask(text, (5,), 12)])
+        chances = [float(row.softmax(0).max()) for row in found[-12:]]
+        assert len(whole) == 12 and min(chances) < sorted(chances)[6]
+        for p_min in (0.0, 1.0, *(chance * by for chance in chances for by in (0.999, 1.001))):
+            (drafts,) = engine.drafter.draft([Ask(text, (5,), 12, p_min)])
+            likely = [chance >= p_min for chance in chances] + [False]
+            assert drafts == whole[: likely.index(False)]
+        both = engine.drafter.draft([Ask(text, (5,), 3), Ask(engine.texts.begin(), (9,), 3, 1.0)])
+        assert both == [whole[:3], ()]
 
 
 def test_plans_of_a_model_with_a_draft_model_are_others_than_of_it_alone(model: Path, other: Path) -> None:

@@ -149,8 +149,6 @@ def test_ranks_with_drafts_tell_what_one_device_tells_without(serve, model, monk
 class Guess:
     """Drafts what came after the same tokens elsewhere, and every other time something else."""
 
-    takes_time = False
-
     def draft(self, asked):
         return [self.draft_one(*one) for one in asked]
 

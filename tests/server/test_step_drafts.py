@@ -17,7 +17,7 @@ from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.server.scheduling.step_drafts import READ, LookupDrafter
 from pshard.server.shapes.metrics_text import write_metrics
-from pshard.speculation import LOOKUP, Acceptance
+from pshard.speculation import LOOKUP, LOOKUP_MTP, Acceptance
 
 LONGEST = 800
 
@@ -27,8 +27,6 @@ class Guess:
 
     def __init__(self, chance: float) -> None:
         self.chance, self._random = chance, random.Random(1)
-
-    takes_time = False
 
     def draft(self, asked):
         return [self.draft_one(*one) for one in asked]
@@ -45,7 +43,7 @@ def bench_of(chance=1.0, most=3, fixed=False, gap=inf, made_up=None, **machine) 
     drafts = DraftSettings(LOOKUP, most, fixed, made_up)
     bench = Bench(FakeMachine(drafts=drafts, longest=LONGEST, **machine), gap=gap)
     if chance is not None:
-        bench.scheduler.drafts._drafter = Guess(chance)
+        bench.scheduler.drafts._lookup = Guess(chance)
     return bench
 
 
@@ -151,7 +149,7 @@ def test_texts_whose_drafts_hold_have_them_beside_one_whose_drafts_never_do():
             return super().draft_one(text, tokens, most)
 
     bench = bench_of(1.0, 3, seconds=(0.05, 0.06, 0.1, 0.2, 0.5))
-    bench.scheduler.drafts._drafter = Some(1.0)
+    bench.scheduler.drafts._lookup = Some(1.0)
     ears = [bench.add(prompt_of(i, 5), 200) for i in range(3)]
     bench.run()
     told = [sum(type(e).__name__ == "Made" for _, e in ear.events) for ear in ears]
@@ -207,6 +205,30 @@ def test_made_up_acceptance_holds_as_often_as_it_says_and_is_not_for_log_probabi
     shares = [held / drafted for (_, held), (_, drafted) in zip(counters.accepted, counters.drafted)]
     assert np.allclose(shares, (0.8, 0.64, 0.5), atol=0.08)
     assert all(len(ear.tokens) == 600 for ear in ears) and likely.tokens == answer(prompt_of(4, 5), 20)
+
+
+def test_a_program_drafts_for_those_texts_for_which_lookup_finds_nothing():
+    class Found(Guess):
+        def draft_one(self, text, tokens, most):
+            return super().draft_one(text, tokens, most) if tokens[0] == prompt_of(1, 1)[0] else ()
+
+    class Program(Guess):
+        asked = ()
+
+        def draft(self, asked):
+            self.asked = (*self.asked, *(tokens[0] for _, tokens, _ in asked))
+            return super().draft(asked)
+
+    bench = Bench(FakeMachine(drafts=DraftSettings(LOOKUP_MTP, 3), longest=LONGEST), gap=inf)
+    drafts = bench.scheduler.drafts
+    drafts._lookup, drafts._program = Found(1.0), Program(0.0)
+    ears = [bench.add(prompt_of(i, 5), 100) for i in range(3)]
+    bench.run()
+    told = [sum(type(e).__name__ == "Made" for _, e in ear.events) for ear in ears]
+    assert told[1] < 50 and told[0] == told[2] == 100  # what the program drafts never holds, and rests
+    assert set(drafts._program.asked) == {prompt_of(i, 1)[0] for i in (0, 2)}
+    assert all(ear.tokens == answer(prompt_of(i, 5), 100) for i, ear in enumerate(ears))
+    bench.check_all_back()
 
 
 def test_a_long_text_is_read_over_several_steps():
