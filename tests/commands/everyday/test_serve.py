@@ -189,7 +189,7 @@ def test_streams_go_on_while_the_budget_moves_and_a_server_that_sleeps_is_woken(
         (["--temp", "-1"], "--temp is -1"),
         (["-ts", "1,1"], "-ts needs -sm"),
         (["--spec", "draft"], "--spec draft needs a draft model; add -md MODEL"),
-        (["--spec-n", "3"], "--spec-draft-n-max is about drafts, and there are none; add --spec lookup"),
+        (["--spec-n", "3"], "--spec-draft-n-max is about drafts, and there are none; add --spec auto"),
         (["--spec", "lookup", "--spec-n", "16"], "a step has up to 15 drafts"),
     ],
 )
