@@ -58,7 +58,9 @@ class Architecture:
     has ALiBi, which is not computed, and its files do not say so. `may_lack_windows`: some of its models have none, and
     then all layers alike. `may_be_parallel`, `own_head_norms`: some of its models are so, or have such. `turned_norms`:
     norms of heads follow their rotation. `unweighted`: norms of the stream have no weights. `clamped`: files may say
-    within what q, k and v are. `window_base`: of angles in layers with windows where files do not say; 0: as in others.
+    within what q, k and v are; `capped`: at what scores and logits are capped. `window_unsaid`: tokens of a window
+    where GGUF files do not say. `window_base`: of angles in layers with windows where files do not say; 0: as in
+    others.
     """
 
     name: str
@@ -98,6 +100,8 @@ class Architecture:
     turned_norms: bool = False
     unweighted: bool = False
     clamped: bool = False
+    capped: bool = False
+    window_unsaid: int = 0
     ungated: bool = False
     window_base: float = 0.0
     by_layer: bool = False
@@ -149,6 +153,13 @@ _EXAONE_MOE = _defaults(
 _MINIMAX_M2 = _defaults(rope_theta=5e6)
 _COHERE2 = _defaults(logit_scale=0.0625, sliding_window=4096, layer_norm_eps=1e-5, tie_word_embeddings=True)
 _GEMMA = _defaults(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192, tie_word_embeddings=True)
+_GEMMA2 = _defaults(
+    **_GEMMA,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+)
 _GEMMA4 = _defaults(  # Gemma4TextConfig of transformers
     head_dim=256,
     rms_norm_eps=1e-6,
@@ -485,6 +496,19 @@ ARCHITECTURES = (
         norms_less_one=True,
         defaults=_GEMMA,
     ),
+    Architecture(
+        "gemma2",
+        "gemma2",
+        "halves",
+        window_every=2,
+        window_unsaid=4096,
+        activation="gelu",
+        norms="both",
+        capped=True,
+        embedded_by_root=True,
+        norms_less_one=True,
+        defaults=_GEMMA2,
+    ),
     _GEMMA4_DENSE,
     replace(_GEMMA4_DENSE, routing=Routing(norm_fixed=True)),
     Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
@@ -513,7 +537,6 @@ _LACKING = {
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
     **dict.fromkeys(("lfm2", "lfm2moe", "lfm2-moe"), "short convolutions"),
     **dict.fromkeys(("llama4", "llama4-text"), "attention within chunks and experts whose inputs are weighted"),
-    "gemma2": "a cap on scores of attention",
     "refact": "ALiBi",
     **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
     "arctic": "an FFN beside experts of another input",

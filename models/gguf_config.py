@@ -12,7 +12,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import part_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
 from pshard.models.families.by_layer import NO_TURN
-from pshard.models.families.read_numbers import gguf_numbers
+from pshard.models.families.read_numbers import CAPS, gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
@@ -28,8 +28,7 @@ _HARMLESS = {
     _CLAMP: (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.causal": (True,),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
+    **dict.fromkeys(CAPS, (0.0,)),
     "rope.scaling.yarn_ext_factor": (1.0,),
 }
 
@@ -42,9 +41,9 @@ def gguf_config(
     arch = arch.of_windows(keys.get("attention.sliding_window"))
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
-    for key, harmless in _HARMLESS.items():
-        if not ((arch.by_layer and key == "final_logit_softcapping") or (arch.clamped and key == _CLAMP)):
-            keys.refuse_unless(key, *harmless)
+    known = (*((_CLAMP,) if arch.clamped else ()), *(CAPS if arch.capped else CAPS[1:] if arch.by_layer else ()))
+    for key in _HARMLESS.keys() - set(known):
+        keys.refuse_unless(key, *_HARMLESS[key])
     if not (arch.latent or arch.warmed):
         keys.refuse_unless(LOG_MULTIPLIER, 0.0)
     if TABLE not in stored:
@@ -99,7 +98,7 @@ def _count_kv_heads(arch: Architecture, keys: Keys, n_heads: int) -> int:
 def _sliding_window(arch: Architecture, keys: Keys) -> int:
     """Tokens of the window, 0 for none. An architecture that has one in some layers says how large it is."""
     has_one = arch.window_every > 1 or arch.full_every or keys.get("attention.sliding_window")
-    return keys.integer("attention.sliding_window") if has_one else 0
+    return keys.integer("attention.sliding_window", arch.window_unsaid or None) if has_one else 0
 
 
 def count_drafters(arch: Architecture, metadata: dict[str, Any], where: str) -> int:

@@ -176,6 +176,8 @@ class ModelConfig:
     ffn_rows: tuple[int, ...] = ()  # of each layer; (): d_ffn, which is the most of any
     values_normed: bool = False  # each head's values are normalised, without weights
     logit_cap: float = 0.0  # logits become cap tanh(logits / cap); 0: they stay
+    score_cap: float = 0.0  # the same of scores
+    chunked: bool = False  # windows are chunks of a text that follow each other
 
     @property
     def normed_before(self) -> bool:

@@ -23,8 +23,9 @@ _HF_MULTIPLIERS = {
 _UNSAID: dict[str, Callable[[ModelConfig], dict[str, float]]] = {  # by files without the keys, as MiniCPM's first
     "minicpm": lambda c: {"embedding": 12.0, "residual": 1.4 / math.sqrt(c.n_layers), "1/logits": c.d_model / 256},
 }
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # of scores, of logits
 GGUF_GELU = "gelu16"  # as llama.cpp, which such files are made for, computes it
-_LAYERS_OF_27B = 62  # gemma3's files do not say how scores are scaled, which differs in this one
+_LAYERS_OF_27B = {"gemma3": 62, "gemma2": 46}  # files do not say how scores are scaled, which differs in these
 
 
 def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
@@ -44,8 +45,11 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
         config = replace(config, embedding_scale=math.sqrt(config.d_model))
         if arch.by_layer:
             return gguf_layers(keys, replace(config, score_scale=1.0, values_normed=True))
-        if arch.full_every and config.n_layers == _LAYERS_OF_27B:
+        if config.n_layers == _LAYERS_OF_27B.get(arch.gguf):
             config = replace(config, score_scale=(config.d_model / config.n_heads) ** -0.5)
+    if arch.capped:  # as llama.cpp has it where files do not say
+        scores, logits = (keys.real(key, cap, FACTORS) for key, cap in zip(CAPS, (50.0, 30.0)))
+        config = replace(config, score_cap=scores, logit_cap=logits)
     if arch.full_every and not arch.still_every:
         base = keys.real("rope.freq_base_swa", arch.window_base or config.rope.base, BASES)
         return replace(config, window_rope=Rope(config.rope.dims, base, config.rope.pairing))
@@ -67,11 +71,13 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
         config = replace(config, embedding_scale=root, score_scale=1.0, values_normed=True)
         return hf_layers(arch, keys, config)
     if arch.embedded_by_root:
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        for key in () if arch.capped else CAPS:
             keys.refuse_unless(key, 0.0)
         keys.refuse_unless("use_bidirectional_attention", False)
         scale = keys.real("query_pre_attn_scalar", config.head_dim, FACTORS) ** -0.5
         config = replace(config, embedding_scale=math.sqrt(config.d_model), score_scale=scale)
+    if arch.capped:
+        config = replace(config, score_cap=keys.factor(CAPS[0]), logit_cap=keys.factor(CAPS[1]))
     if arch.full_every and not arch.still_every:
         local = hf_rope(
             split_positions(keys.values, arch.window_base)[1], arch.rotated, config.head_dim, config.context, keys.where

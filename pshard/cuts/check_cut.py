@@ -127,10 +127,11 @@ class _Flow:
             case Rotate():
                 for norm in operation.norms:
                     self.head_norm(norm.role)
-            case Attend(sinks=sinks):
+            case Attend(sinks=sinks, slopes=slopes):
                 q, k, v = values
-                if sinks:
-                    self.cut_with_heads(sinks.role, q)
+                for of_heads in (sinks, slopes):
+                    if of_heads:
+                        self.cut_with_heads(of_heads.role, q)
                 return (self.attend(q, k, v),)
             case Bend() | NormHeads() | GateRows():
                 self.bend(operation, values)

@@ -27,6 +27,7 @@ EACH = ("attn_q_norms.weight", "attn_k_norms.weight")  # of every head its own
 STRETCH = "attn_q_stretch.weight"  # what each head's query is multiplied by once it is rotated
 GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
+SLOPES = "attn_slopes.weight"  # what scores of each head lose for a cell that they lie back: ALiBi (arXiv 2108.12409)
 AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
 ROPES = ("rope", "window_rope", "still_rope")  # scratch: sines and cosines, by position
 PRODUCTS, MIXED = "qkv", "mixed"  # scratch: q, k and v, and what heads give
@@ -92,7 +93,16 @@ def _operations(
         *wide,
         rotate,
         *((Bend("times", q, tensors[STRETCH], x=rotate.writes[0]),) if STRETCH in tensors else ()),
-        Attend(*heads, window, tensors.get(SINKS), heads_at, mixed),
+        Attend(
+            *heads,
+            window,
+            tensors.get(SINKS),
+            heads_at,
+            mixed,
+            config.score_cap,
+            tensors.get(SLOPES),
+            config.chunked and window > 0,
+        ),
         *((GateRows(q, mixed, multiply.writes[3]),) if GATE in tensors else ()),
         *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
     )
@@ -163,7 +173,7 @@ ATTENTION = UnitKind(
             **dict.fromkeys((*HEAD_NORMS, STRETCH), ("none", "all")),
             EACH[0]: ("rows", "cut"),
             EACH[1]: ("rows", "kv"),
-            SINKS: ("rows", "each"),
+            **dict.fromkeys((SINKS, SLOPES), ("rows", "each")),
             OUT: ("cols", "cut"),
             OUT_BIAS: ("rows", "first"),
             AFTER: ("sum", "all"),

@@ -169,7 +169,8 @@ class Rotate:
 @dataclass(frozen=True)
 class Attend:
     """Attention of the new tokens over the cells of their sequences: over the last `window` of them, the token's own
-    among these (0: all), with a sink of every head beside them where there are some."""
+    among these (0: all), with a sink of every head beside them where there are some. cap, slopes, chunked: what becomes
+    of scores, as in `Scoring` of the kernels' interface."""
 
     n_heads: int
     n_kv_heads: int
@@ -178,6 +179,9 @@ class Attend:
     sinks: TensorSpec | None = None
     x: Rows = NOWHERE
     out: Rows = NOWHERE
+    cap: float = 0.0
+    slopes: TensorSpec | None = None
+    chunked: bool = False
 
     @property
     def reads(self) -> tuple[Rows, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pshard.runtime.blocks.block import Block, Laid, Residual, Work, leave, normalise, take
-from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex
+from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex, Scoring
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import TEMPERATURE
 from pshard.units.latent_attention import sizes_of
@@ -174,7 +174,9 @@ class Course:
         side, sinks = self.work.side, None if attend.sinks is None else self.vector(attend.sinks.role)
         rows, out, partial = self.rows(attend.window > 0), self.at(attend.out), side.space.tensors["partial"]
         scale = side.config.scores_by
-        side.kernels.attention(self.heads(attend), attend.heads, self.state, rows, scale, out, partial, sinks)
+        slopes = None if attend.slopes is None else self.vector(attend.slopes.role)
+        bent, given = Scoring(attend.cap, slopes, attend.chunked), (self.heads(attend), attend.heads, self.state, rows)
+        side.kernels.attention(*given, scale, out, partial, sinks=sinks, bent=bent)
 
     def rows(self, windowed: bool) -> RowIndex:
         """Where the rows stand, in cells of layers with a window or of others."""

@@ -132,6 +132,25 @@ class RowIndex:
         return self.sequences.longest if self.sequences else 0
 
 
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What attention makes of scores, once they are scaled: they become cap tanh(score / cap) (0: they stay), and lose
+    a head's number of `slopes`, float32 [H], for each cell that they lie back (None: nothing). chunked: windows are
+    chunks of the text that follow each other, of which a row sees the cells of its own up to itself."""
+
+    cap: float = 0.0
+    slopes: torch.Tensor | None = None
+    chunked: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is other than without it."""
+        return self.cap != 0 or self.slopes is not None or self.chunked
+
+
+AS_THEY_ARE = Scoring()
+
+
 @dataclass(frozen=True)
 class LayerKV:
     """KV cache of one layer on the device that attends: k and v are [blocks, n, G, d] float32, float16 or bfloat16, or
@@ -381,12 +400,14 @@ class Kernels(RowKernels, Protocol):
         out: torch.Tensor,
         partial: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        bent: Scoring = AS_THEY_ARE,
     ) -> None:
         """Causal attention with grouped KV heads: the q part of qkv against the cells 0..position of the row's
         sequence, with `rows.window` against the last so many of them.
 
         out [M, H d] act_dtype. sinks: float32 [H], a logit of each head, not scaled, that takes part in the softmax and
-        has no value. `partial`: float32 scratch of n H (d + 2) decode_pieces for any n up to M and SMALL_BATCH.
+        has no value. bent: what becomes of scores. `partial`: float32 scratch of n H (d + 2) decode_pieces for any n up
+        to M and SMALL_BATCH.
         """
         ...
 

@@ -6,7 +6,16 @@ import torch.nn.functional as F
 
 from pshard.model_config import Experts
 from pshard.quant import ROW_BLOCK, packed_nbytes
-from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
+from pshard.runtime.kernels.api import (
+    AS_THEY_ARE,
+    ExpertWeights,
+    LayerKV,
+    Packed,
+    RopeTable,
+    Routes,
+    RowIndex,
+    Scoring,
+)
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
 from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
@@ -202,6 +211,7 @@ class PlainKernels(PlainLatent, PlainDelta):
         out: torch.Tensor,
         partial: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        bent: Scoring = AS_THEY_ARE,
     ) -> None:
         n_heads, n_kv, dim = heads
         for s in rows.segments:
@@ -215,11 +225,11 @@ class PlainKernels(PlainLatent, PlainDelta):
                 .repeat_interleave(n_heads // n_kv, 0)
                 for cache in (kv.k, kv.v)
             )
-            if sinks is None and not rows.window:
+            if sinks is None and not rows.window and not bent.changes:
                 seen = torch.arange(cells, device=q.device) <= torch.arange(s.past, cells, device=q.device)[:, None]
                 mixed = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=seen, scale=scale)
             else:
-                mixed = attend_seen(q.float() * scale, k, v, s.past - first, rows.window, sinks)
+                mixed = attend_seen(q.float() * scale, k, v, (s.past, first), rows.window, sinks, bent)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
 
 

@@ -24,7 +24,7 @@ from pshard.profile.timing_loop import Pace
 from pshard.profile.tuning.compile_ahead import Request, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.kernels.api import DeltaWeights, Packed, RopeTable
+from pshard.runtime.kernels.api import AS_THEY_ARE, DeltaWeights, Packed, RopeTable, Scoring
 from pshard.runtime.kernels.gpu import triton_copy, triton_flags
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
@@ -49,8 +49,10 @@ HEADS = (  # of the supported models: head sizes, and heads that share one
     Attend(16, 4, 512),
 )  # fmt: skip
 BRIEF_HEADS = (HEADS[0], HEADS[2], HEADS[4], *HEADS[7:])
+CAPPED, SLOPED, CHUNKED = Scoring(50.0), Scoring(slopes=torch.zeros(64)), Scoring(chunked=True)
 WINDOWS = ((Attend(64, 8, 64), 128, True), (Attend(64, 8, 64), 0, True), (Attend(16, 8, 256), 1024, False),
-           (Attend(32, 8, 128), 512, False))  # fmt: skip
+           (Attend(32, 8, 128), 512, False), (Attend(16, 8, 256), 512, False, CAPPED),
+           (Attend(40, 40, 128), 0, False, SLOPED), (Attend(40, 8, 128), 512, False, CHUNKED))  # fmt: skip
 LATENTS = (AttendLatent(16, 512, 64), AttendLatent(128, 512, 64))
 MANY_SMALL, VERY_MANY = Experts(128, 8, 768), Experts(512, 10, 512)
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
@@ -134,10 +136,10 @@ def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], 
             for tokens in (1, 128):
                 run = partial(time_attention, bench, heads, kind, tokens, [1024])
                 yield f"attention {heads.heads} {kind}, {tokens} tokens", run, True
-    for heads, window, sinks in WINDOWS:
+    for heads, window, sinks, *bent in WINDOWS:
         for kind in ("bf16", "q8_0"):
             for tokens in (1, 128):
-                call = partial(_attend_window, bench, heads, kind, tokens, window, sinks)
+                call = partial(_attend_window, bench, heads, kind, tokens, window, sinks, *bent)
                 yield f"attention {heads.heads} {kind}, {tokens} tokens, window {window}", call, False
     for latent in LATENTS:
         for kind in (kind for kind in kinds if kind in CELLS):
@@ -203,14 +205,16 @@ def _multiply_in_int8(bench: KernelBench, qtype: str, tile: Tile) -> None:
     int8_rows.multiply(x, [target], tile, torch.empty(1 << 20, dtype=torch.uint8))
 
 
-def _attend_window(bench: KernelBench, heads: Attend, kind: str, tokens: int, window: int, sinks: bool) -> None:
+def _attend_window(
+    bench: KernelBench, heads: Attend, kind: str, tokens: int, window: int, sinks: bool, bent: Scoring = AS_THEY_ARE
+) -> None:
     cells = bench.pool.rotate_kv(kv_blocks(1024, 1) * KV_BLOCK, heads.n_kv_heads, heads.head_dim, kind)[0]
     n, groups, dim = heads.heads
     rows = replace(index_rows(bench.device, tokens, 1024, 1), window=window)
     qkv, out = bench.activations(tokens, (n + 2 * groups) * dim), bench.activations(tokens, n * dim)
     partial_sums = torch.empty(tokens, n, ATTENTION_PIECES, dim + 2) if tokens <= 64 else None
     logits = torch.zeros(n) if sinks else None
-    bench.kernels.attention(qkv, heads.heads, cells, rows, dim**-0.5, out, partial_sums, logits)
+    bench.kernels.attention(qkv, heads.heads, cells, rows, dim**-0.5, out, partial_sums, logits, bent)
 
 
 def _store_latent(bench: KernelBench, kind: str) -> None:

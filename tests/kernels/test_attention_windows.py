@@ -1,4 +1,4 @@
-"""Attention over the last cells of a sequence, and with sinks: every device's kernels against float64.
+"""Attention over the last cells of a sequence, with sinks, and of bent scores: every device's kernels against float64.
 
 Triton's run on a GPU when there is one, else in the interpreter in a process of their own.
 """
@@ -12,7 +12,7 @@ import torch
 from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE
 
-from pshard.runtime.kernels.api import LayerKV, RowIndex, Segment
+from pshard.runtime.kernels.api import AS_THEY_ARE, LayerKV, RowIndex, Scoring, Segment
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
@@ -67,26 +67,36 @@ def make_cells(kv_types: tuple[str, str], device: str) -> LayerKV:
     return LayerKV(*caches)
 
 
-def reference(q: np.ndarray, kv: LayerKV, rows: RowIndex, window: int, sinks: np.ndarray | None) -> np.ndarray:
+def reference(
+    q: np.ndarray, kv: LayerKV, rows: RowIndex, window: int, sinks: np.ndarray | None, bent: Scoring
+) -> np.ndarray:
     """Token by token from the formula."""
     n, groups, d = HEADS
     out = np.zeros((rows.tokens, n, d))
+    slopes = np.zeros(n) if bent.slopes is None else bent.slopes.double().cpu().numpy()
     for s in rows.segments:
         places = torch.tensor(s.blocks).repeat_interleave(KV_BLOCK) * KV_BLOCK + torch.arange(KV_BLOCK).repeat(
             len(s.blocks)
         )
         k, v = (decode_cells(c.cpu().flatten(0, 1)[places], d).double().numpy() for c in (kv.k, kv.v))
         for i in range(s.tokens):
-            seen = slice(max(0, s.past + i + 1 - window) if window else 0, s.past + i + 1)
+            place = s.past + i
+            first = max(0, place + 1 - window) if window else 0
+            seen = slice(place // window * window if bent.chunked else first, place + 1)
             for h in range(n):
                 scores = k[seen, h // (n // groups)] @ q[s.start + i, h] / np.sqrt(d)
+                if bent.cap:
+                    scores = bent.cap * np.tanh(scores / bent.cap)
+                scores = scores - slopes[h] * (place - np.arange(seen.start, seen.stop))
                 everything = scores if sinks is None else np.append(scores, sinks[h])
                 p = np.exp(everything - everything.max())
                 out[s.start + i, h] = (p / p.sum())[: len(scores)] @ v[seen, h // (n // groups)]
     return out.reshape(rows.tokens, -1)
 
 
-def check(kernels, parts, window: int, has_sinks: bool, kv_types, bound: float, device: str = "cpu") -> None:
+def check(
+    kernels, parts, window: int, has_sinks: bool, kv_types, bound: float, device: str = "cpu", bent=AS_THEY_ARE
+) -> None:
     n, groups, d = HEADS
     rows, kv = make_rows_of(parts, window, device), make_cells(kv_types, device)
     qkv = torch.randn(rows.tokens, (n + 2 * groups) * d, generator=torch.Generator().manual_seed(2))
@@ -94,9 +104,9 @@ def check(kernels, parts, window: int, has_sinks: bool, kv_types, bound: float, 
     sinks = torch.linspace(-2, 6, n, device=device) if has_sinks else None
     out = torch.full((rows.tokens, n * d), torch.nan, dtype=kernels.act_dtype, device=device)
     partial = torch.full((rows.tokens, n, ATTENTION_PIECES, d + 2), torch.nan, device=device)
-    kernels.attention(qkv, HEADS, kv, rows, d**-0.5, out, partial if rows.tokens <= 64 else None, sinks)
+    kernels.attention(qkv, HEADS, kv, rows, d**-0.5, out, partial if rows.tokens <= 64 else None, sinks, bent)
     q = qkv[:, : n * d].double().cpu().numpy().reshape(-1, n, d)
-    expected = reference(q, kv, rows, window, None if sinks is None else sinks.cpu().double().numpy())
+    expected = reference(q, kv, rows, window, None if sinks is None else sinks.cpu().double().numpy(), bent)
     assert np.abs(out.double().cpu().numpy() - expected).max() < bound * np.abs(expected).max()
 
 
@@ -106,6 +116,18 @@ def check(kernels, parts, window: int, has_sinks: bool, kv_types, bound: float, 
 @pytest.mark.parametrize("kernels", [PlainKernels(), HostKernels()], ids=["plain", "host"])
 def test_rows_see_their_window_and_the_sinks(kernels, parts, window: int, has_sinks: bool) -> None:
     check(kernels, parts, window, has_sinks, ("f32", "f32"), 1e-5)
+
+
+SLOPES = torch.tensor([2.0 ** -(i + 1) for i in range(HEADS[0])])
+BENT = {"cap": (Scoring(1.5), 0), "cap, window": (Scoring(1.5), 128), "slopes": (Scoring(slopes=SLOPES), 0),
+        "chunks": (Scoring(chunked=True), 128), "chunks of none": (Scoring(chunked=True), 150)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bent", "window"), BENT.values(), ids=list(BENT))
+@pytest.mark.parametrize("parts", PARTS.values(), ids=list(PARTS))
+@pytest.mark.parametrize("kernels", [PlainKernels(), HostKernels()], ids=["plain", "host"])
+def test_scores_are_capped_and_fall_with_distance(kernels, parts, bent: Scoring, window: int) -> None:
+    check(kernels, parts, window, False, ("f32", "f32"), 1e-5, bent=bent)
 
 
 @pytest.mark.skipif(not native.is_available(), reason="the C++ library is not built")
@@ -121,6 +143,7 @@ def test_every_instruction_set_and_type_of_cells_has_windows(isa: str, kv_types:
     try:
         for name in ("tokens", "a few"):
             check(HostKernels(), PARTS[name], window, True, kv_types, 1e-4)
+            check(HostKernels(), PARTS[name], window, True, kv_types, 1e-4, bent=Scoring(1.5, SLOPES, window > 0))
     finally:
         native.set_isa(before)
 
@@ -135,3 +158,14 @@ def test_kernels_of_gpus_see_windows_and_sinks(name: str, kv_types, window: int,
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
     check(CudaKernels(DEVICE, 64), PARTS[name], window, has_sinks, kv_types, 0.02, DEVICE)
+
+
+@pytest.mark.skipif(not HAS_TRITON or not (INTERPRETED or DEVICE == "cuda"), reason="runs in the interpreter")
+@pytest.mark.parametrize(("bent", "window"), BENT.values(), ids=list(BENT))
+@pytest.mark.parametrize("name", ["tokens", "a few", "prompts"])
+def test_kernels_of_gpus_bend_scores(name: str, bent: Scoring, window: int) -> None:
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    slopes = None if bent.slopes is None else bent.slopes.to(DEVICE)
+    bent = Scoring(bent.cap, slopes, bent.chunked)
+    check(CudaKernels(DEVICE, 64), PARTS[name], window, False, ("bf16", "bf16"), 0.02, DEVICE, bent)

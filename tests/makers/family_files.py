@@ -37,6 +37,15 @@ RECIPES = {
     "glm4": Recipe(adjacent=True, rotated=16, after=True, biases=True),
     "phi3": Recipe(rotated=24, longrope=LongRope(_SHORT, _LONG, 128, _GROWS)),
     "gemma3": _GEMMA,
+    "gemma2": Recipe(
+        layers=4,
+        gelu=True,
+        after=True,
+        windows=(48, 0, 48, 0),
+        embed=math.sqrt(128),
+        tied=True,
+        caps=(2.5, 4.0),
+    ),
     "cohere2": Recipe(
         layers=4,
         adjacent=True,
@@ -419,6 +428,10 @@ _OWN_KEYS: dict[str, Any] = {
     "cohere2": lambda r: {
         "logit_scale": r.logits, "attention.sliding_window": max(r.windows), "rope.scaling.type": "none",
     },
+    "gemma2": lambda r: {
+        "attention.sliding_window": max(r.windows), "attn_logit_softcapping": r.caps[0],
+        "final_logit_softcapping": r.caps[1],
+    },
     "gemma3": lambda r: {
         "attention.sliding_window": max(r.windows), "rope.scaling.type": "linear", "rope.scaling.factor": r.slower,
     },
@@ -457,6 +470,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
@@ -493,6 +507,7 @@ _HF_NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
 }  # fmt: skip
 _AFTER_ONLY = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_SANDWICH = _AFTER_ONLY | {"ffn_norm": "pre_feedforward_layernorm"}
 _QUERY_KEY = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _AFTER_NAMES = {
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router"},
@@ -510,10 +525,8 @@ _AFTER_NAMES = {
         "ffn_gate_inp": "mlp.gate.wg", "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
         "ffn_up_shexp": "mlp.shared_mlp.up_proj", "ffn_down_shexp": "mlp.shared_mlp.down_proj",
     },
-    "gemma3": {
-        "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
 }  # fmt: skip
 
 
@@ -646,6 +659,12 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
 
 
 _HF_OWN: dict[str, Any] = {
+    "gemma2": lambda r: {
+        "sliding_window": max(r.windows),
+        "query_pre_attn_scalar": r.head,
+        "attn_logit_softcapping": r.caps[0],
+        "final_logit_softcapping": r.caps[1],
+    },
     "command-r-plus": lambda r: {"use_qk_norm": True},
     "olmo": lambda r: {"clip_qkv": r.clamp},
     "stablelm": lambda r: {"layer_norm_eps": r.eps, "use_qkv_bias": True},
@@ -686,7 +705,7 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
 
 
 def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.ndarray]]:
-    """Names below `model.`: rows as transformers rotates them, fused where it has them so, norms of gemma3 less 1."""
+    """Names below `model.`: rows as transformers rotates them, fused where it has them so, norms of gemmas less 1."""
     found = [("embed_tokens.weight", weights["token_embd.weight"])]
     found += [(n.replace("output_", ""), values) for n, values in weights.items() if n.startswith("output_norm.")]
     if not r.tied:
@@ -725,7 +744,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             stem, kind = role.rsplit(".", 1)
             full = f"layers.{i}.{names[stem]}.{kind}".replace("correction.bias", "correction_bias")
             found.append((full, values[None] if "moe_statics" in full else values))
-    if family in ("gemma", "gemma3", "nemotron"):
+    if family in ("gemma", "gemma2", "gemma3", "nemotron"):
         found = [(name, values - 1 if name.endswith("norm.weight") else values) for name, values in found]
     return found
 

@@ -58,12 +58,12 @@ class Recipe:
     """A tiny model. windows, still, by layer: tokens that it sees (0: all), and whether its heads are not rotated.
 
     thetas: of layers without a window, and of those with one. temperature: scale and span. embed, residual, score,
-    logits: what these are multiplied by. experts: see Moe. before, after:
-    norms there of attention and FFN. wide_norms: of q and k, over all heads at once. centred: norms
-    take the mean away. parallel: attention and FFN take the same. out_bias: attention's last product has one. factors:
-    divisors of the frequencies. bare: norms of the stream have no weights; norm_biases: or biases too. act: of FFNs
-    without a gate, which may have biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's.
-    turned: norms of heads follow their rotation.
+    logits: what these are multiplied by. experts: see Moe. before, after: norms there of attention and FFN.
+    wide_norms: of q and k, over all heads at once. centred: norms take the mean away. parallel: attention and FFN
+    take the same. out_bias: attention's last product has one. factors: divisors of the frequencies. caps: of scores
+    and of logits. bare: norms of the stream have no weights; norm_biases: or biases too. act: of FFNs without a
+    gate, which may have biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's. turned:
+    norms of heads follow their rotation.
     """
 
     layers: int = 2
@@ -106,6 +106,7 @@ class Recipe:
     own_norms: bool = False
     turned: bool = False
     tied: bool = False
+    caps: tuple[float, float] = (0.0, 0.0)
     experts: Moe = NONE
 
     def window(self, layer: int) -> int:
@@ -130,7 +131,11 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
                 added = _norm(added, own[f"{after}.weight"], recipe.eps)
             x = x + recipe.residual * added
     x = _normalise(recipe, x, weights, "output_norm")
-    return recipe.logits * (x @ weights.get("output.weight", weights["token_embd.weight"]).T)
+    return cap(recipe.logits * (x @ weights.get("output.weight", weights["token_embd.weight"]).T), recipe.caps[1])
+
+
+def cap(x: np.ndarray, at: float) -> np.ndarray:
+    return at * np.tanh(x / at) if at else x
 
 
 def _normalise(recipe: Recipe, x: np.ndarray, own: Weights, name: str) -> np.ndarray:
@@ -172,7 +177,7 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
     mixed = np.empty_like(q)
     for i in range(recipe.heads):
         own_kv = i // (recipe.heads // recipe.kv)
-        scores = np.where(seen, recipe.score * (q[:, i] @ k[:, own_kv].T), -np.inf)
+        scores = np.where(seen, cap(recipe.score * (q[:, i] @ k[:, own_kv].T), recipe.caps[0]), -np.inf)
         shares = np.exp(scores - scores.max(1, keepdims=True))
         mixed[:, i] = shares / shares.sum(1, keepdims=True) @ parts["v"][:, own_kv]
     given = mixed.reshape(n, -1) @ own["attn_output.weight"].T

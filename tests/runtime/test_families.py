@@ -96,6 +96,10 @@ MISTAKES = {
         {"thetas": (1e4, 1e6)}, {"thetas": (1e6, 1e6)}, {"slower": 1.0}, {"embed": 1.0}, {"gelu": False},
         {"after": False}, {"head_norms": False}, {"score": 24**-0.5},
     ],
+    "gemma2": [
+        {"caps": (0.0, 4.0)}, {"caps": (2.5, 0.0)}, {"caps": (2.6, 4.0)}, {"windows": ()}, {"windows": (0, 48, 0, 48)},
+        {"windows": (47, 0, 47, 0)}, {"after": False}, {"gelu": False},
+    ],
     "dots1": [
         {"head_norms": False}, {"adjacent": True},
         *({"experts": RECIPES["dots1"].experts._replace(**wrong)} for wrong in (

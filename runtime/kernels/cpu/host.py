@@ -6,7 +6,17 @@ import torch.nn.functional as F
 from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
 from pshard.model_config import Experts
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.kernels.api import DeltaWeights, ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
+from pshard.runtime.kernels.api import (
+    AS_THEY_ARE,
+    DeltaWeights,
+    ExpertWeights,
+    LayerKV,
+    Packed,
+    RopeTable,
+    Routes,
+    RowIndex,
+    Scoring,
+)
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import list_spans
@@ -191,11 +201,13 @@ class HostKernels(HostRows, PlainKernels):
         out: torch.Tensor,
         partial: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        bent: Scoring = AS_THEY_ARE,
     ) -> None:
         spans = list_spans(rows.segments) if rows.spans is None else rows.spans
         kinds, blocks = _kinds(kv), (rows.blocks, kv.k.shape[1])
         strides, seen = (qkv.stride(0), out.stride(0)), (rows.window, sinks)
-        native.attention(qkv, kv.k, kv.v, kinds, spans, heads, scale, out, strides=strides, blocks=blocks, seen=seen)
+        given, scores = (qkv, kv.k, kv.v, kinds, spans, heads), (bent.cap, bent.slopes, bent.chunked)
+        native.attention(*given, scale, out, strides=strides, blocks=blocks, seen=seen, bent=scores)
 
     def head_products(self, x: torch.Tensor, stack: Packed, out: torch.Tensor) -> None:
         tokens, heads, _ = x.shape

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 23  # as csrc/api.cpp has it
+ABI = 24  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -65,7 +65,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "gate_up_tiled": ("v", "plpipillplli"),
     "dequantize": ("v", "pillllpli"),
     "get_rows": ("v", "pillplp"),
-    "attention": ("v", "plpplliiplpliiifpllp"),
+    "attention": ("v", "plpplliiplpliiifpllpfpi"),
     "rms_norm": ("v", "plpfllplip"),
     "add_bias": ("v", "plllp"),
     "warm_rows": ("v", "plllpp"),
@@ -455,6 +455,7 @@ def attention(
     cell_strides: tuple[int, int] | None = None,
     blocks: tuple[Buffer, int] | None = None,
     seen: tuple[int, Buffer | None] = (0, None),
+    bent: tuple[float, Buffer | None, bool] = (0.0, None, False),
 ) -> None:
     """Causal attention of new tokens of several sequences: q and out f32 [tokens, heads, head_dim].
 
@@ -472,6 +473,7 @@ def attention(
             them cells follow each other.
         seen: a token sees so many cells at most, the last of which is its own (0: all), and sinks: f32 [heads], a logit
             of each head that takes part in the softmax and has no value (None: there are none).
+        bent: cap, slopes (f32 [heads]) and whether windows are chunks, as in api.Scoring.
     """
     n_heads, kv_heads, dim = heads
     if not len(segments) or n_heads == 0:
@@ -485,8 +487,10 @@ def attention(
     spans = segments if isinstance(segments, ctypes.Array) else make_spans(segments)
     queries = (spans, len(spans) // 4, *heads, scale)
     window, sinks = seen
+    cap, slopes, chunked = bent
     result = (_at(out), out_stride, window, None if sinks is None else _at(sinks))
-    _function("attention")(_at(q), q_stride, *cells, *table, *queries, *result)
+    more = cap, None if slopes is None else _at(slopes), chunked
+    _function("attention")(_at(q), q_stride, *cells, *table, *queries, *result, *more)
 
 
 def rms_norm(

@@ -1,9 +1,11 @@
 """Attention's launches: few rows with their cells cut into splits, also beside prompts; those segment by segment."""
 
+from typing import Any
+
 import torch
 import triton
 
-from pshard.runtime.kernels.api import LayerKV, RowIndex
+from pshard.runtime.kernels.api import LayerKV, RowIndex, Scoring
 from pshard.runtime.kernels.gpu import triton_attention
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.default_tiles import share_programs
@@ -28,6 +30,7 @@ def attend_rows(
     picker: TilePicker,
     activations: Activations | None,
     sinks: torch.Tensor | None,
+    bent: Scoring,
 ) -> None:
     """`Kernels.attention` of few rows, each against the splits of its cells; hands `out` over to `activations` where it
     can."""
@@ -46,7 +49,7 @@ def attend_rows(
         splits = min(most, triton.cdiv(seen, tile.depth))
         triton_attention.decode_kernel[(splits, groups, tokens)](
             qkv, qkv.stride(0), *cells, *index, partial, scale, splits, HEADS=n_heads, GROUPS=groups, SHARE=share, D=d,
-            DP=padded, BLOCK=tile.depth, CELLS=kv.k.shape[1], WINDOW=rows.window, STAGES=tile.stages,
+            DP=padded, BLOCK=tile.depth, CELLS=kv.k.shape[1], WINDOW=rows.window, **_scores(bent), STAGES=tile.stages,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -70,19 +73,21 @@ def attend_prompts(
     partial: torch.Tensor | None,
     picker: TilePicker,
     sinks: torch.Tensor | None,
+    bent: Scoring,
 ) -> None:
     """`Kernels.attention` of many rows: a launch for each segment; with `partial` one for all texts with one token."""
     runs, prompts = part_rows(rows, partial is not None)
     for new, index in runs:
         assert partial is not None
-        attend_rows(qkv[new], heads, kv, index, scale, out[new], partial, picker=picker, activations=None, sinks=sinks)
+        given = qkv[new], heads, kv, index, scale, out[new], partial
+        attend_rows(*given, picker=picker, activations=None, sinks=sinks, bent=bent)
     n_heads, groups, d = heads
     padded = max(16, triton.next_power_of_2(d))
     kind, each = _cells_of(kv)
     key = f"prompt {padded}", kind, ANY_BATCH
     ways = picker.ways(key, lambda: prompt_tiles(picker.limits, padded, each))
     cells = (kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2])
-    sees = {"WINDOW": rows.window, "SINKS": sinks is not None}
+    sees = {"WINDOW": rows.window, "SINKS": sinks is not None, **_scores(bent)}
 
     def start(tile: Tile) -> None:
         for new, begin in prompts:
@@ -96,6 +101,12 @@ def attend_prompts(
 
     if prompts:
         picker.launch(key, ways, start)
+
+
+def _scores(bent: Scoring) -> dict[str, Any]:
+    """What kernels take of scores that change, and what they are compiled for."""
+    forms = {"CAPPED": bent.cap != 0, "SLOPED": bent.slopes is not None, "CHUNKED": bent.chunked}
+    return {"cap": bent.cap, "slopes": bent.slopes, **forms}
 
 
 def _cells_of(kv: LayerKV) -> tuple[str, float]:

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.runtime.kernels.api import LayerKV, NextNorm, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.api import AS_THEY_ARE, LayerKV, NextNorm, Packed, RopeTable, RowIndex, Scoring
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
@@ -247,16 +247,17 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
         out: torch.Tensor,
         partial: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        bent: Scoring = AS_THEY_ARE,
     ) -> None:
         """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
         self._activations.ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
             attend_rows(
                 qkv, heads, kv, rows, scale, out, partial, picker=self._picker, activations=self._activations,
-                sinks=sinks,
+                sinks=sinks, bent=bent,
             )  # fmt: skip
         else:
-            attend_prompts(qkv, heads, kv, rows, scale, out, partial, picker=self._picker, sinks=sinks)
+            attend_prompts(qkv, heads, kv, rows, scale, out, partial, picker=self._picker, sinks=sinks, bent=bent)
 
     def dequantise(self, weight: Packed, first_row: int, out: torch.Tensor) -> None:
         """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""

@@ -17,19 +17,34 @@ from pshard.runtime.kernels.gpu.triton_cells import (
     scales_of,
 )
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _bend_scores(scores, scale, cap, slope, back, CAPPED: tl.constexpr, SLOPED: tl.constexpr):
+    """Scores times `scale`, as `Scoring` has them, in powers of two as the scale is; `back`: how far cells lie back."""
+    scores = scores * scale
+    if CAPPED:
+        limit = cap * LOG2_E
+        scores = limit - 2.0 * limit / (1.0 + tl.exp2(scores * (2.0 / cap)))
+    if SLOPED:
+        scores -= slope * LOG2_E * back
+    return scores
+
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
-    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits,
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits, cap, slopes,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
+    CHUNKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
 
     The share follows from the row's own length, read here, so one captured launch serves any length. Writes
     partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
-    cells are a tile, CELLS a block of the cache. With a WINDOW the row sees its last so many cells; the
-    shares begin with the block where these do.
+    cells are a tile, CELLS a block of the cache. With a WINDOW the row sees its last so many cells, CHUNKED
+    those of its chunk; the shares begin with the block where these do. Scores are as `Scoring` has them.
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
@@ -37,7 +52,7 @@ def decode_kernel(
     seen = 0  # the first cell that the row sees
     origin = 0
     if WINDOW:
-        seen = tl.maximum(length - WINDOW, 0)
+        seen = (length - 1) // WINDOW * WINDOW if CHUNKED else tl.maximum(length - WINDOW, 0)
         origin = seen // CELLS * CELLS
     share = tl.cdiv(tl.cdiv(length - origin, splits), BLOCK) * BLOCK
     first = origin + split * share
@@ -54,7 +69,10 @@ def decode_kernel(
                  mask=inside, other=0.0)  # fmt: skip
     kind: tl.constexpr = product_type(k.dtype.element_ty, v.dtype.element_ty)
     qs = qs.to(kind)  # the scale goes to the scores: scaled here, q would be rounded twice
-    scale = scale * 1.4426950408889634
+    scale = scale * LOG2_E
+    slope = 0.0
+    if SLOPED:
+        slope = tl.load(slopes + group * per_group + head, mask=head < per_group, other=0.0)[:, None]
     peak = tl.full((SHARE,), -1e30, tl.float32)
     weight = tl.zeros((SHARE,), tl.float32)
     acc = tl.zeros((SHARE, DP), tl.float32)
@@ -70,7 +88,8 @@ def decode_kernel(
         visible = cell < last
         if WINDOW:
             visible = visible & (cell >= seen)
-        scores = tl.where(visible[None, :], scores * scale, -1e30)
+        scores = _bend_scores(scores, scale, cap, slope, (length - 1 - cell)[None, :], CAPPED, SLOPED)
+        scores = tl.where(visible[None, :], scores, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - top)
         p = tl.exp2(scores - top[:, None])
@@ -106,7 +125,7 @@ def decode_combine_kernel(
     weight = tl.load(row + D + 1, mask=there, other=0.0)
     top = tl.max(peak, axis=0)
     if SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
+        sink = tl.load(sinks + head) * LOG2_E
         top = tl.maximum(top, sink)
     factor = tl.exp2(peak - top)
     total = tl.sum(weight * factor, axis=0)
@@ -127,26 +146,36 @@ def decode_combine_kernel(
 @triton.jit
 def _attend(
     sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell, blocks, row, first, last, cells,
-    scale, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CELLS: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, PIECE: tl.constexpr,
+    scale, cap, slope, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CELLS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own, and with
-    a WINDOW only the last so many of these. sums: of values, PIECE numbers of each at once."""
+    a WINDOW only the last so many of these, CHUNKED those of its chunk. sums: of values, PIECE numbers of
+    each at once."""
     one, two = find_blocks(blocks, first, cells, BN, CELLS)
     for start in tl.range(first, last, BN):
         cell = start + tl.arange(0, BN)
         at_k, behind = locate_cells(one, two, start, k_block, k_cell, BN, CELLS)
         ks = load_cells(k, k_scales, at_k, behind, cells - start, D, DP, BN, MASKED or D != DP, qs.dtype)
         scores = tl.dot(qs, tl.trans(ks))
+        bends: tl.constexpr = CAPPED or SLOPED
+        if bends or MASKED:
+            scores = _bend_scores(scores, scale, cap, slope, row[:, None] - cell[None, :], CAPPED, SLOPED)
         if MASKED:
             visible = row[:, None] >= cell[None, :]
-            if WINDOW:
+            if CHUNKED:
+                visible = visible & (cell[None, :] >= (row // WINDOW * WINDOW)[:, None])
+            elif WINDOW:
                 visible = visible & (row[:, None] < cell[None, :] + WINDOW)
-            scores = tl.where(visible, scores * scale, -1e30)
+            scores = tl.where(visible, scores, -1e30)
             top = tl.maximum(peak, tl.max(scores, axis=1))
             p = tl.exp2(scores - top[:, None])
             if WINDOW:  # a tile may have nothing that a row sees
                 p = tl.where(visible, p, 0.0)
+        elif bends:
+            top = tl.maximum(peak, tl.max(scores, axis=1))
+            p = tl.exp2(scores - top[:, None])
         else:
             top = tl.maximum(peak, tl.max(scores, axis=1) * scale)
             p = tl.exp2(scores * scale - top[:, None])
@@ -170,8 +199,10 @@ def _attend(
 @triton.jit(do_not_specialize=["begin", "position", "tokens"])
 def prefill_kernel(
     q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, position, out, out_stride, sinks, tokens, scale,
+    cap, slopes,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CELLS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PIECE: tl.constexpr,
+    CELLS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
+    CHUNKED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i, with a WINDOW the last so many of
     these, and with SINKS the head's. `blocks` of the segment start at `begin`; position[0] is `past`, read here so that
@@ -199,21 +230,26 @@ def prefill_kernel(
         sums = sums + (tl.zeros((BM, PIECE), tl.float32),)  # noqa: RUF005
     cells = past + tokens
     row = past + token
-    scale = scale * 1.4426950408889634
+    scale = scale * LOG2_E
+    slope = 0.0
+    if SLOPED:
+        slope = tl.load(slopes + head)
     if WINDOW:  # some row or other lacks cells of nearly every tile
-        seen = tl.maximum(past + block * BM + 1 - WINDOW, 0) // CELLS * CELLS
+        first = past + block * BM
+        first = first // WINDOW * WINDOW if CHUNKED else tl.maximum(first + 1 - WINDOW, 0)
+        seen = first // CELLS * CELLS
     else:
         seen = (past + block * BM) // BN * BN  # every row of the block sees these
         sums, weight, peak = _attend(sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
-                                     blocks, row, 0, seen, cells, scale, D, DP, BM, BN, CELLS, 0, False,
-                                     PIECE)  # fmt: skip
+                                     blocks, row, 0, seen, cells, scale, cap, slope, D, DP, BM, BN, CELLS, 0, CAPPED,
+                                     SLOPED, False, False, PIECE)  # fmt: skip
     last = tl.minimum(past + (block + 1) * BM, cells)
     sums, weight, peak = _attend(sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
-                                blocks, row, seen, last, cells, scale, D, DP, BM, BN, CELLS, WINDOW,
-                                True, PIECE)  # fmt: skip
+                                blocks, row, seen, last, cells, scale, cap, slope, D, DP, BM, BN, CELLS, WINDOW,
+                                CAPPED, SLOPED, CHUNKED, True, PIECE)  # fmt: skip
     shrink = tl.full((BM,), 1.0, tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
+        sink = tl.load(sinks + head) * LOG2_E
         top = tl.maximum(peak, sink)
         shrink = tl.exp2(peak - top)
         weight = weight * shrink + tl.exp2(sink - top)

@@ -23,7 +23,7 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
                                  int kv_heads, int d, float scale, float* out, int64_t out_stride, int64_t window,
-                                 const float* sinks);
+                                 const float* sinks, float cap, const float* slopes, int chunked);
 PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t cols, const int64_t* ids, int64_t n,
                                 float* out);
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,

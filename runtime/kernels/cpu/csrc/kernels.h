@@ -27,6 +27,10 @@ struct AttentionTask {
   int kv_heads, queries, slots, d, padded;
   const int64_t* first;    // [slots]: a query sees cells first..visible-1
   const int64_t* visible;
+  float cap;               // scores become cap tanh(score / cap); 0: they stay
+  const float* slopes;     // [heads] what a score loses for each cell that it lies back; nullptr: nothing
+  int first_query;         // number of the first query among those of its kv head, `shared` of each token
+  int shared;
   int64_t begin, end;      // begin is a multiple of kTileCells
   int64_t next;   // where the cells lie that this thread turns to after these
   uint8_t* tile;  // attention_tile_bytes(...), 64-byte aligned: copies of what is at work

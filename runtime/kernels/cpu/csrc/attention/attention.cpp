@@ -32,6 +32,9 @@ struct Attention {  // of tokens of one sequence, all within one run
   float scale;
   int64_t window;      // cells that a query sees, its own the last of them; 0: all
   const float* sinks;  // [heads] logits that take part in the softmax without a value; nullptr: none
+  float cap;            // see AttentionTask
+  const float* slopes;
+  bool chunked;  // windows are chunks that follow each other: a query sees those cells of its own up to itself
   int64_t first_task = 0, first_join = 0, first_partial = 0;  // tasks, joins and partial floats of those before
 
   int shared() const { return heads / kv_heads; }
@@ -40,11 +43,14 @@ struct Attention {  // of tokens of one sequence, all within one run
   int blocks() const { return (queries() + kQueries - 1) / kQueries; }
   int slots() const { return round_up(std::min(kQueries, queries()), 4); }
   // The first cell that token i sees.
-  int64_t sees_from(int i) const { return window ? std::max<int64_t>(0, before + i + 1 - window) : 0; }
+  int64_t sees_from(int i) const { return seen_from(before + i); }
+  int64_t seen_from(int64_t place) const {
+    return !window ? 0 : chunked ? place / window * window : std::max<int64_t>(0, place + 1 - window);
+  }
   int run() const { return std::max(1, kRunQueries / shared()); }  // tokens
   int64_t run_begin() const { return before / run() * run(); }
   int64_t origin() const {  // of the run's first token
-    return (window ? std::max<int64_t>(0, run_begin() + 1 - window) : 0) / kTileCells * kTileCells;
+    return seen_from(run_begin()) / kTileCells * kTileCells;
   }
   int64_t cells() const { return before + tokens - origin(); }  // that any of them sees
   int64_t split() const {  // cells of one task
@@ -65,10 +71,10 @@ struct Attention {  // of tokens of one sequence, all within one run
   }
 };
 
-// What computes bf16 cells where AVX-512 is in use; nullptr: the kernel of the instruction set.
+// What computes bf16 cells where AVX-512 is in use; nullptr: the kernel of the instruction set, which alone bends scores.
 const TileAttention* tile_unit(const Attention& a) {
   const bool suits = a.k_type == BF16 && a.v_type == BF16 && a.d % 32 == 0 && a.k_stride % 4 == 0;
-  return suits && &kernels() == kernels_avx512() ? attention_tiles() : nullptr;
+  return suits && !a.cap && !a.slopes && &kernels() == kernels_avx512() ? attention_tiles() : nullptr;
 }
 
 // A thread's room for queries, then for a tile.
@@ -95,7 +101,7 @@ void attend_task(const Attention& a, const TileAttention* unit, int64_t block, i
       for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i, a.q_stride) + j] * a.scale;
   float* peak = partial + a.kv_heads * slots * padded;
   (unit ? unit->attend : kernels().attention)({q, a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_blocks, a.block_cells, a.kv_heads,
-                       queries, slots, a.d, padded, sees, visible, std::max(begin, from), std::min(last, begin + a.split()), next, room + query_bytes(a),
+                       queries, slots, a.d, padded, sees, visible, a.cap, a.slopes, first, a.shared(), std::max(begin, from), std::min(last, begin + a.split()), next, room + query_bytes(a),
                        partial, peak, peak + a.kv_heads * slots});
 }
 
@@ -167,14 +173,14 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
                                  int kv_heads, int d, float scale, float* out, int64_t out_stride, int64_t window,
-                                 const float* sinks) {
+                                 const float* sinks, float cap, const float* slopes, int chunked) {
   std::vector<Attention> all;  // as many as the scratch of one job holds
   for (const int64_t* s = segments; s < segments + 4 * n_segments; s += 4) {  // first token, tokens, cells before, block
     for (int64_t done = 0; done < s[1];) {
       const int64_t at = s[0] + done;
       Attention a{q + at * q_stride, out + at * out_stride, q_stride, out_stride, static_cast<const char*>(k),
                   static_cast<const char*>(v), k_stride, v_stride, k_type, v_type, kv_blocks ? kv_blocks + s[3] : nullptr,
-                  block_cells, s[2] + done, 0, heads, kv_heads, d, scale, window, sinks};
+                  block_cells, s[2] + done, 0, heads, kv_heads, d, scale, window, sinks, cap, slopes, chunked != 0};
       a.tokens = static_cast<int>(std::min(s[1] - done, a.run_begin() + a.run() - a.before));
       done += a.tokens;
       if (!all.empty()) {
