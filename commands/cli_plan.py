@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import run_cli
-from pshard.commands.compare_folder import ask_outlook, compare_folder
+from pshard.commands.compare_folder import ask_outlook, compare_folder, see_machine
 from pshard.commands.parsing.draft_flags import ask_drafts, find_draft_model
 from pshard.commands.parsing.model_flags import check_model_place, choose_model, named_model
 from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
@@ -38,7 +39,7 @@ from pshard.registries.known_models import note_model
 from pshard.registries.store import check_registry_place, load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.session.this_machine import free_host_bytes
-from pshard.session.use_disk import assume_disk, limit_ram, name_least_ram, use_disk
+from pshard.session.use_disk import name_least_ram
 from pshard.speculation import NONE, DraftQuestion
 from pshard.workload import Workload
 
@@ -89,7 +90,7 @@ def _run(argv: list[str]) -> int:
         return 0
     if quants := find_quants(path):
         if len(quants) > 1:
-            compare_folder(args, path, quants, profile)
+            compare_folder(args, path, quants, profile, bool(elsewhere), tell)
             return 0
         path = path / quants[0].files[0].name
     registry = _find_registry(args, path, bool(elsewhere))
@@ -132,7 +133,8 @@ def _plan_offered(
         if not args.json:
             said()  # before the others, which take half a second each
         known = {offer.model.label: planned.variants[0]}
-        outlooks = compare_quants(offer.models, offer.headers, lambda spec: ask_outlook(args, spec, profile), known)
+        ask = partial(ask_outlook, args, profile, elsewhere)
+        outlooks = compare_quants(offer.models, offer.headers, ask, known)
         if args.json:
             with planning_bar(f"planning what {reference.repo} has"):
                 all_of_them = tuple(outlooks)
@@ -217,7 +219,7 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
             tell(f"note: {note}")
         if args.why:
             find_layer(model.spec, args.why)  # a name that there is not is told before minutes of planning
-        profile = _see_host(args, model, limit_ram(profile, args.ram), elsewhere, tell)
+        profile = see_machine(args, model, profile, elsewhere, tell)
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:
@@ -240,20 +242,6 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
     return Planned(
         model.spec, profile, inputs, workloads[0], variants, trials, replay=replay, record=record, skipped=skipped
     )
-
-
-def _see_host(
-    args: argparse.Namespace, model: "ModelFile", profile: MachineProfile, elsewhere: bool, tell: Tell
-) -> MachineProfile:
-    """The profile with the timings of the disk that holds the model. A model that is not here, or is not to run here,
-    is planned for the disk that the profile has timed."""
-    ranks = 1 if args.split_mode == "none" else 2
-    if not elsewhere and Path(model.spec.path).exists() and not find_offered(named_model(args)):
-        return use_disk(model, profile, ranks, args.profile, tell)
-    found = assume_disk(model.spec, profile, ranks)
-    if found.disks:
-        tell(f"note: planned for the disk that was timed: {found.disks[0].disk}")
-    return found
 
 
 def _keep_fast(spec: "ModelSpec", profile: MachineProfile, made: list[Made]) -> list[Made]:

@@ -2,7 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,21 +18,34 @@ from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.hub.repository import HubModel
-    from pshard.model import ModelSpec
+    from pshard.models import ModelFile
 
 _FOR_ONE = ("registry", "validate", "routing", "emit", "explain", "why", "steps", "write_lp", "sweep")
 
 
+def see_machine(
+    args: argparse.Namespace, file: "ModelFile", profile: MachineProfile, elsewhere: bool, tell: Callable[[str], None]
+) -> MachineProfile:
+    """The machine as a model's plans may use it: under --ram, and with the timings of a disk where they may need it."""
+    ranks = 1 if args.split_mode == "none" else 2
+    return assume_disk(file, limit_ram(profile, args.ram), ranks, args.profile, elsewhere, tell)
+
+
 def ask_outlook(
-    args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile
+    args: argparse.Namespace, profile: MachineProfile, elsewhere: bool, file: "ModelFile"
 ) -> tuple[MachineProfile, Workload]:
-    """The machine as a model's plans may use it, under --ram and with a disk that was timed, and what they are for."""
-    machine = assume_disk(spec, limit_ram(profile, args.ram), 1 if args.split_mode == "none" else 2)
-    return machine, make_workloads(args, spec, machine)[0]
+    """The machine as `see_machine` has it, and what plans are for."""
+    machine = see_machine(args, file, profile, elsewhere, lambda _: None)
+    return machine, make_workloads(args, file.spec, machine)[0]
 
 
 def compare_folder(
-    args: argparse.Namespace, folder: Path, models: Sequence["HubModel"], profile: MachineProfile
+    args: argparse.Namespace,
+    folder: Path,
+    models: Sequence["HubModel"],
+    profile: MachineProfile,
+    elsewhere: bool,
+    tell: Callable[[str], None],
 ) -> None:
     """Print an outlook for each model of the folder, and which one we would take. No plan is written.
 
@@ -47,11 +62,14 @@ def compare_folder(
                 f"{named} needs one model, and {folder} holds {len(files)}; give {next(iter(files.values()))}"
             )
     asked: list[Workload] = []
+    tell_once = cache(tell)
 
-    def ask(spec: "ModelSpec") -> tuple[MachineProfile, Workload]:
-        machine, workload = ask_outlook(args, spec, profile)
-        asked.append(workload)
-        return machine, workload
+    def ask(file: "ModelFile") -> tuple[MachineProfile, Workload]:
+        nonlocal profile
+        machine = see_machine(args, file, profile, elsewhere, tell_once)
+        profile = replace(profile, disks=machine.disks or profile.disks)  # what was timed for one is known for all
+        asked.append(make_workloads(args, file.spec, machine)[0])
+        return machine, asked[-1]
 
     outlooks = compare_quants(models, files, ask, {})
     with planning_bar(f"planning what {folder} has"):

@@ -3,16 +3,21 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.homes import DISK
 from pshard.hub.fetch_headers import Headers
 from pshard.hub.repository import HubModel
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.on_host import list_on_host
+from pshard.on_host import list_beyond, list_on_host
 from pshard.plan import Variant
 from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.workload import MIB, Workload
+
+if TYPE_CHECKING:
+    from pshard.models import ModelFile
 
 READING_PACE = 10.0  # tokens per second: faster than people read
 FEWEST_BITS, MOST_BITS = 4.0, 9.0  # a weight: below, answers get worse; above, nobody tells the difference
@@ -23,7 +28,7 @@ QUICK_SECONDS = 2.0  # of the solver, for one quantisation
 class QuantOutlook:
     """One quantisation here. bits: of the file, a weight. prompt_rate, decode_rate: predicted tokens per second;
     first_token: seconds for the expected prompt. vram_mib: what the plan takes of the budget; host_mib: weights that
-    stay in host memory. why_not: why it cannot run here; the figures are then 0."""
+    stay in host memory; disk_mib: on disk. why_not: why it cannot run here; the figures are then 0."""
 
     label: str
     nbytes: int
@@ -33,13 +38,14 @@ class QuantOutlook:
     decode_rate: float = 0.0
     vram_mib: int = 0
     host_mib: int = 0
+    disk_mib: int = 0
     why_not: str = ""
 
 
 def compare_quants(
     models: Sequence[HubModel],
     headers: Headers,
-    ask: Callable[[ModelSpec], tuple[MachineProfile, Workload]],
+    ask: Callable[["ModelFile"], tuple[MachineProfile, Workload]],
     known: Mapping[str, Variant],
 ) -> Iterator[QuantOutlook]:
     """An outlook for each model, one after another. `ask`: the machine, and what is planned for. `known`: plans that
@@ -53,10 +59,9 @@ def compare_quants(
             if isinstance(header, UserError):
                 raise header
             with open_model(header) as file:
+                machine = ask(file) if model.label not in known else None
                 spec = file.spec
-            variant = known.get(model.label)
-            if variant is None:
-                variant = plan_roughly(spec, *ask(spec), QUICK_SECONDS).variant
+            variant = plan_roughly(spec, *machine, QUICK_SECONDS).variant if machine else known[model.label]
         except UserError as error:
             yield QuantOutlook(model.label, model.nbytes, why_not=_strip_paths(str(error), header))
             continue
@@ -75,7 +80,8 @@ def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantO
         first,
         decode_rate(variant),
         sum(max(t.buffers.total for t in rank.tiers) for rank in variant.ranks) // MIB,
-        max(kept) // MIB,
+        host_mib=max(kept) // MIB,
+        disk_mib=sum(portion.nbytes for portion in list_beyond(spec, variant.ranks[0], DISK)) // MIB,
     )
 
 

@@ -11,7 +11,7 @@ QUALITY = (
     "Quality by bits a weight, as a rule: from 6 on nobody tells it from the original; 4 to 6 cost little; 3 to 4 show "
     "in long answers; below 3 answers get worse, of small models first. IQ types lose less than others of their bits."
 )
-COLUMNS = ("file GiB", "bits", "prompt tok/s", "first token s", "decode tok/s", "budget MiB", "host MiB")
+COLUMNS = ("file GiB", "bits", "prompt tok/s", "first token s", "decode tok/s", "budget MiB", "host MiB", "disk MiB")
 
 
 def print_quants(
@@ -58,4 +58,4 @@ def _cells(o: QuantOutlook) -> tuple[str, ...]:
     if o.why_not:
         return (size, *("-",) * (len(COLUMNS) - 1))
     rates = (f"{o.prompt_rate:.4g}", f"{o.first_token:.3g}", f"{o.decode_rate:.4g}")
-    return size, f"{o.bits:.1f}", *rates, str(o.vram_mib), str(o.host_mib)
+    return size, f"{o.bits:.1f}", *rates, str(o.vram_mib), str(o.host_mib), str(o.disk_mib)

@@ -1,7 +1,8 @@
 """What of a plan lives beyond host memory, where that does not hold it: the units that cost a round least for their
 bytes. They come to the accelerator for every micro-batch, through the lanes of their home."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import inf
 
@@ -12,9 +13,11 @@ from pshard.plan import Placement, TierPlan
 from pshard.planner.price.draft import Beyond, Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.tier_costs import TierCosts
+from pshard.planner.search.residency_order import spread
 from pshard.units.share import WHOLE
 from pshard.units.unit import Place, Unit, places_of_unit
 
+MOST_SIZES = 4  # of units, the largest, for which slots are tried
 MOST_TRIED = 6  # units of which all sets are tried
 SLOTS = 2  # one is filled while the other is computed from
 SPREAD = 0.618  # of equal units in turn: any number of them lies evenly over the layers
@@ -29,19 +32,52 @@ def move_beyond(
     if room.beyond is None or kept_bytes(room, tiers) <= room.beyond.host:
         return tiers
     best, least, why = tiers, inf, None
-    for tried in dict.fromkeys(_list_starts(room, tiers)):
-        for moved in _choose_moved(room, tried, costs, room.beyond):
-            try:
-                found = _move_all(room, tried, moved, pin_order, room.beyond.home)
-            except NoPlan as error:
-                why = error
-                continue
-            if kept_bytes(room, found) <= room.beyond.host:
-                seconds = sum(c.load.weight * simulated_seconds(room, t, c) for t, c in zip(found, costs, strict=True))
-                best, least = (found, seconds) if seconds < least else (best, least)
+    for tried, moved in _list_tries(room, tiers, costs, room.beyond):
+        try:
+            found = _move_all(room, tried, moved, pin_order, room.beyond.home)
+        except NoPlan as error:
+            why = error
+            continue
+        if kept_bytes(room, found) <= room.beyond.host:
+            seconds = sum(c.load.weight * simulated_seconds(room, t, c) for t, c in zip(found, costs, strict=True))
+            best, least = (found, seconds) if seconds < least else (best, least)
     if least == inf:
         raise why or _lack(room, tiers, costs, room.beyond)
     return best
+
+
+def _list_tries(
+    room: Room, tiers: tuple[TierPlan, ...], costs: Sequence[TierCosts], beyond: Beyond
+) -> Iterator[tuple[tuple[TierPlan, ...], set[str]]]:
+    """Tiers, and what of them may live beyond host memory."""
+    for tried in dict.fromkeys(_list_starts(room, tiers)):
+        for moved in _choose_moved(room, tried, costs, beyond):
+            yield tried, moved
+    names = sorted(_list_spread(room), key=lambda name: -room.spec.unit(name).packed_nbytes)
+    for bare in _list_bare(room, tiers):
+        sizes = {nbytes for _, nbytes in _list_movable(room, bare, costs, beyond.home)}
+        for size in sorted(sizes)[-MOST_SIZES:]:  # of the slots of the smallest tier: larger units are elsewhere in it
+            tried = _fill_arena(room, bare, names, SLOTS * size)
+            yield tried, _choose_evenly(room, tried, costs, beyond, size)
+
+
+def _choose_evenly(
+    room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCosts], beyond: Beyond, size: int
+) -> set[str]:
+    """What the smallest tier has in VRAM, then units of at most `size` bytes that lie evenly between others, so that
+    each is read while these are computed: so many that host memory holds the rest."""
+    left, movable = kept_bytes(room, tiers) - beyond.host, dict(_list_movable(room, tiers, costs, beyond.home))
+    pinned = {p.unit for p in tiers[0].placements if p.in_arena}
+    moved = _take([pair for pair in movable.items() if pair[0] in pinned], left)
+    left -= sum(movable[name] for name in moved)
+    others = [name for name in room.columns.names if movable.get(name, size + 1) <= size and name not in pinned]
+    others.sort(key=lambda name: -movable[name])  # units that are alike stay in their order
+    alike = [name for name in others if 2 * movable[name] > size]
+    most = sum(movable[name] for name in alike)
+    if left <= 0 or not alike or most < left:
+        return moved | _take([(name, movable[name]) for name in others], left)
+    count = next(n for n in range(1, len(alike) + 1) if sum(movable[alike[i]] for i in spread(len(alike), n)) >= left)
+    return moved | {alike[i] for i in spread(len(alike), count)}
 
 
 def _choose_moved(
@@ -89,37 +125,62 @@ def _list_starts(room: Room, tiers: tuple[TierPlan, ...]) -> Iterator[tuple[Tier
     """The tiers as they are; with what is left of their arenas filled with pins; and with other pins, the largest units
     first: the largest one of what is not pinned is as large as slots are."""
     yield tiers
-    spread = sorted((i * SPREAD % 1, unit.name) for i, unit in enumerate(room.spec.units))
-    names = [name for _, name in spread if not room.spec.unit(name).kind.is_looked_up]
+    names = _list_spread(room)
     yield _fill_arena(room, tiers, names)
-    if not any(p.share for tier in tiers for p in tier.placements):
-        by_size = sorted(names, key=lambda name: -room.spec.unit(name).packed_nbytes)
-        yield _fill_arena(room, tuple(_unpin(room, tier) for tier in tiers), by_size)
+    by_size = sorted(names, key=lambda name: -room.spec.unit(name).packed_nbytes)
+    for bare in _list_bare(room, tiers):
+        yield _fill_arena(room, bare, by_size)
 
 
-def _unpin(room: Room, tier: TierPlan) -> TierPlan:
-    """A tier with nothing pinned that may be streamed."""
+def _list_spread(room: Room) -> list[str]:
+    """Units in an order of which every beginning lies evenly over the layers; none whose rows are looked up."""
+    spread = sorted((i * SPREAD % 1, unit.name) for i, unit in enumerate(room.spec.units))
+    return [name for _, name in spread if not room.spec.unit(name).kind.is_looked_up]
+
+
+def _list_bare(room: Room, tiers: Sequence[TierPlan]) -> Iterator[tuple[TierPlan, ...]]:
+    """The tiers with nothing pinned: all of it streamed, or where most of its kind are."""
+    yield tuple(_unpin(room, tier, {}) for tier in tiers)
+    yield tuple(_unpin(room, tier, _count_sites(room, tier)) for tier in tiers)
+
+
+def _count_sites(room: Room, tier: TierPlan) -> dict[str, Counter[str]]:
+    """How many units are where, but in VRAM, by the name of their kind."""
+    found = dict[str, Counter[str]]()
+    for p in tier.placements:
+        if not p.in_arena and not p.share:
+            found.setdefault(room.spec.unit(p.unit).kind.name, Counter())[p.where] += 1
+    return found
+
+
+def _unpin(room: Room, tier: TierPlan, usual: Mapping[str, Counter[str]]) -> TierPlan:
+    """A tier with nothing divided, and with nothing pinned that may be elsewhere: where most of its kind are by
+    `usual`, else streamed."""
     where = {p.unit: p.where for p in tier.placements}
     for p in tier.placements:
-        if p.in_arena and (STREAMED, p.kv) in _legal(room, p.unit):
-            where[p.unit] = STREAMED
+        if p.in_arena:
+            legal, counted = _legal(room, p.unit), usual.get(room.spec.unit(p.unit).kind.name, Counter[str]())
+            sites = (*(site for site, _ in counted.most_common()), STREAMED)
+            where[p.unit] = next((site for site in sites if (site, p.kv) in legal), p.where)
     kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
     return draft_tier(room, tier.tokens, where, kv, SLOTS, {}, tier.in_place)
 
 
-def _fill_arena(room: Room, tiers: Sequence[TierPlan], order: Sequence[str]) -> tuple[TierPlan, ...]:
-    """The tiers with whole units pinned in what is left of the arena beside slots, in that order; a larger tier has
-    none that a smaller one has not."""
-    found = list[TierPlan]()
-    for tier in tiers:
+def _fill_arena(room: Room, tiers: Sequence[TierPlan], order: Sequence[str], spare: int = 0) -> tuple[TierPlan, ...]:
+    """The tiers with whole units pinned in what is left of the arena beside slots and so many spare bytes, in that
+    order; a larger tier has none that a smaller one has not."""
+    found, cells = list[TierPlan](), [{p.unit for p in tier.placements if p.has_state_in_vram} for tier in tiers]
+    for i, tier in enumerate(tiers):
         if not any(p.share for p in tier.placements):
-            tier = _fill_tier(room, tier, order)
-            order = [p.unit for p in tier.placements if p.in_arena and p.unit in order]
+            grows = set[str]().union(*cells[i:]) == cells[i]  # else its cells lie within those of another tier
+            kept = [n for n in order if grows or n in cells[i] or room.spec.unit(n).kind.state is None]
+            tier = _fill_tier(room, tier, kept, spare)
+        order = [p.unit for p in tier.placements if p.in_arena and not p.has_state_on_host and p.unit in order]
         found.append(tier)
     return tuple(found)
 
 
-def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str]) -> TierPlan:
+def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int) -> TierPlan:
     where = {p.unit: p.where for p in tier.placements}
     kv = {p.unit for p in tier.placements if p.has_state_in_vram}
     for name in order:
@@ -129,7 +190,7 @@ def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str]) -> TierPlan:
             continue
         wider = where | {name: PINNED}, kv | ({name} if has_state else set())
         drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), SLOTS, {}, tier.in_place)
-        if drafted.buffers.total <= room.arena:
+        if drafted.buffers.total + spare <= room.arena:
             (where, kv), tier = wider, drafted
     return tier
 
@@ -138,12 +199,23 @@ def _move_all(
     room: Room, tiers: tuple[TierPlan, ...], moved: set[str], pin_order: tuple[str, ...], home: Home
 ) -> tuple[TierPlan, ...]:
     """The tiers with these units beyond host memory. Raises NoPlan where a tier has no room for slots."""
+    barred = [frozenset[str]()] * len(tiers)
     while True:  # what one tier has no room for lives there in all others too
-        redrafted = tuple(_redraft(room, tier, moved, pin_order, home) for tier in tiers)
+        redrafted = tuple(_redraft(room, t, moved, out, pin_order, home) for t, out in zip(tiers, barred))
         dropped = {p.unit for tier in redrafted for p in tier.placements if p.site.is_beyond_host} - moved
-        if not dropped:
+        strays = _list_strays(redrafted)
+        if not dropped and not any(strays):
             return redrafted
-        moved = moved | dropped
+        moved, barred = moved | dropped, [out | more for out, more in zip(barred, strays)]
+
+
+def _list_strays(tiers: Sequence[TierPlan]) -> list[set[str]]:
+    """What each tier has pinned that one with as many pins or more has not: residency must not move."""
+    pins = [{p.unit for p in tier.placements if p.in_arena} for tier in tiers]
+    strays, around = [set[str]() for _ in tiers], set[str]().union(*pins)
+    for i in sorted(range(len(tiers)), key=lambda i: -len(pins[i])):
+        strays[i], around = pins[i] - around, pins[i] & around
+    return strays
 
 
 def _list_movable(
@@ -173,15 +245,19 @@ def _over_lanes(unit: Unit, cost: TierCosts, home: Home) -> float:
     return max(cost.over_lane(lane, unit.name, WHOLE) for lane in home.way_in)
 
 
-def _redraft(room: Room, tier: TierPlan, moved: set[str], pin_order: tuple[str, ...], home: Home) -> TierPlan:
-    """A tier with units beyond host memory but where it has them in VRAM. Where slots for them lack room, the last pins
-    live there too. Raises NoPlan where that is not enough."""
+def _redraft(
+    room: Room, tier: TierPlan, moved: set[str], barred: frozenset[str], pin_order: tuple[str, ...], home: Home
+) -> TierPlan:
+    """A tier with units beyond host memory but where it has them in VRAM; those that are barred it has not. Where slots
+    for them lack room, the last pins live there too. Raises NoPlan where that is not enough."""
     places = {p.unit: p for p in tier.placements}
     where = {n: home.name if n in moved and not p.site.in_arena else p.where for n, p in places.items()}
+    where |= {name: _leave(room, places[name], home) for name in barred}
     shares = {n: p.share for n, p in places.items() if p.share}
     kv = frozenset(n for n, p in places.items() if p.has_state_in_vram)
     known = {name: i for i, name in enumerate(pin_order)}
-    pins = sorted((n for n, p in places.items() if p.in_arena), key=lambda n: known.get(n, len(known)))
+    pins = [n for n, p in places.items() if p.in_arena and n not in barred]
+    pins.sort(key=lambda n: known.get(n, len(known)))
     for slots in (max(tier.buffers.slots, SLOTS), 1):
         tried, left = dict(where), list(pins)
         while True:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import CannotWrite, NoPlan, UserError
-from pshard.machine import MachineProfile
+from pshard.machine import DiskTiming, MachineProfile
+from pshard.on_disk import mark_made
 from pshard.workload import MIB, UNLIMITED_MIB, Workload
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 AMPLE = 0.8  # a model below this part of what is usable needs no disk: states and buffers fit beside it
 ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
+MADE_UP = (1 << 16, 1 << 20, 1 << 28)  # bytes of units for which a made-up disk has timings
 SLOW = 1e9  # bytes a second: NVMe drives do better
 
 
@@ -44,7 +46,7 @@ def use_disk(
     given: the profile's file, where one was asked for."""
     if not may_need_disk(file.spec, profile, ranks):
         return replace(profile, disks=())
-    from pshard.profile.timed.time_disk import mark_made, name_disk, time_disk
+    from pshard.profile.timed.time_disk import name_disk, time_disk
     from pshard.registries.profile_store import save_profile
     from pshard.runtime.kernels.cpu import native
 
@@ -66,12 +68,39 @@ def use_disk(
     return profile.of_disk(disk)
 
 
-def assume_disk(spec: "ModelSpec", profile: MachineProfile, ranks: int) -> MachineProfile:
-    """The profile for a model that is not here: with a disk that was timed, where plans may need it; else with none."""
-    known = sorted({row.disk for row in profile.disks})
-    if not known or not may_need_disk(spec, profile, ranks):
+def assume_disk(
+    file: "ModelFile",
+    profile: MachineProfile,
+    ranks: int,
+    given: Path | None,
+    elsewhere: bool,
+    say: "Callable[[str], None]",
+) -> MachineProfile:
+    """The same for a model that is to be planned only: where its weights are not here, or it is to run `elsewhere`,
+    with the disk that PSHARD_DISK makes up, or the first that the profile has timed."""
+    if not elsewhere and _is_here(Path(file.spec.path)):
+        return use_disk(file, profile, ranks, given, say)
+    if not may_need_disk(file.spec, profile, ranks):
         return replace(profile, disks=())
+    from pshard.runtime.memory.disk.fake_disk import VARIABLE, read_fake_disk
+
+    file.spec = mark_made(file)
+    if fake := read_fake_disk():
+        rows = (DiskTiming(fake.name, True, 0, 0, n, fake.latency + n / fake.rate) for n in MADE_UP)
+        profile = replace(profile, disks=tuple(rows))
+    known = sorted({row.disk for row in profile.disks})
+    if not known:
+        say(f"note: no disk was timed, so nothing is planned to stay there; {VARIABLE}=fake:rate=7G plans for 7 GB/s")
+        return profile
+    say(f"note: planned for {known[0]}" if fake else f"note: planned for the disk that was timed: {known[0]}")
     return profile.of_disk(known[0])
+
+
+def _is_here(model: Path) -> bool:
+    """Whether a model's weights are here: of a header alone the file is a hole for the most part."""
+    files = [*model.glob("*.safetensors"), *model.glob("*.gguf")] if model.is_dir() else [model]
+    sizes = [file.stat() for file in files if file.is_file()]
+    return sum(512 * stat.st_blocks for stat in sizes) > sum(stat.st_size for stat in sizes) / 2
 
 
 def name_least_ram(error: UserError, spec: "ModelSpec", profile: MachineProfile, workload: Workload) -> UserError:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from pshard.cuts.rank_parts import cut_ranks
+from pshard.homes import DISK
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
+from pshard.on_host import list_beyond
 from pshard.plan import Variant
 from pshard.planner.check_plan import count_host_bytes
 from pshard.planner.price.host_limits import count_hosts
@@ -19,18 +21,23 @@ GIB = 1 << 30
 class MemoryUse:
     """What a plan takes. vram_mib: of each budget, what torch and the kernels hold included. host_bytes: of weights, KV
     cache and, without a GPU, of what lies in the budget, on all hosts together, which have host_memory_bytes, or may
-    take so many: is_limited, by --ram."""
+    take so many: is_limited, by --ram. disk_bytes: of weights that stay on disk."""
 
     vram_mib: tuple[int, ...]
     host_bytes: int
     host_memory_bytes: int
     is_limited: bool = False
+    disk_bytes: int = 0
 
     @property
     def host(self) -> str:
         """Host memory in words."""
-        taken = f"{self.host_bytes / GIB:.1f} GiB" if self.host_bytes >= GIB else f"{-(-self.host_bytes // MIB)} MiB"
-        return f"{taken} of {self.host_memory_bytes / GIB:.4g} GiB"
+        return f"{show_bytes(self.host_bytes)} of {self.host_memory_bytes / GIB:.4g} GiB"
+
+
+def show_bytes(nbytes: int) -> str:
+    """In GiB, or in MiB where that is not one."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{-(-nbytes // MIB)} MiB"
 
 
 def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> MemoryUse:
@@ -44,6 +51,7 @@ def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> M
         count_host_bytes(specs, variant, kind),
         hosts * (profile.ram_bytes or profile.host.memory_bytes),
         profile.ram_bytes > 0,
+        sum(portion.nbytes for portion in list_beyond(spec, variant.ranks[0], DISK)),
     )
 
 

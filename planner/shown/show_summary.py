@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from pshard.plan import Variant
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import Words
-from pshard.planner.shown.memory_use import MemoryUse
+from pshard.planner.shown.memory_use import MemoryUse, show_bytes
 from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.print_table import new_table, print_whole
 from pshard.workload import Workload
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 
 def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console") -> None:
-    """Three lines, the first of a plan: rate, budget, host memory."""
+    """A few lines, the first of a plan: rate, budget, host memory, and what stays on disk."""
     w = variant.workload
     budget = ", ".join(f"{used} of {mib}" for used, mib in zip(use.vram_mib, w.vram_mib))
     arena = words.arena[0].upper() + words.arena[1:]
+    far = [("Disk", f"{show_bytes(use.disk_bytes)} stay there and are read as they are needed")] * bool(use.disk_bytes)
     lines = (
         ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{_of_all(w)}"),
         ("", f"time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens"),
         (arena, f"{budget} MiB"),
         ("Host memory", use.host),
+        *far,
     )
     for name, text in lines:
         out.print(f"{name:<12} {text}", highlight=False, soft_wrap=True)

@@ -5,22 +5,21 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from pshard.homes import ON_DISK
 from pshard.machine import DiskTiming
 from pshard.model import ModelSpec
+from pshard.on_disk import lies_as_used, may_move
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.memory.disk.disk_store import DiskStore
 from pshard.runtime.memory.disk.fake_disk import read_fake_disk
 from pshard.runtime.memory.disk.reader import DiskReader, Piece, PieceList
 from pshard.runtime.memory.weights import WeightSource
 from pshard.units.divide_unit import whole_unit
-from pshard.units.unit import Unit, places_of
+from pshard.units.unit import Unit
 
 BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (1, 4, 16)
@@ -58,7 +57,7 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
     """Timings of the disk that holds a model, a second or two: units of some sizes as runs bring them, then reads by
     block and depth all over the file. No byte is read twice, as drives keep what was read. Raises UserError for a file
     that cannot be read so."""
-    units = [unit for unit in file.spec.units if _is_moved(unit) and unit.matrices and _lies_as_used(file, unit)]
+    units = [unit for unit in file.spec.units if may_move(unit) and unit.matrices and lies_as_used(file, unit)]
     if not units:
         return ()
     path = _find_path(file, units[0])
@@ -73,22 +72,6 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
         rows.append(DiskTiming(disk, direct, 0, 0, size, seconds))
     rows += _time_grid(disk, path)
     return tuple(rows)
-
-
-def mark_made(file: ReadModel) -> ModelSpec:
-    """The model with a mark on units that are made of what the file holds: plans leave them in memory."""
-    made = {unit.name for unit in file.spec.units if _is_moved(unit) and not _lies_as_used(file, unit)}
-    units = (replace(unit, stays_in_memory=True) if unit.name in made else unit for unit in file.spec.units)
-    return replace(file.spec, units=tuple(units))
-
-
-def _is_moved(unit: Unit) -> bool:
-    return any(where == ON_DISK for where, _ in places_of(unit.kind, False))
-
-
-def _lies_as_used(file: ReadModel, unit: Unit) -> bool:
-    stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
-    return all(file.locate(*place) is not None for place in stacks)
 
 
 def _find_path(file: ReadModel, unit: Unit) -> Path:

@@ -20,6 +20,7 @@ from pshard.hub.fetch_model import fetch_model
 from pshard.hub.repository import HubModel, list_repository
 from pshard.hub.show_quants import print_quants
 from pshard.models import open_model
+from pshard.planner.price import host_limits
 from pshard.registries.profile_store import default_profile_path, save_profile
 
 REPO = "someone/small-GGUF"
@@ -113,12 +114,12 @@ def test_each_row_is_printed_as_soon_as_it_is_planned(capsys) -> None:
     def plan_slowly() -> Iterator[QuantOutlook]:
         for i, model in enumerate(models):
             seen.append(capsys.readouterr().out)
-            yield QuantOutlook(model.label, 2**30, 4.5 + i, 1234.5, 0.5, 20.0 - i, 8000, 0)
+            yield QuantOutlook(model.label, 2**30, 4.5 + i, 1234.5, 0.5, 20.0 - i, 8000, 0, 0)
 
     print_quants(("org/repo", "Q4_K_M"), models, plan_slowly(), "8000 MiB", lambda _: nullcontext())
     assert "org/repo offers" in seen[0] and seen[0].splitlines()[-1].split()[:2] == ["file", "GiB"]
     rows = [text.split() for text in seen[1:]]
-    assert rows[0] == ["Q2_K", "1.00", "4.5", "1234", "0.5", "20", "8000", "0"]
+    assert rows[0] == ["Q2_K", "1.00", "4.5", "1234", "0.5", "20", "8000", "0", "0"]
     assert rows[1][:4] == ["Q4_K_M", "(asked", "for)", "1.00"]
     assert len({len(text) for text in seen[1:]}) == 1, "columns stand below each other"
     assert "We would take Q8_0" in capsys.readouterr().out
@@ -196,6 +197,43 @@ def test_registries_of_cached_models_lie_in_pshards_own_cache(hub, files, capsys
     written = tmp_path / "cache/registries/someone--small-GGUF--small-Q4_0.gguf.pshard.json"
     assert written.is_file()
     assert not list((tmp_path / "hf").rglob("*.pshard.json"))
+
+
+@pytest.fixture
+def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes nothing beside what is planned: models are tiny here."""
+    monkeypatch.setattr(host_limits, "PROCESS", {"cpu": 0, "cuda": 0})
+
+
+@pytest.mark.usefixtures("small_process")
+def test_a_forecast_under_ram_plans_for_the_disk_that_is_made_up(hub, files, capsys, monkeypatch, tmp_path) -> None:
+    deep = {q: write_gguf(tmp_path / f"{q}.gguf", qtype=q, n_layers=5, vocab=1500) for q in ("Q4_0", "Q8_0")}
+    hub.repositories[REPO] = {f"small-{path.name}": path.read_bytes() for path in deep.values()}
+    asked = ["-m", f"{REPO}:Q8_0", "--ram", "3", "-c", "128", "--json"]
+    rates = []
+    for rate in ("1G", "4G"):
+        monkeypatch.setenv("PSHARD_DISK", f"fake:rate={rate}")
+        assert plan(asked) == 0
+        said = capsys.readouterr()
+        found = json.loads(said.out)
+        rates.append({o["label"]: o["decode_rate"] for o in found["offered"]})
+        assert f"planned for fake disk of {rate[0]}000 MB/s" in said.err and found["memory"][0]["disk_bytes"] > 0
+        assert [o["disk_mib"] > 0 for o in found["offered"]] == [o["label"] != "Q4_0" for o in found["offered"]]
+    assert rates[0]["Q8_0"] < rates[1]["Q8_0"] and rates[0]["Q4_0"] == rates[1]["Q4_0"]
+
+
+@pytest.mark.usefixtures("small_process")
+def test_the_disk_under_a_header_without_weights_is_not_timed(hub, files, capsys, monkeypatch, tmp_path) -> None:
+    header = tmp_path / "small.gguf"
+    whole = write_gguf(tmp_path / "whole.gguf", qtype="Q8_0", n_layers=5).read_bytes()
+    with open(header, "wb") as out:
+        out.write(whole[: 1 << 16])
+        out.truncate(len(whole))
+    monkeypatch.setattr("pshard.profile.timed.time_disk.time_disk", lambda _: pytest.fail("a hole was timed"))
+    monkeypatch.setenv("PSHARD_DISK", "fake:rate=2G")
+    assert plan(["-m", str(header), "--ram", "3", "-c", "128"]) == 0
+    said = capsys.readouterr()
+    assert "Disk         " in said.out and "planned for fake disk of 2000 MB/s" in said.err
 
 
 def write_quants(folder: Path, *qtypes: str) -> None:

@@ -6,21 +6,23 @@ from pathlib import Path
 
 import pytest
 from latent_files import random_tensors, write_latent_gguf
-from planner_cases import DESKTOP
+from planner_cases import DESKTOP, make_model
 from toy_kinds import ToyFile
 
 from pshard.errors import NoPlan
 from pshard.homes import DISK
 from pshard.machine import DiskTiming, MachineProfile
+from pshard.model import ModelSpec
+from pshard.model_config import Experts
 from pshard.models import open_model
+from pshard.on_disk import mark_made
 from pshard.plan import Variant
 from pshard.planner.check_plan import check_variant, count_host_bytes
-from pshard.planner.make_plan import plan_variant
+from pshard.planner.make_plan import RoughPlan, plan_roughly, plan_variant
 from pshard.planner.price import host_limits
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.predicted_times import round_seconds
-from pshard.profile.timed.time_disk import mark_made
 from pshard.workload import Workload
 
 MIB = 1 << 20
@@ -84,3 +86,34 @@ def test_more_ram_or_a_faster_disk_makes_no_plan_slower(kind: str) -> None:
                 assert not rounds, f"{mib} MiB have no plan, and fewer have one"
         assert len(rounds) > 1
         assert all(after <= before * (1 + 1e-9) for before, after in pairwise(rounds)), rounds
+
+
+def plan_of_disk(spec: ModelSpec, ram: int, vram: int, rate: float) -> tuple[MachineProfile, RoughPlan]:
+    rows = tuple(DiskTiming("drive", True, 0, 0, n, 1e-4 + n / rate) for n in (1 << 16, 1 << 20, 1 << 28))
+    profile = replace(profile_from_datasheet(DESKTOP), disks=rows, ram_bytes=ram * MIB)
+    workload = Workload((vram,), 1024, max_ubatch=512, prompt=512, generated=64, ram_mib=ram)
+    return profile, plan_roughly(spec, profile, workload)
+
+
+def test_what_leaves_for_the_disk_leaves_pins_and_cells_of_tiers_within_each_other() -> None:
+    spec = make_model(16, d_ffn=2048, experts=Experts(8, 2, 512))
+    profile, plan = plan_of_disk(spec, 90, 412, 7e9)
+    check_variant((spec,), plan.variant, "cuda", usable_bytes(profile, 1))
+    assert list_far(plan.variant)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_search")
+def test_a_plan_that_divided_experts_still_leaves_memory_for_what_may_live_on_disk() -> None:
+    spec = make_model(10, odd_qtype="Q8_0", experts=Experts(8, 2, 512))
+    profile, plan = plan_of_disk(spec, 50, 378, 7e9)
+    assert list_far(plan_variant(spec, profile, plan.variant.workload))
+
+
+def test_answers_of_a_dense_model_come_within_a_fifth_of_the_disks_bound() -> None:
+    spec = make_model(24, 8192, 64, 8, 28672, 8192)
+    profile, plan = plan_of_disk(spec, 8192, 2600, 7e9)
+    room, decoding = plan.tasks[0].room, plan.variant.ranks[0].tiers[0].prediction
+    outside = spec.packed_nbytes + sum(room.states.values()) + room.scratch(1) - room.arena - profile.ram_bytes
+    assert list_far(plan.variant)
+    assert max(outside / 7e9, decoding.bound_seconds) / decoding.seconds > 0.8

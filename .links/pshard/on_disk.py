@@ -1,0 +1,1 @@
+../../pshard/on_disk.py
