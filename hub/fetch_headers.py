@@ -66,7 +66,7 @@ def _fetch_one(repository: Repository, model: HubModel, folder: Path, lender: _H
             elif file.name.endswith(".safetensors"):
                 _write_sparse(folder / file.name, file.nbytes, {0: _safetensors_header(repository, file)})
         return folder
-    for file in model.files:
+    for file in model.fetched:
         header = _read_gguf(repository, file, lender)
         pieces = {0: header.data[: header.outline.end]}
         for offset, nbytes in header.outline.tables:

@@ -48,7 +48,7 @@ def fetch_model(reference: str | HubReference) -> Path:
 
 def check_disk(repo: str, model: HubModel, blobs: Path) -> None:
     """Raise UserError when the disk has too little room for what is still to be fetched."""
-    missing = sum(file.nbytes - _have(file, blobs) for file in model.files)
+    missing = sum(file.nbytes - _have(file, blobs) for file in model.fetched)
     place = next(folder for folder in (blobs, *blobs.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if missing + SPARE > free:
@@ -85,10 +85,11 @@ def _fetch_files(repo: str, commit: str, model: HubModel, blobs: Path) -> Path:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     if not console.is_terminal:
-        console.print(f"fetching {repo}:{model.label} ({model.nbytes / 2**30:.2f} GiB)", highlight=False)
+        head = f", with its multi-token head {model.head.nbytes / 2**30:.2f} GiB more" if model.head else ""
+        console.print(f"fetching {repo}:{model.label} ({model.nbytes / 2**30:.2f} GiB{head})", highlight=False)
     folder: Path | None = None
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        for file in model.files:
+        for file in model.fetched:
             if file.sha256:
                 _fetch_blob(repo, commit, file, blobs, bar)
             with _quiet_library():  # it links what lies in the cache, and fetches small files itself

@@ -8,6 +8,7 @@ from pshard.errors import UserError
 from pshard.hub.tell_errors import tell_errors
 
 USUAL = ("Q4_K_M", "Q4_0", "MXFP4", "Q8_0")  # what a repository's name alone stands for: the first of these it has
+HEAD = "mtp-"  # what the names of files begin with that have a multi-token head alone
 FOLDER = "safetensors"  # the label of a model that is a folder
 LISTING_SECONDS = 10.0
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
@@ -32,14 +33,21 @@ class HubFile:
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of a repository: one GGUF file, all parts of one, or the files of a safetensors folder."""
+    """A model of a repository: one GGUF file, all parts of one, or the files of a safetensors folder. head: the file
+    that has its multi-token head alone."""
 
     label: str
     files: tuple[HubFile, ...]
+    head: HubFile | None = None
+
+    @property
+    def fetched(self) -> tuple[HubFile, ...]:
+        """All that is fetched, the head first: where the cache has the model, it has that too."""
+        return (self.head, *self.files) if self.head else self.files
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of the model's files; its head is beside them."""
         return sum(file.nbytes for file in self.files)
 
     @property
@@ -91,10 +99,30 @@ def sort_files(files: Iterable[HubFile]) -> tuple[HubModel, ...]:
     found = [(_label(parts[0].name), tuple(sorted(parts, key=lambda f: f.name))) for parts in groups.values()]
     found = [(label, parts) for label, parts in found if _is_whole(parts)]
     labels = [label for label, _ in found]
-    models = [HubModel(label if label and labels.count(label) == 1 else parts[0].name, parts) for label, parts in found]
+    models = [
+        HubModel(
+            label if label and labels.count(label) == 1 else parts[0].name, parts, _find_head(files, parts[0].name)
+        )
+        for label, parts in found
+    ]
     if not models:
         models = _find_folder(files)
     return tuple(sorted(models, key=lambda model: (model.nbytes, model.label)))
+
+
+def _find_head(files: Iterable[HubFile], model: str) -> HubFile | None:
+    """The file that has a model's head alone, by the rule by which it is opened: `mtp-` before the model's name, or the
+    only such file of its folder."""
+    folder, slash, name = model.rpartition("/")
+    heads = [f for f in files if is_head(f.name) and f.name.rpartition("/")[0] == folder]
+    named = [f for f in heads if f.name == f"{folder}{slash}{HEAD}{name}"] or heads
+    return named[0] if len(named) == 1 else None
+
+
+def is_head(name: str) -> bool:
+    """Whether a file has a multi-token head alone, by its path."""
+    base = name.rpartition("/")[2]
+    return base.startswith(HEAD) and base.endswith(".gguf")
 
 
 def _is_whole(parts: tuple[HubFile, ...]) -> bool:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
+from head_files import write_headed
 from hub_server import COMMIT, Faults, HubServer
 from model_files import write_gguf
 
@@ -54,6 +55,20 @@ def test_a_quantisation_is_fetched_once_and_opened_from_the_hubs_own_cache(hub, 
     assert len(hub.requests) == asked  # the second time nobody was asked
     with open_model(path) as model:
         assert model.spec.units
+
+
+def test_a_head_that_lies_beside_a_model_is_fetched_before_it(hub, tmp_path, capsys) -> None:
+    write_headed(tmp_path / "whole.gguf", "llama")
+    write_gguf(tmp_path / "alone.gguf", "llama", n_layers=2, qtype="F32")
+    made = {"x-F32.gguf": "alone.gguf", "mtp-x.gguf": "whole.gguf"}
+    hub.repositories[REPO] = {name: (tmp_path / source).read_bytes() for name, source in made.items()}
+    path = fetch_model(REPO)
+    assert "with its multi-token head" in capsys.readouterr().err
+    assert (path.parent / "mtp-x.gguf").read_bytes() == hub.repositories[REPO]["mtp-x.gguf"]
+    names = [request[1].rpartition("/")[2] for request in hub.of_files()]
+    assert names == sorted(names) and set(names) == set(made)  # who is cut off finds no model without its head
+    with open_model(path) as model:
+        assert model.spec.head is not None
 
 
 def test_who_waits_for_another_fetch_of_a_file_is_told(hub, files, tmp_path, monkeypatch, capsys) -> None:

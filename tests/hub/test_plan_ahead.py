@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from cli_world import made_up_profile, tokenizer_metadata
+from head_files import write_headed
 from hub_server import Faults, HubServer
 from model_files import write_gguf
 
@@ -104,6 +105,19 @@ def test_plan_tells_of_every_quantisation_and_fetches_none(hub, files, capsys, t
     assert "We would take Q8_0" in said.out and f"pshard run {REPO}:Q8_0" in said.out
     assert "not written, as the model is not here" in said.err
     assert hub.sent < sum(map(len, files.values())) / 2
+    assert not list((tmp_path / "hf").rglob("*.gguf"))
+
+
+def test_a_head_beside_the_model_is_planned_before_it_is_fetched(hub, files, capsys, tmp_path) -> None:
+    write_headed(tmp_path / "whole.gguf", "llama")
+    write_gguf(tmp_path / "alone.gguf", "llama", n_layers=2, qtype="F32")
+    hub.repositories[REPO] = {
+        "x-F32.gguf": (tmp_path / "alone.gguf").read_bytes(), "mtp-x.gguf": (tmp_path / "whole.gguf").read_bytes(),
+    }  # fmt: skip
+    words = ["-m", REPO, "--vram", "64", "-c", "256", "--spec", "mtp", "--spec-n", "2", "--spec-rates", ".9", "--json"]
+    assert plan(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["drafts"][0]["kind"] == "mtp" and said["drafts"][0]["chosen"] == 2
     assert not list((tmp_path / "hf").rglob("*.gguf"))
 
 

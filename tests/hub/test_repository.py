@@ -81,6 +81,21 @@ def test_a_name_alone_means_a_usual_quantisation() -> None:
         pick_model("a/b", sort_files([HubFile("IQ2_S.gguf", 1), HubFile("IQ3_S.gguf", 2)]), "")
 
 
+def test_a_file_of_a_multi_token_head_belongs_to_the_model_that_is_opened_with_it() -> None:
+    def heads(*names: str) -> dict[str, str | None]:
+        return {m.files[0].name: m.head and m.head.name for m in sort_files(HubFile(name, 1) for name in names)}
+
+    assert heads("x-Q4_0.gguf", "x-Q8_0.gguf", "mtp-x.gguf") == {
+        "x-Q4_0.gguf": "mtp-x.gguf",
+        "x-Q8_0.gguf": "mtp-x.gguf",
+    }
+    assert heads("x-Q4_0.gguf", "x-Q8_0.gguf", "mtp-x-Q4_0.gguf", "mtp-x-Q2_K.gguf") == {
+        "x-Q4_0.gguf": "mtp-x-Q4_0.gguf", "x-Q8_0.gguf": None,
+    }  # fmt: skip
+    assert heads("a/x-Q4_0.gguf", "mtp-x-Q4_0.gguf") == {"a/x-Q4_0.gguf": None}
+    assert heads("a/x-Q4_0.gguf", "a/mtp-y.gguf", "b/mtp-z.gguf") == {"a/x-Q4_0.gguf": "a/mtp-y.gguf"}
+
+
 def test_weights_of_a_folder_are_fetched_last_so_that_a_cut_never_leaves_them_without_their_tokenizer() -> None:
     names = ["model-00001-of-00001.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
     (folder,) = sort_files(HubFile(name, 1) for name in names)
