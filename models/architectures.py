@@ -54,13 +54,13 @@ class Architecture:
     less 1. `windows`: files may give all its layers a window. `by_layer`: files say which layers have a window, whose
     heads are others; values are normalised, and are what keys are made of where a layer has no matrix for them.
     `defaults`: what config.json may leave out.
-    `remote`: its folders need code of their own, so only its GGUF files are read. `unturned_layers`: one with so many
-    has ALiBi, which is not computed, and its files do not say so. `may_lack_windows`: some of its models have none, and
-    then all layers alike. `may_be_parallel`, `own_head_norms`: some of its models are so, or have such. `turned_norms`:
-    norms of heads follow their rotation. `unweighted`: norms of the stream have no weights. `clamped`: files may say
-    within what q, k and v are; `capped`: at what scores and logits are capped. `window_unsaid`: tokens of a window
-    where GGUF files do not say. `window_base`: of angles in layers with windows where files do not say; 0: as in
-    others.
+    `remote`: its folders need code of their own, so only its GGUF files are read. `sloped`: scores fall with
+    distance (ALiBi), and heads are not rotated; `sloped_layers`: so is one with so many, and its files do not say
+    so. `may_lack_windows`: some of its models have none, and then all layers alike. `may_be_parallel`,
+    `own_head_norms`: some of its models are so, or have such. `turned_norms`: norms of heads follow their rotation.
+    `unweighted`: norms of the stream have no weights. `clamped`: files may say within what q, k and v are;
+    `capped`: at what scores and logits are capped. `window_unsaid`: tokens of a window where GGUF files do not say.
+    `window_base`: of angles in layers with windows where files do not say; 0: as in others.
     """
 
     name: str
@@ -93,7 +93,8 @@ class Architecture:
     norms_less_one: bool = False
     windows: bool = False
     remote: bool = False
-    unturned_layers: int = 0
+    sloped: bool = False
+    sloped_layers: int = 0
     may_lack_windows: bool = False
     may_be_parallel: bool = False
     own_head_norms: bool = False
@@ -111,6 +112,11 @@ class Architecture:
         """The same of a model whose file says so of its window; 0 or None: nothing."""
         return replace(self, full_every=0, still_every=0) if self.may_lack_windows and not window else self
 
+    def of_layers(self, n_layers: int) -> "Architecture":
+        """The same of a model with so many layers, of which ALiBi leaves all heads as they are."""
+        sloped = self.sloped or n_layers == self.sloped_layers > 0
+        return replace(self, sloped=True, still_every=1) if sloped else self
+
     @property
     def declared(self) -> dict[str, Any]:
         """What `ModelConfig` has of it under the same names, whatever a file says."""
@@ -119,7 +125,7 @@ class Architecture:
 
 _DECLARED = (
     *("window_every", "full_every", "still_every", "activation", "ungated"),
-    *("wide_qk_norm", "norms", "centred", "parallel"),
+    *("wide_qk_norm", "norms", "centred", "parallel", "sloped"),
 )
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
@@ -521,7 +527,8 @@ ARCHITECTURES = (
     Architecture("internlm2", "internlm2", "adjacent", remote=True),
     Architecture("minicpm", "minicpm", "adjacent", multiplied=("embedding", "residual", "1/logits"), remote=True),
     Architecture("xverse", "xverse", "adjacent", remote=True),
-    Architecture("baichuan", "baichuan", "adjacent", remote=True, unturned_layers=40),
+    Architecture("baichuan", "baichuan", "adjacent", remote=True, sloped_layers=40),
+    Architecture("refact", "refact", "halves", sloped=True, remote=True),
     Architecture("PanguEmbedded", "pangu-embedded", "halves", optional_biases=(*_QKV, "attn_output.bias"), remote=True),
 )
 
@@ -537,7 +544,6 @@ _LACKING = {
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
     **dict.fromkeys(("lfm2", "lfm2moe", "lfm2-moe"), "short convolutions"),
     **dict.fromkeys(("llama4", "llama4-text"), "attention within chunks and experts whose inputs are weighted"),
-    "refact": "ALiBi",
     **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
     "arctic": "an FFN beside experts of another input",
     "grovemoe": "experts that belong to chunks of experts",

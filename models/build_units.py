@@ -126,6 +126,8 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
         yield Expected(block + "attn_q_gate.weight", (q, d))
     if arch.sinks:
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
+    if config.sloped:
+        yield Expected(block + "attn_slopes.weight", (config.n_heads,))
     if config.own_head_norms:
         yield Expected(block + "attn_q_norms.weight", (q,))
         yield Expected(block + "attn_k_norms.weight", (kv,))

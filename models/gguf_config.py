@@ -59,6 +59,7 @@ def gguf_config(
         routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
     experts = gguf_experts(routing, keys) if routing else None
     n_layers = keys.integer("block_count") - count_drafters(arch, metadata, where)
+    arch = arch.of_layers(n_layers)
     rope = _gguf_rope(arch, keys, latent.rope if latent else head_dim, stored)
     config = ModelConfig(
         architecture=arch.name,

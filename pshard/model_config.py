@@ -177,6 +177,7 @@ class ModelConfig:
     values_normed: bool = False  # each head's values are normalised, without weights
     logit_cap: float = 0.0  # logits become cap tanh(logits / cap); 0: they stay
     score_cap: float = 0.0  # the same of scores
+    sloped: bool = False  # scores fall with the distance of cells, by a slope of each head (ALiBi, arXiv 2108.12409)
     chunked: bool = False  # windows are chunks of a text that follow each other
 
     @property

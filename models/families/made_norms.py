@@ -1,5 +1,5 @@
 """Vectors that units have and files of some families lack, or have otherwise: norms without weights, norms that follow
-the rotation, norms of every head, numbers of an activation."""
+the rotation, norms of every head, numbers of an activation, slopes of ALiBi."""
 
 import re
 from collections.abc import Mapping
@@ -50,6 +50,10 @@ def make_vectors(
             _flatten(block, found)
         if arch.turned_norms:
             _turn(block, config, found)
+        if config.sloped:
+            found[block + "attn_slopes.weight"] = give_numbers(
+                block + "attn_slopes.weight", _slopes(config.n_heads), lender
+            )
         if config.activation == "xielu":
             found[block + "ffn_act.weight"] = _bends(i, config, metadata, found, where)
     return found
@@ -83,6 +87,14 @@ def _turn(block: str, config: ModelConfig, found: dict[str, StoredTensor]) -> No
     for part in "qk":
         name = f"{block}attn_{part}_norm.weight"
         found[name] = give_numbers(name, (1.0,) * config.head_dim, q)
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    """Of ALiBi (arXiv 2108.12409): of a power of two of heads 2^(-8/heads), its square, and so on; the heads beyond one
+    have every second slope of twice as many."""
+    whole = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * (h + 1) / whole) for h in range(whole)]
+    return (*first, *(2.0 ** (-4 * (2 * h + 1) / whole) for h in range(heads - whole)))
 
 
 def _bends(

@@ -111,8 +111,6 @@ def _check_gguf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> N
         _check_windows(keys, config, "attention.sliding_window_pattern", [bool(seen) for seen in pattern])
     elif arch.full_every and pattern is not None and pattern != arch.full_every:
         _refuse_windows(keys, config, "attention.sliding_window_pattern")
-    if arch.unturned_layers and config.n_layers == arch.unturned_layers:
-        keys.refuse("block_count", f"is {config.n_layers}: such a model has ALiBi, which is not supported yet")
     sections = keys.values.get(f"{keys.prefix}rope.dimension_sections")
     if arch.gguf_pairing == "adjacent" and (any(sections) if isinstance(sections, list) else sections):
         keys.refuse("rope.dimension_sections", f"is {sections}, which is not supported in this architecture")

@@ -157,6 +157,12 @@ RECIPES = {
     "minicpm": Recipe(adjacent=True, embed=9.0, residual=0.8, logits=0.6, tied=True),
     "xverse": Recipe(adjacent=True, kv=4, eps=1e-4),
     "baichuan": Recipe(adjacent=True, kv=4, eps=1e-4),
+    "refact": Recipe(
+        heads=6, kv=1, still=(True, True), slopes=(1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8), eps=1e-5, tied=True
+    ),
+    "baichuan-13b": Recipe(
+        layers=40, d=64, ffn=64, kv=4, adjacent=True, still=(True,) * 40, slopes=(1 / 4, 1 / 16, 1 / 64, 1 / 256)
+    ),
     "dots1": Recipe(
         layers=3,
         kv=4,
@@ -219,6 +225,8 @@ REMOTE = (
     "plamo",
     "orion",
     "maincoder",
+    "refact",
+    "baichuan-13b",
 )  # of which transformers has no class
 WIDTH = dict.fromkeys(
     (
@@ -233,10 +241,11 @@ GGUF_NAMES = {
     "olmo3": "olmo2",
     "command-r-plus": "command-r",
     "stablelm-12b": "stablelm",
+    "baichuan-13b": "baichuan",
 }  # of families that another's files are called as
 COMPOSED = (
     *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
-    *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2"),
+    *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b"),
 )  # of what others show each
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
 IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]

@@ -61,9 +61,9 @@ class Recipe:
     logits: what these are multiplied by. experts: see Moe. before, after: norms there of attention and FFN.
     wide_norms: of q and k, over all heads at once. centred: norms take the mean away. parallel: attention and FFN
     take the same. out_bias: attention's last product has one. factors: divisors of the frequencies. caps: of scores
-    and of logits. bare: norms of the stream have no weights; norm_biases: or biases too. act: of FFNs without a
-    gate, which may have biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's. turned:
-    norms of heads follow their rotation.
+    and of logits. slopes: of heads, by distance. bare: norms of the stream have no weights; norm_biases: or biases
+    too. act: of FFNs without a gate, which may have biases. clamp: q, k, v are within it. own_norms: of every head,
+    as the stream's. turned: norms of heads follow their rotation.
     """
 
     layers: int = 2
@@ -107,6 +107,7 @@ class Recipe:
     turned: bool = False
     tied: bool = False
     caps: tuple[float, float] = (0.0, 0.0)
+    slopes: tuple[float, ...] = ()
     experts: Moe = NONE
 
     def window(self, layer: int) -> int:
@@ -177,7 +178,10 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
     mixed = np.empty_like(q)
     for i in range(recipe.heads):
         own_kv = i // (recipe.heads // recipe.kv)
-        scores = np.where(seen, cap(recipe.score * (q[:, i] @ k[:, own_kv].T), recipe.caps[0]), -np.inf)
+        scores = cap(recipe.score * (q[:, i] @ k[:, own_kv].T), recipe.caps[0])
+        if recipe.slopes:
+            scores = scores - recipe.slopes[i] * (position[:, None] - position)
+        scores = np.where(seen, scores, -np.inf)
         shares = np.exp(scores - scores.max(1, keepdims=True))
         mixed[:, i] = shares / shares.sum(1, keepdims=True) @ parts["v"][:, own_kv]
     given = mixed.reshape(n, -1) @ own["attn_output.weight"].T

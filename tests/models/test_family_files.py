@@ -124,7 +124,6 @@ def test_experts_lie_either_way_round(tmp_path: Path) -> None:
         ("smollm3", {"smollm3.attention.temperature_scale": 0.1}, "attention.temperature_scale is 0.1"),
         ("cohere2", {"cohere2.attention.scale": 0.5}, "attention.scale is 0.5"),
         ("seed_oss", {"seed_oss.attention.scale": 0.5}, "attention.scale is 0.5"),
-        ("baichuan", {"baichuan.block_count": 40}, "block_count is 40: such a model has ALiBi"),
         ("internlm2", {"internlm2.expert_count": 8}, "expert_count is 8"),
     ],
 )

@@ -100,6 +100,10 @@ MISTAKES = {
         {"caps": (0.0, 4.0)}, {"caps": (2.5, 0.0)}, {"caps": (2.6, 4.0)}, {"windows": ()}, {"windows": (0, 48, 0, 48)},
         {"windows": (47, 0, 47, 0)}, {"after": False}, {"gelu": False},
     ],
+    "refact": [
+        {"slopes": ()}, {"slopes": (1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 8, 1 / 32)}, {"still": ()},
+    ],
+    "baichuan-13b": [{"slopes": ()}, {"still": ()}],
     "dots1": [
         {"head_norms": False}, {"adjacent": True},
         *({"experts": RECIPES["dots1"].experts._replace(**wrong)} for wrong in (
