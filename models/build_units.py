@@ -1,6 +1,7 @@
 """Turns stored tensors into the units of a ModelSpec, in execution order, and checks every shape and type."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pshard.errors import UserError
@@ -9,12 +10,23 @@ from pshard.models.architectures import Architecture
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
-from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
+from pshard.units.attention import (
+    ATTENTION,
+    BORROWING_ATTENTION,
+    BORROWING_WINDOWED,
+    LENDING_ATTENTION,
+    LENDING_WINDOWED,
+    QKV,
+    STILL_ATTENTION,
+    WINDOWED_ATTENTION,
+)
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.enter import LAYER_SCALE
 from pshard.units.ffn import BESIDE_EXPERTS, FFN
 from pshard.units.latent_attention import LATENT_ATTENTION
+from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
+from pshard.units.layer_rows import TABLE as ROW_TABLE
 from pshard.units.moe.blend import BLEND
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import FACTORS as ROUTER_FACTORS
@@ -23,7 +35,7 @@ from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
 from pshard.units.ports import ENTERS, FOLLOWS, GIVES_DENSE, GIVES_EXPERTED, Ports
-from pshard.units.unit import Unit, UnitKind
+from pshard.units.unit import Cells, Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -47,8 +59,12 @@ def build_units(
     """
     make = UnitMaker(arch, config, stored, where)
     units = [make.unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
+    if config.row_width:  # in front: what stays on the host is looked up before the accelerator begins
+        table = Expected(ROW_TABLE, (config.vocab, config.n_layers * config.row_width))
+        units.insert(0, make.unit("rows", TOKEN_ROWS, -1, iter([table])))
+        units.append(make.unit("blk.0.mixed_rows", MIXED_ROWS, 0, _mixed_rows(config)))
     for i in range(config.n_layers):
-        units += make.layer(i)
+        units += make.layer(i, units)
     head = HEAD if HEAD in stored else TABLE
     output = [*_norm("output_norm", config.d_model, make.biases), Expected(head, (config.vocab, config.d_model))]
     units.append(make.unit("output", OUTPUT, -1, iter(output)))
@@ -81,8 +97,8 @@ class UnitMaker:
         specs.sort(key=lambda t: -len(t.shape))  # matrices, then vectors (the sort is stable)
         return Unit(name, kind, layer, tuple(specs), own_ports=ports)
 
-    def layer(self, i: int) -> Iterator[Unit]:
-        """Those of a layer. Raises as `unit`."""
+    def layer(self, i: int, before: Sequence[Unit] = ()) -> Iterator[Unit]:
+        """Those of a layer, whose attention may read the cells of one before. Raises as `unit`."""
         config, unit, block = self._config, self.unit, f"blk.{i}."
         if config.latent:
             yield unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block))
@@ -90,11 +106,16 @@ class UnitMaker:
             yield unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block))
         else:
             kind, ports = _kind(config, i), ENTERS if config.parallel else None
-            tensors = _attention(self._arch, kind.sees(config), block, self.biases)
-            yield unit(block + "attention", kind, i, tensors, ports)
+            lender = config.lender(i)
+            tensors = _attention(self._arch, kind.sees(config), block, self.biases, lender != i)
+            attention = unit(block + "attention", kind, i, tensors, ports)
+            yield replace(attention, borrows=_cells_of(lender, before)) if lender != i else attention
         if config.experts is None or not config.experts.are_in(i):
             ports = FOLLOWS if config.parallel else None
-            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, LAYER_SCALE in self._roles), ports)
+            scaled = LAYER_SCALE in self._roles
+            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, scaled and not config.row_width), ports)
+            if config.row_width:
+                yield unit(block + "rows", LAYER_ROWS, i, _layer_rows(config, block, scaled))
             return
         rule, d = config.experts, config.d_model
         yield unit(block + "router", ROUTER, i, _router(rule, d, block, ROUTER_FACTORS in self._roles))
@@ -111,14 +132,28 @@ def _kind(config: ModelConfig, layer: int) -> UnitKind:
     """Which kind of attention a layer has."""
     if config.is_still(layer):
         return STILL_ATTENTION
-    return WINDOWED_ATTENTION if config.window and config.has_window(layer) else ATTENTION
+    windowed = config.window > 0 and config.has_window(layer)
+    if config.lender(layer) != layer:
+        return BORROWING_WINDOWED if windowed else BORROWING_ATTENTION
+    if config.is_lender(layer):
+        return LENDING_WINDOWED if windowed else LENDING_ATTENTION
+    return WINDOWED_ATTENTION if windowed else ATTENTION
 
 
-def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
+def _cells_of(layer: int, units: Sequence[Unit]) -> Cells:
+    """The cells that a layer's attention keeps."""
+    lender = next(unit for unit in units if unit.kind.stands and unit.layer == layer)
+    return Cells(lender.name, tuple(lender.by_role[role] for role in QKV[1:]))
+
+
+def _attention(
+    arch: Architecture, config: ModelConfig, block: str, biases: set[str], borrows: bool = False
+) -> Iterator[Expected]:
     d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     if config.normed_before:
         yield from _norm(block + "attn_norm", d, biases)
-    for role, rows, cols in (("attn_q", q, d), ("attn_k", kv, d), ("attn_v", kv, d), ("attn_output", d, q)):
+    made = () if borrows else (("attn_k", kv, d), ("attn_v", kv, d))
+    for role, rows, cols in (("attn_q", q, d), *made, ("attn_output", d, q)):
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
             yield Expected(f"{block}{role}.bias", (rows,))
@@ -135,6 +170,7 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
         yield Expected(block + "attn_q_stretch.weight", (config.head_dim,))
     if config.qk_norm:
         yield Expected(block + "attn_q_norm.weight", (q if config.wide_qk_norm else config.head_dim,))
+    if config.qk_norm and not borrows:
         yield Expected(block + "attn_k_norm.weight", (kv if config.wide_qk_norm else config.head_dim,))
     if config.normed_after:
         yield Expected(block + "post_attention_norm.weight", (d,))
@@ -203,6 +239,21 @@ def _blend(d_model: int, block: str, scaled: bool) -> Iterator[Expected]:
     """The norms behind experts and the FFN beside them."""
     yield Expected(block + "post_ffw_norm_2.weight", (d_model,))
     yield Expected(block + "post_ffw_norm.weight", (d_model,))
+    if scaled:
+        yield Expected(block + LAYER_SCALE, (1,))
+
+
+def _mixed_rows(config: ModelConfig) -> Iterator[Expected]:
+    """What the residual stream adds to the rows of its tokens."""
+    yield Expected("per_layer_model_proj.weight", (config.n_layers * config.row_width, config.d_model))
+    yield Expected("per_layer_proj_norm.weight", (config.row_width,))
+
+
+def _layer_rows(config: ModelConfig, block: str, scaled: bool) -> Iterator[Expected]:
+    """What a layer makes of its part of them."""
+    yield Expected(block + "inp_gate.weight", (config.row_width, config.d_model))
+    yield Expected(block + "proj.weight", (config.d_model, config.row_width))
+    yield Expected(block + "post_norm.weight", (config.d_model,))
     if scaled:
         yield Expected(block + LAYER_SCALE, (1,))
 

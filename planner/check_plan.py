@@ -107,13 +107,16 @@ def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
 
 
 def _is_whole(along: list[Unit], n_layers: int) -> bool:
-    """Whether units are all of a model's, in order: a first one, layers with one that leads in each, a last one."""
-    layers = [u.layer for u in along[1:-1]]
-    leading = [u.layer for u in along if u.kind.leads]
-    following = {u.layer for u in along[1:-1] if not u.kind.leads}
+    """Whether units are all of a model's, in order: those that take ids, layers with one that leads in each, a last
+    one."""
     positions = [u.kind.position for u in along]
+    inside = along[positions.count("first") : -1]
+    layers = [u.layer for u in inside]
+    leading = [u.layer for u in along if u.kind.leads]
+    following = {u.layer for u in inside if not u.kind.leads}
     return (
-        positions == ["first", *["layer"] * len(layers), "last"]
+        "first" in positions
+        and positions == ["first"] * positions.count("first") + ["layer"] * len(layers) + ["last"]
         and layers == sorted(layers)
         and leading == list(range(n_layers))
         and following == set(leading)
@@ -168,6 +171,8 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     for unit, place in zip(spec.units, tier.placements):
         if (place.where, place.kv) not in places_of_unit(unit, sums):
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
+        if unit.borrows and not spec.unit(unit.borrows.unit).kind.stands:
+            raise PlanError(f"{where}: {unit.name} reads the cells of {unit.borrows.unit}, which do not stand in VRAM")
         _check_divided(unit, place, tier.tokens, where)
     if tier.in_place and True not in spec.ways_to_read(tier.tokens):
         raise PlanError(f"{where}: nothing is read over the link in place in so large a tier of this model")
@@ -182,6 +187,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     sizes = spec.state_sizes(shape)
     kv = sum(sizes[p.unit] for p in tier.placements if p.has_state_in_vram)
     scratch = buffers.scratch_bytes(spec, tier.tokens, shape, act)
+    scratch += sum(u.state_nbytes(spec.config, shape) for u in spec.units if u.kind.stands)
     if any(p.stages_state for p in tier.placements):
         scratch += max(sizes.values())
     widths = (u.kind.joins(p.cpu_rows, spec.config) for u, p in zip(spec.units, tier.placements) if p.cpu_rows)

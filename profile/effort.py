@@ -226,7 +226,7 @@ def _slice_rows(unit: Unit, config: ModelConfig, ranks: int) -> set[int]:
     counts = {1, ranks, *(2**i for i in range(1, ranks.bit_length()))}
     cut = unit.kind.cut
     assert cut is not None
-    rows = cut.length(config)
+    rows = cut.length(config, unit.by_role)
     return {cut.bounds(config, unit.by_role, (rows / n,) * n)[1] for n in counts} - {0}
 
 

@@ -13,7 +13,7 @@ from pshard.model_config import ModelConfig
 from pshard.units.moe.expert_cache import ExpertCache, miss_uses
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.moe.popularity import Popularity
-from pshard.units.ports import IDS, LOGITS
+from pshard.units.ports import HIDDEN, IDS, LOGITS
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
 
@@ -22,11 +22,14 @@ from pshard.units.unit import Unit, goes_on
 class Neighbours:
     """Where a run of layers stands in a pipeline over ranks: hidden states come from rank `source` and go to `target`.
 
-    None: it begins with the embedding, it ends with the output; both where the rank has no layers at all.
+    None: it begins with the embedding, it ends with the output; both where the rank has no layers at all. brought,
+    handed: other ports that come with them, and that go with them.
     """
 
     source: int | None
     target: int | None
+    brought: tuple[str, ...] = ()
+    handed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ class ModelSpec:
 
     @cached_property
     def embedding(self) -> Unit:
-        """The unit that takes token ids."""
-        return next(u for u in self.units if IDS in u.ports.reads)
+        """The unit that makes the residual stream of token ids."""
+        return next(u for u in self.units if IDS in u.ports.reads and HIDDEN in u.ports.writes)
 
     @cached_property
     def outputs(self) -> tuple[Unit, ...]:
@@ -122,17 +125,27 @@ class ModelSpec:
         return {after.name: before.name for before, after in pairwise(self.units) if goes_on(before, after)}
 
     def states(self, shape: StateShape) -> dict[str, State]:
-        """The laws of the states that units keep, by unit; looked up once for each shape."""
+        """The laws of the states that units keep, also of those that stand, by unit; looked up once for each shape."""
         if shape not in self._states:
             laws = ((unit.name, unit.state(self.config, shape)) for unit in self.units)
             self._states[shape] = {name: law for name, law in laws if law}
         return self._states[shape]
 
     def state_sizes(self, shape: StateShape) -> dict[str, int]:
-        """Bytes of every unit's state for all sequences of `shape`; 0 for units that keep none."""
+        """Bytes of every unit's state for all sequences of `shape`; 0 for units that keep none where a plan says."""
         if shape not in self._state_sizes:
-            self._state_sizes[shape] = {u.name: u.state_nbytes(self.config, shape) for u in self.units}
+            self._state_sizes[shape] = {
+                u.name: u.state_nbytes(self.config, shape) if u.kind.state else 0 for u in self.units
+            }
         return self._state_sizes[shape]
+
+    def standing_nbytes(self, shape: StateShape) -> int:
+        """Bytes of the states that stand in VRAM in every tier, for all sequences of `shape`.
+
+        Whoever reads a state that stands computes on the accelerator. So it is read where it is, and a plan has nothing
+        to say of it.
+        """
+        return sum(self.states(shape)[u.name].nbytes(shape) for u in self.units if u.kind.stands)
 
     @cached_property
     def _state_sizes(self) -> dict[StateShape, dict[str, int]]:

@@ -179,6 +179,8 @@ class ModelConfig:
     score_cap: float = 0.0  # the same of scores
     sloped: bool = False  # scores fall with the distance of cells, by a slope of each head (ALiBi, arXiv 2108.12409)
     chunked: bool = False  # windows are chunks of a text that follow each other
+    borrowers: int = 0  # the last so many layers keep no cells, and read those of others: see `lender`
+    row_width: int = 0  # numbers that each layer takes of a token's own row of a second table; 0: there is none
 
     @property
     def normed_before(self) -> bool:
@@ -218,6 +220,17 @@ class ModelConfig:
         if self.full_every:
             return (layer + 1) % self.full_every != 0
         return layer % self.window_every == 0
+
+    def lender(self, layer: int) -> int:
+        """The layer whose cells a layer reads: itself, or of a borrower the last one like it that keeps some."""
+        keeping = self.n_layers - self.borrowers
+        alike = (i for i in reversed(range(keeping)) if self.has_window(i) == self.has_window(layer))
+        return layer if layer < keeping else next(alike)
+
+    def is_lender(self, layer: int) -> bool:
+        """Whether other layers read the layer's cells."""
+        keeping = self.n_layers - self.borrowers
+        return layer < keeping and any(self.lender(i) == layer for i in range(keeping, self.n_layers))
 
     def is_still(self, layer: int) -> bool:
         """Whether the layer's heads are not rotated."""

@@ -134,7 +134,7 @@ class Buffers:
     """Bytes of the arena in one tier: [experts that follow use | pinned | scratch and slots | KV from the right]."""
 
     pinned: int
-    scratch: int
+    scratch: int  # with the states that stand in every tier
     slots: int  # how many staging slots
     slot_bytes: int  # bytes of each
     kv: int

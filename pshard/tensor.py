@@ -32,6 +32,12 @@ class TensorSpec:
         parts = self.name.split(".")
         return ".".join(parts[2:]) if parts[0] == "blk" else self.name
 
+    @cached_property
+    def layer(self) -> int:
+        """The layer that it is of, by its name; -1 outside layers."""
+        parts = self.name.split(".")
+        return int(parts[1]) if parts[0] == "blk" else -1
+
     @property
     def file_nbytes(self) -> int:
         """Bytes in the model file."""

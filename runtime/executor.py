@@ -160,8 +160,8 @@ class Executor:
         side = make_side(self.acc_kernels, carved.space, self.spec.config)
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
         sequences = self.states.sequences if self.spec.config.delta else 0
-        first = self.spec.embedding
-        looks_up = first.is_here and tier.placement(first.name).is_on_acc
+        first = (u for u in self.spec.units if u.kind.is_looked_up and u.is_here)
+        looks_up = any(tier.placement(unit.name).is_on_acc for unit in first)
         in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)
         self.in_force = tier, in_force
         pins, states = self.residents.settle(tier)

@@ -209,6 +209,10 @@ class Residents:
         return self._weights.blob(unit)
 
     def _state_of(self, step: Compute, carved: Carved) -> Any:
+        unit = self._spec.unit(step.unit)
+        if unit.borrows or unit.kind.stands:
+            owner = unit.borrows.unit if unit.borrows else unit.name
+            return self._view(owner, self._arena.state(owner))
         if step.state is None:
             return None
         if step.on == "cpu":

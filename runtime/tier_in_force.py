@@ -90,7 +90,7 @@ class StagedState:
 class TierInForce:
     """Views of the arena and lane events while a tier for micro-batches of up to `tokens` tokens is in force.
     sequences: how many the engine has, where a gated delta net asks for them; else 0. looks_up: whether the
-    accelerator has the embedding."""
+    accelerator looks ids up."""
 
     tokens: int
     side: Side

@@ -16,6 +16,7 @@ from pshard.models.families.hf_positions import hf_rope, split_positions
 from pshard.models.hybrid.made_tensors import PLAIN, MadeTensor, check_vector, freeze, make_numbers, read_numbers
 from pshard.models.keys import BASES, FACTORS, Keys
 from pshard.models.stored import StoredTensor
+from pshard.units.layer_rows import MADE_NORM
 
 _OF_EXPERTS = "pre_ffw_norm_2.weight"
 NEARLY_NONE = 1e-30  # of a norm's weights that are 0, by which its numbers can be divided
@@ -40,8 +41,6 @@ def list_by_layer(keys: Keys, key: str, kind: type[T], layers: int, least: int =
 def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what metadata says of single layers. Raises UserError that names the key."""
     layers = config.n_layers
-    for key in ("attention.shared_kv_layers", "embedding_length_per_layer_input"):  # of E2B and E4B
-        keys.refuse_unless(key, 0)
     windows = list_by_layer(keys, "attention.sliding_window_pattern", bool, layers)
     dim = keys.integer("attention.key_length_swa")
     if keys.integer("attention.value_length_swa", dim) != dim:
@@ -56,15 +55,14 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
         window_head_dim=dim,
         window_rope=local,
         logit_cap=keys.factor("final_logit_softcapping"),
+        row_width=keys.integer("embedding_length_per_layer_input", 0, least=0),
     )
-    return _check(keys, "attention.head_count", config)
+    return _check(keys, "attention.head_count", _with_borrowers(keys, "attention.shared_kv_layers", config))
 
 
 def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what config.json says of single layers. Raises UserError that names the key."""
     kinds, layers = keys.values.get("layer_types"), config.n_layers
-    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # of E2B and E4B
-        keys.refuse_unless(key, 0)
     if kinds is None:  # as transformers has it: five of six see a window
         kinds = [_WINDOWED if (i + 1) % 6 else "full_attention" for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {_WINDOWED, "full_attention"}:
@@ -74,10 +72,26 @@ def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfi
     full, local = split_positions(keys.values, arch.window_base)
     rope = _hf_rope(full, dims[0], config.context, keys.where)
     windowed = hf_rope(local, arch.rotated, dims[1], config.context, keys.where)
-    config = _with_rows(config, (config.d_ffn or keys.integer("intermediate_size"),) * layers)
+    config = _with_borrowers(keys, "num_kv_shared_layers", replace(config, windows_in=windows))
+    rows, keeping = config.d_ffn or keys.integer("intermediate_size"), layers - config.borrowers
+    twice = 2 if keys.flag("use_double_wide_mlp", False) else 1
+    config = _with_rows(config, tuple(rows * (1 if i < keeping else twice) for i in range(layers)))
+    width = keys.integer("hidden_size_per_layer_input", 256, least=0)
+    if width and keys.integer("vocab_size_per_layer_input", 262144) != config.vocab:
+        keys.refuse("vocab_size_per_layer_input", f"is not {config.vocab}, as there are tokens")
     cap = keys.factor("final_logit_softcapping")
     config = replace(config, head_dim=dims[0], window_head_dim=dims[1], rope=rope, window_rope=windowed, logit_cap=cap)
+    config = replace(config, row_width=width)
     return _check(keys, "num_attention_heads", _with_heads(keys, "layer_types", config, windows, kv))
+
+
+def _with_borrowers(keys: Keys, key: str, config: ModelConfig) -> ModelConfig:
+    """With the last so many layers reading the cells of others. Raises UserError that names the key where one of them
+    has none like it before."""
+    count, windows = keys.integer(key, 0, least=0), config.windows_in
+    if count and (count >= len(windows) or set(windows[-count:]) - set(windows[:-count])):
+        keys.refuse(key, f"is {count}, which leaves layers without one like them whose cells they could read")
+    return replace(config, borrowers=count)
 
 
 def _with_rows(config: ModelConfig, rows: tuple[int, ...]) -> ModelConfig:
@@ -161,13 +175,21 @@ def rename_scales(name: str) -> str:
 def arrange_layers(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors by GGUF name as units have them.
 
-    Layers without an `attn_v` have their `attn_k` under that name too: its product is made twice, for 0.4% of a 31B's
-    work. A router reads the residual stream by a norm of its own, which only its matrix can tell from that of experts.
+    Of layers that read others' cells, what would make cells of their own is left out: published files have it, newer
+    ones do not. The rows that all layers take are normalised by a weight that is divided by the root of 2, as their sum
+    with a token's own row is. Other layers without an `attn_v` have their `attn_k` under that name too: its product is
+    made twice, for 0.4% of a 31B's work. A router reads the residual stream by a norm of its own, which only its matrix
+    can tell from that of experts.
     """
     found = dict(stored)
+    if MADE_NORM in found:
+        found[MADE_NORM] = make_numbers(found[MADE_NORM], lambda values: values / np.sqrt(2))
     for i in range(config.n_layers):
         key, value = (f"blk.{i}.attn_{part}.weight" for part in "kv")
-        if key in found and value not in found:
+        if config.lender(i) != i:
+            for name in (key, value, f"blk.{i}.attn_k_norm.weight"):
+                found.pop(name, None)
+        elif key in found and value not in found:
             found[value] = found[key]
         router, scale, norm = (f"blk.{i}.{role}" for role in ("ffn_gate_inp.weight", "ffn_gate_inp.scale", _OF_EXPERTS))
         if scale in found and router in found and norm in found:

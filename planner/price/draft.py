@@ -1,6 +1,6 @@
 """A tier as placements, with honest buffers and a simulated prediction."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import getitem
@@ -72,11 +72,16 @@ class Room:
     )
 
     def scratch(self, tokens: int) -> int:
-        """Bytes of a tier that are there however its units are placed: scratch without the KV stage, and slots for
-        experts that follow use."""
+        """Bytes of a tier that are there however its units are placed: scratch without the KV stage, states that stand,
+        and slots for experts that follow use."""
         if tokens not in self._scratch:
             self._scratch[tokens] = self._scratch_bytes(tokens)
-        return self._scratch[tokens]
+        return self._scratch[tokens] + self._standing
+
+    @cached_property
+    def _standing(self) -> int:
+        """Bytes of states that stand: unlike scratch they depend on the largest micro-batch."""
+        return self.spec.standing_nbytes(self.workload.state_shape)
 
     def _scratch_bytes(self, tokens: int) -> int:
         return self.cached + scratch_bytes(self.spec, tokens, self.workload.state_shape, self.act_bytes)
@@ -244,16 +249,17 @@ def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, r
     dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
     dram = min(dram, result.seconds)  # caches may serve some of it
     busy = dict(result.busy) | {"dram": dram}
-    binds = _binding(busy, result.seconds, tier)
+    looked_up = {unit.name for unit in costs.spec.units if unit.kind.is_looked_up}
+    binds = _binding(busy, result.seconds, tier, looked_up)
     return Prediction(
         result.seconds, min(bound, result.seconds), tuple(busy.items()), binds, steps.link_bytes, costs.load.past
     )
 
 
-def _binding(busy: dict[str, float], seconds: float, tier: TierPlan) -> str:
+def _binding(busy: dict[str, float], seconds: float, tier: TierPlan, looked_up: Collection[str]) -> str:
     """What limits the tier; "vram" when compute and link are both full, so that only more residency helps."""
     full = SATURATED * seconds
-    all_resident = all(p.is_whole_in_arena for p in tier.placements if p.unit != tier.placements[0].unit)
+    all_resident = all(p.is_whole_in_arena for p in tier.placements if p.unit not in looked_up)
     if busy["acc"] >= full or all_resident:
         return "acc"
     if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:

@@ -30,6 +30,7 @@ from pshard.units.operations import (
     Route,
     StoreLatent,
     Take,
+    TimesRows,
 )
 
 # tokens of a prompt whose cells are read together: rows of GPU tiles (runtime/kernels/gpu/tiles/attention_tiles.py);
@@ -91,9 +92,9 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
     match operation:
         case LookUp(table):
             return [(Order.OTHER, _elementwise(by, "embed", table.cols))]
-        case Norm(width=width, adds=adds):
-            added = [(Order.RESIDUAL, _elementwise(by, "residual", width))] if adds else []
-            seconds = _elementwise(by, "norm", width)
+        case Norm(width=width, adds=adds, count=count):
+            added = [(Order.RESIDUAL, _elementwise(by, "residual", count * width))] if adds else []
+            seconds = _elementwise(by, "norm", count * width)
             return [(Order.NORM, 2 * seconds if operation.centred else seconds), *added]
         case Take(width=width):  # as much as a norm, but where products take the port as it is
             return [] if by.on_host else [(Order.NORM, _elementwise(by, "norm", width))]
@@ -110,7 +111,7 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
         case Bend() | NormHeads():  # reads and writes as much as a norm
             return [(Order.OTHER, _elementwise(by, "norm", operation.width))]
-        case GateRows(width):  # reads and writes as much as the gate of an FFN
+        case GateRows(width) | TimesRows(width):  # reads and writes as much as the gate of an FFN
             return [(Order.OTHER, _elementwise(by, "silu_mul", width))]
         case Rotate():
             # a GPU normalises heads while their rows are rotated

@@ -161,9 +161,10 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     rows = load.logit_rows if unit.kind.gives_logits else load.tokens
     operations = unit.operations(spec.config)
     acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows)) for s in ("acc", "host"))
-    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else setting.reads(unit)
+    row = sum(tensor.cols for tensor in unit.tensors)
+    reads = load.tokens * row * 4 if unit.kind.is_looked_up else setting.reads(unit)
     fetch = write = 0
-    if law := unit.state(spec.config, setting.workload.state_shape):
+    if unit.kind.state and (law := unit.state(spec.config, setting.workload.state_shape)):
         fetch = law.fetched(load.sequences * load.past, load.sequences)
         write = law.written(load.tokens, load.sequences)
         reads += fetch

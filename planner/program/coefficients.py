@@ -11,6 +11,7 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.steps.emit import handed_nbytes
 from pshard.units.divide_unit import count_shares, divided_sizes, joined_width
 from pshard.units.share import Share
 from pshard.units.unit import Unit
@@ -60,7 +61,8 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
     first, last = bool(spec.embedding.tensors), bool(spec.output.tensors)
     fixed = costs.turn + costs.tables.collective(costs.ranks, logits if last else 0)
-    fixed += 0.0 if spec.neighbours.source is None else costs.hand_over(hidden)
+    brought = handed_nbytes(spec, costs.load.tokens, spec.neighbours.brought)
+    fixed += 0.0 if spec.neighbours.source is None else costs.hand_over(brought)
     return fixed, enter if first else 0.0, leave if last else 0.0
 
 

@@ -184,7 +184,7 @@ def handoff_floors(problem: TierProblem, sums: TierSums, reached: Amount) -> lis
     Before a layer's experts that unit may be the router.
     """
     leads, follows = sums.on_cpu["leads"], 1 / problem.followers * sums.on_cpu["follows"]
-    floors = [Floor("handed_in_least", "handed_in", reached + sums.on_cpu["first"] - 1)]
+    floors = [Floor("handed_in_least", "handed_in", reached + 1 / problem.firsts * sums.on_cpu["first"] - 1)]
     if problem.may_divide:
         before = sums.feeders if problem.divides_parts else sums.on_cpu["leads"]
         floors.append(Floor("lone_divided_least", "lone_divided", sums.divided - before))

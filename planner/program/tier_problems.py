@@ -105,6 +105,11 @@ class TierProblem:
         return max(1, follows // max(1, leads))
 
     @property
+    def firsts(self) -> int:
+        """Units that take token ids."""
+        return max(1, sum(c.size for c in self.classes if c.place == "first"))
+
+    @property
     def may_divide(self) -> bool:
         return any(cost.divided for cost in self.classes)
 

@@ -53,7 +53,7 @@ def _whole_layers(spec: ModelSpec, kv_first: bool) -> tuple:
         groups += [(("kv", name),) for name in attention.values()]
     for layer in sorted({u.layer for u in spec.units if u.layer >= 0}, reverse=True):
         group = tuple(("pin", u.name) for u in spec.units if u.layer == layer)
-        groups.append(group if kv_first else (*group, ("kv", attention[layer])))
+        groups.append(group if kv_first or layer not in attention else (*group, ("kv", attention[layer])))
     return tuple(groups)
 
 

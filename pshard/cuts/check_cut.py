@@ -27,6 +27,7 @@ from pshard.units.operations import (
     Rotate,
     Route,
     Take,
+    TimesRows,
 )
 from pshard.units.ports import BESIDE, HIDDEN, IDS
 from pshard.units.unit import Unit
@@ -84,12 +85,13 @@ PORTS = (IDS, HIDDEN, *BESIDE)  # every rank has all of what stands there
 MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
 
 
-def check_cut(spec: ModelSpec, unit: Unit, cut: UnitCut) -> None:
+def check_cut(spec: ModelSpec, unit: Unit, cut: UnitCut, lender: UnitCut | None = None) -> None:
     """Raise UserError, naming architecture, tensor and reason, unless the unit gives the same result under this cut.
+    lender: the cut of the unit whose cells it reads.
 
     What is added to the residual stream must end in a partial sum (an all-reduce follows), logits in slices (a gather).
     """
-    flow = _Flow(spec, unit, cut)
+    flow = _Flow(spec, unit, cut, lender)
     for operation in unit.operations(spec.config):
         read = tuple(map(flow.find, operation.reads))
         flow.values.update(zip(operation.writes, flow.follow(operation, read)))
@@ -100,9 +102,10 @@ class _Flow:
     """The operations of one unit, each from the states of what it reads to those of what it writes: `values`, by
     operand."""
 
-    def __init__(self, spec: ModelSpec, unit: Unit, cut: UnitCut) -> None:
+    def __init__(self, spec: ModelSpec, unit: Unit, cut: UnitCut, lender: UnitCut | None = None) -> None:
         self.spec, self.unit, self.config = spec, unit, unit.kind.sees(spec.config)
         self.cuts = {t.role: t for t in cut.tensors}
+        self.of_cells = {t.role: t for t in lender.tensors} if lender else {}
         self.tensors: dict[str, TensorSpec] = {t.role: t for t in unit.tensors}
         self.used: set[str] = set()
         self.values: dict[Rows, Spread] = {}
@@ -128,12 +131,14 @@ class _Flow:
                 for norm in operation.norms:
                     self.head_norm(norm.role)
             case Attend(sinks=sinks, slopes=slopes):
-                q, k, v = values
+                q, k, v = (
+                    (*values, *map(self.borrow, ("attn_k.weight", "attn_v.weight"))) if operation.borrows else values
+                )
                 for of_heads in (sinks, slopes):
                     if of_heads:
                         self.cut_with_heads(of_heads.role, q)
                 return (self.attend(q, k, v),)
-            case Bend() | NormHeads() | GateRows():
+            case Bend() | NormHeads() | GateRows() | TimesRows():
                 self.bend(operation, values)
                 return values[:1]
             case DeltaNet():
@@ -185,6 +190,14 @@ class _Flow:
     def norm(self, norm: Norm, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
         """Of the mirrored residual stream, of what is added to it, or of one of a group of products."""
         role = norm.weight.role if norm.weight else "norm.weight"
+        if norm.adds and not self.unit.ports.adds:  # to what every rank has
+            self.expect(self.cut(role).axis == "none", role, "normalises over the whole vector but is cut")
+            self.expect(
+                values[0] == MIRRORED, role, f"is added by every rank, but what it is given is {values[0].kind}"
+            )
+            if norm.scale is not None:
+                self.expect(self.cut(norm.scale.role).axis == "none", norm.scale.role, "multiplies what every rank has")
+            return values
         if norm.adds:
             self.sum_norm(role, values[0])
             if norm.scale is not None:
@@ -243,6 +256,12 @@ class _Flow:
                 self.expect(replace(cut, role=role) == weight, bias, f"is not cut as {role} is")
         return out
 
+    def borrow(self, role: str) -> Spread:
+        """How cells lie that another unit's matrix makes."""
+        self.expect(role in self.of_cells, role, "is of no unit whose cells these are")
+        cut = self.of_cells[role]
+        return MIRRORED if cut.axis == "none" else Spread("split", cut.ranges)
+
     def attend(self, q: Spread, k: Spread, v: Spread) -> Spread:
         """Attention of whole q heads, each with its KV head on the same rank, equally many per KV head."""
         if q == k == v == MIRRORED:
@@ -261,13 +280,15 @@ class _Flow:
             self.expect(len(each) <= 1, role, f"on rank {rank} has KV heads with unequal numbers of q heads")
         return q
 
-    def bend(self, operation: Bend | NormHeads | GateRows, values: tuple[Spread, ...]) -> None:
+    def bend(self, operation: Bend | NormHeads | GateRows | TimesRows, values: tuple[Spread, ...]) -> None:
         """An activation that is changed in place, which no rank may have a summand of only."""
         x, role = values[0], self.unit.tensors[0].role
         self.expect(x != PARTIAL, role, "is of a unit that changes what ranks would have to sum before")
         match operation:
             case GateRows():
                 self.expect(x == values[1], role, "is of a unit whose gate is cut elsewhere")
+            case TimesRows():
+                self.expect(x == MIRRORED, role, "is multiplied by what every rank has all of, but is cut")
             case NormHeads(weight):
                 cut = self.cut(weight.role)
                 here = cut.axis == "none" if x == MIRRORED else (cut.axis, cut.ranges) == ("rows", x.ranges)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from pshard.model import ModelSpec, Neighbours
+from pshard.units.ports import HIDDEN, IDS
 from pshard.units.unit import Unit
 
 
@@ -17,7 +18,7 @@ def share_layers(spec: ModelSpec, shares: Sequence[float]) -> tuple[range, ...]:
 
     In packed bytes the runs are as near to the ratio of `shares` (0 or more each, not all 0) as whole layers allow:
     every bound is the one nearest to its place, so errors do not add up. The embedding is not counted: its rows are
-    looked up on the host. A rank may get nothing.
+    looked up on the host. A rank may get nothing. Layers that read the cells of another one are on its rank.
     """
     if not shares or min(shares) < 0 or sum(shares) <= 0:
         raise ValueError(f"shares {tuple(shares)} are not ratios: 0 or more each, one above 0")
@@ -26,10 +27,12 @@ def share_layers(spec: ModelSpec, shares: Sequence[float]) -> tuple[range, ...]:
         if unit.kind.position != "first":
             sizes[_place(spec, unit)] += unit.packed_nbytes
     ends = list(accumulate(sizes, initial=0))  # bytes of the first 0, 1, 2... layers
+    inside = {i for unit in spec.units if unit.borrows for i in range(spec.unit(unit.borrows.unit).layer, unit.layer)}
     bounds = [0]
     for owed in accumulate(shares):
         target = ends[-1] * owed / sum(shares)
-        bounds.append(min(range(bounds[-1], len(ends)), key=lambda i: abs(ends[i] - target)))
+        open_ones = (i for i in range(bounds[-1], len(ends)) if i - 1 not in inside)
+        bounds.append(min(open_ones, key=lambda i: abs(ends[i] - target)))
     return tuple(range(a, b) for a, b in pairwise(bounds))
 
 
@@ -47,7 +50,10 @@ def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec
     first, last = here == 0, here == len(working) - 1
     neighbours = Neighbours(None, None)
     if here is not None:
-        neighbours = Neighbours(None if first else working[here - 1], None if last else working[here + 1])
+        brought = () if first else _list_open(spec, runs[rank].start)
+        handed = () if last else _list_open(spec, runs[rank].stop)
+        source, target = None if first else working[here - 1], None if last else working[here + 1]
+        neighbours = Neighbours(source, target, brought, handed)
 
     def held(unit: Unit) -> bool:
         return first if unit.kind.position == "first" else _place(spec, unit) in runs[rank]
@@ -78,6 +84,16 @@ def pipeline_seconds(batches: Sequence[Sequence[float]]) -> float:
         for rank, seconds in enumerate(batch):
             at = done[rank] = max(at, done[rank]) + seconds
     return done[-1]
+
+
+def _list_open(spec: ModelSpec, layer: int) -> tuple[str, ...]:
+    """Ports beside the residual stream that a layer or one after it reads as layers before have left them."""
+    written, found = {HIDDEN, IDS}, list[str]()
+    for unit in spec.units:
+        if unit.kind.position != "first" and _place(spec, unit) >= layer:
+            found += (port for port in unit.ports.reads if port not in written and port not in found)
+            written.update(unit.ports.writes)
+    return tuple(found)
 
 
 def _place(spec: ModelSpec, unit: Unit) -> int:

@@ -14,11 +14,12 @@ from typing import Any
 from pshard.cuts.check_cut import Range, TensorCut, UnitCut, check_cut
 from pshard.errors import UserError
 from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig
 from pshard.tensor import TensorSpec
 from pshard.units.enter import LAYER_SCALE
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.ports import ENTERED
-from pshard.units.unit import Cut, Unit, UnitKind
+from pshard.units.unit import Cells, Cut, Unit, UnitKind
 from pshard.workload import Limits
 
 
@@ -39,25 +40,38 @@ def cut_units(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> 
 def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tuple[UnitCut, ...]:
     ratios = {unit.kind: limit_shares(shares, _most_ranks(unit.kind, limits, len(shares))) for unit in spec.units}
     owed = {unit.kind: [0.0] * len(shares) for unit in spec.units}
-    cuts = []
+    cuts: list[UnitCut] = []
+    held: dict[str, tuple[Range, ...]] = {}  # by unit
+    by_name: dict[str, UnitCut] = {}
     alike: dict[tuple, tuple[TensorCut, ...]] = {}  # units that are alike and cut alike are checked once
     for unit in spec.units:
         rule, config = _find_cut(spec, unit), unit.kind.sees(spec.config)
-        total = rule.length(config)
-        targets = tuple(
-            round(ratio * total + debt, 6) if ratio > 0 else None
-            for ratio, debt in zip(ratios[unit.kind], owed[unit.kind])
-        )
-        ranges = tuple(pairwise(rule.bounds(config, unit.by_role, targets)))
-        owed[unit.kind] = [
-            0.0 if target is None else target - (stop - start) for target, (start, stop) in zip(targets, ranges)
-        ]
+        lender = by_name[unit.borrows.unit] if unit.borrows else None
+        if lender:  # heads are where the cells are that they read
+            ranges = held[lender.unit]
+        else:
+            ranges, owed[unit.kind] = _place_ranges(rule, config, unit, ratios[unit.kind], owed[unit.kind])
         if (unit.likeness, ranges) not in alike:
             tensors = tuple(_cut_tensor(spec, unit, t, ranges) for t in unit.tensors)
-            check_cut(spec, unit, UnitCut(unit.name, tensors))
+            check_cut(spec, unit, UnitCut(unit.name, tensors), lender)
             alike[unit.likeness, ranges] = tensors
         cuts.append(UnitCut(unit.name, alike[unit.likeness, ranges], ENTERED in unit.ports.writes))
+        held[unit.name], by_name[unit.name] = ranges, cuts[-1]
     return tuple(cuts)
+
+
+def _place_ranges(
+    rule: Cut, config: ModelConfig, unit: Unit, ratios: Sequence[float], owed: Sequence[float]
+) -> tuple[tuple[Range, ...], list[float]]:
+    """Each rank's range of a unit, and what rounding owes the ranks after it."""
+    total = rule.length(config, unit.by_role)
+    targets = tuple(
+        round(ratio * total + debt, 6) if ratio > 0 else None for ratio, debt in zip(ratios, owed, strict=True)
+    )
+    ranges = tuple(pairwise(rule.bounds(config, unit.by_role, targets)))
+    return ranges, [
+        0.0 if target is None else target - (stop - start) for target, (start, stop) in zip(targets, ranges)
+    ]
 
 
 def _most_ranks(kind: UnitKind, limits: Limits, ranks: int) -> int:
@@ -99,7 +113,7 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
     """
     if len(shares) == 1:
         return spec
-    units = []
+    units: list[Unit] = []
     sum_norms: list[tuple[str, str]] = []
     widest: dict[str, Any] = {}
     alike: dict[int, tuple[tuple[int, ...], ...]] = {}  # shapes by cut: units that are alike and cut alike share it
@@ -107,6 +121,8 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
         known = id(cut.tensors) in alike
         shapes = alike[id(cut.tensors)] if known else _cut_shapes(unit, cut, rank)
         units.append(_slice_unit(unit, shapes))
+        if unit.borrows:
+            units[-1] = replace(units[-1], borrows=_slice_cells(unit.borrows, units))
         if not known:
             alike[id(cut.tensors)] = shapes
             widths = unit.kind.widths(units[-1].by_role, spec.config) if unit.kind.widths else {}
@@ -164,6 +180,12 @@ def _range(tensor: TensorSpec, cut: TensorCut, rank: int) -> Range:
 def _slice_unit(unit: Unit, shapes: tuple[tuple[int, ...], ...]) -> Unit:
     tensors = tuple(replace(t, shape=shape) for t, shape in zip(unit.tensors, shapes) if shape)
     return replace(unit, tensors=tensors)
+
+
+def _slice_cells(cells: Cells, units: Sequence[Unit]) -> Cells:
+    """The cells of which the rank's part of their unit has some heads."""
+    tensors, names = next(unit.tensors for unit in units if unit.name == cells.unit), {t.name for t in cells.made_by}
+    return replace(cells, made_by=tuple(t for t in tensors if t.name in names))
 
 
 def _cut_shapes(unit: Unit, cut: UnitCut, rank: int) -> tuple[tuple[int, ...], ...]:

@@ -26,7 +26,7 @@ from pshard.steps.move import (
 from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.routed import routed_words
-from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, ROUTED, Ports
+from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, LAYERED, ROUTED, Ports
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 
@@ -136,8 +136,9 @@ class StepEmitter:
         body: list[Step] = [*_refill_slots(self.spec, tier, self.shape.tokens), *next(staged, ())]
         at, n_copied = _At(), 0
         if links and links.source is not None:
-            body.append(Receive(links.source, self._hidden))
-            at = _At("acc")
+            nbytes = handed_nbytes(self.spec, self.shape.tokens, links.brought)
+            body.append(Receive(links.source, nbytes, (HIDDEN, *links.brought)))
+            at = _At("acc", frozenset((port, "acc") for port in links.brought))
         pieces = self._pieces.setdefault((tier.tokens, tier.in_place), {})
         for form in forms:
             slot = n_copied % slots if form in copied else None
@@ -252,6 +253,7 @@ class _Whereabouts:
         self._stays, self._nbytes = stays, dict.fromkeys((HIDDEN, PART, *AS_WIDE), 4 * tokens * spec.config.d_model)
         if spec.config.experts:
             self._nbytes[ROUTED] = 4 * tokens * routed_words(spec.config)
+        self._nbytes[LAYERED] = 4 * tokens * spec.config.n_layers * spec.config.row_width
 
     @property
     def at(self) -> _At:
@@ -319,6 +321,12 @@ def _copy_unit(form: _Form, slot: int) -> Move:
     return _bring_weights(unit.name, slot, nbytes, share, form.place.weights_home)
 
 
+def handed_nbytes(spec: ModelSpec, tokens: int, ports: tuple[str, ...]) -> int:
+    """Bytes that a rank of a pipeline hands on, of so many tokens: the residual stream, and these ports."""
+    config = spec.config
+    return 4 * tokens * (config.d_model + (LAYERED in ports) * config.n_layers * config.row_width)
+
+
 def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[Step]:
     """What follows the units: logits to the host, or hidden states to the next rank of a pipeline."""
     links, logits = spec.neighbours, shape.logit_rows * spec.config.vocab * 4
@@ -327,7 +335,8 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
         logits = 0
         if links.target is not None:
             steps += [_hand_over("acc", hidden)] if side == "cpu" else []
-            steps.append(Send(links.target, hidden))
+            nbytes = handed_nbytes(spec, shape.tokens, links.handed)
+            steps.append(Send(links.target, nbytes, (HIDDEN, *links.handed)))
     elif side == "acc":
         steps.append(_hand_over("cpu", logits))
     if shape.ranks > 1:

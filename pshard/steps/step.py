@@ -44,18 +44,22 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Receive:
-    """Take a micro-batch's hidden states (float32 [tokens, d_model]) from rank `source` to the accelerator's side."""
+    """Take a micro-batch's hidden states (float32 [tokens, d_model]) from rank `source` to the accelerator's side, and
+    what stands in other ports of these names."""
 
     source: int
     nbytes: int
+    names: tuple[str, ...] = ("hidden",)
 
 
 @dataclass(frozen=True)
 class Send:
-    """Hand hidden states on the accelerator's side to rank `target`, which takes them when it comes to it."""
+    """Hand hidden states on the accelerator's side to rank `target`, which takes them when it comes to it, and what
+    stands in other ports of these names."""
 
     target: int
     nbytes: int
+    names: tuple[str, ...] = ("hidden",)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Rotary grouped-query attention: norm, q, k and v, rotation, attention over the KV cache, output, residual.
 
 Three kinds: attention over all cells of a sequence, over the last `ModelConfig.sliding_window` ones, and over all cells
-with heads that are not rotated.
+with heads that are not rotated. Of the first two there are also those whose cells other layers read, which stand in
+VRAM, and these others, which have queries alone.
 """
 
 from collections.abc import Callable, Collection
@@ -18,7 +19,7 @@ from pshard.units.operations import Attend, Bend, GateRows, Norm, NormHeads, Ope
 from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
-from pshard.units.unit import ANYWHERE_WITH_STATE, Cut, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE_WITH_STATE, ON_ACCELERATOR, Cut, Tensors, UnitKind
 
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV = tuple(f"attn_{part}.weight" for part in "qkv")
@@ -47,10 +48,12 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
     return q // config.head_dim, k // config.head_dim
 
 
-def group_roles(tensors: Collection[str], config: ModelConfig) -> tuple[str, ...]:
+def group_roles(tensors: Collection[str], config: ModelConfig, borrows: bool = False) -> tuple[str, ...]:
     """The matrices that take a unit's input, in the order in which their products lie. v comes first where q and k are
     normalised whole: what they become stands before it, see `_scratch`."""
     q, k, v = QKV
+    if borrows:
+        return (q,)
     if config.wide_qk_norm:
         return v, q, k
     return (*QKV, GATE) if GATE in tensors else QKV
@@ -66,13 +69,14 @@ def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
 
 
 def _operations(
-    tensors: Tensors, config: ModelConfig, kind: str = "attention", window: int = 0
+    tensors: Tensors, config: ModelConfig, kind: str = "attention", window: int = 0, borrows: bool = False
 ) -> tuple[Operation, ...]:
     if OUT not in tensors:  # a rank without heads, which needs what it takes for its part of others
         return enter(tensors, NORM, config)
-    heads = *count_heads(tensors, config), config.head_dim
+    n_heads, n_kv_heads = count_heads(tensors, config)
+    heads, made = (n_heads, n_kv_heads, config.head_dim), 0 if borrows else n_kv_heads
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
-    group = tuple(tensors[role] for role in group_roles(tensors, config))
+    group = tuple(tensors[role] for role in group_roles(tensors, config, borrows))
     q, kv = tensors[QKV[0]].rows, tensors[QKV[1]].rows
     heads_at, mixed = Rows(PRODUCTS), Rows(MIXED, 0, q)
     products = Rows(PRODUCTS, q + kv if config.wide_qk_norm else 0)
@@ -83,9 +87,17 @@ def _operations(
         raw, where = multiply.writes[1:], heads_at.beside(q, kv)
         wide = tuple(Norm(n, n.cols, x=x, out=out) for n, x, out in zip(norms, raw, where))
     rotate = Rotate(
-        *heads, () if wide else norms, config.qk_norm and not wide, heads_at, pick_rope(config, kind)[0], window > 0,
-        config.temperature is not None, config.values_normed,
-    )  # fmt: skip
+        n_heads,
+        made,
+        config.head_dim,
+        () if wide else norms,
+        config.qk_norm and not wide,
+        heads_at,
+        rope=pick_rope(config, kind)[0],
+        windowed=window > 0,
+        warms=config.temperature is not None,
+        values=config.values_normed and not borrows,
+    )
     return (
         *enter(tensors, NORM, config),
         multiply,
@@ -100,8 +112,9 @@ def _operations(
             heads_at,
             mixed,
             config.score_cap,
-            tensors.get(SLOPES),
-            config.chunked and window > 0,
+            slopes=tensors.get(SLOPES),
+            chunked=config.chunked and window > 0,
+            borrows=borrows,
         ),
         *((GateRows(q, mixed, multiply.writes[3]),) if GATE in tensors else ()),
         *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
@@ -178,7 +191,7 @@ ATTENTION = UnitKind(
             OUT_BIAS: ("rows", "first"),
             AFTER: ("sum", "all"),
         },
-        length=lambda config: config.n_heads,
+        length=lambda config, tensors: config.n_heads,
         bounds=_bounds,
         width=lambda config: config.head_dim,
         flag="attn",
@@ -211,4 +224,29 @@ STILL_ATTENTION = replace(
     name="still attention",
     operations=lambda tensors, config: _operations(tensors, config, "still attention"),
     scratch=_scratch_of("still attention"),
+)
+
+
+def _lend(kind: UnitKind) -> UnitKind:
+    """The kind of units whose cells others read: these stand in VRAM."""
+    return replace(kind, name=f"lending {kind.name}", places=ON_ACCELERATOR, state=None, stands=kind.state, contends="")
+
+
+def _borrow(kind: UnitKind, windowed: bool) -> UnitKind:
+    """The kind of units that read others' cells."""
+    rope = "windowed attention" if windowed else "attention"
+
+    def operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+        return _operations(tensors, config, rope, config.window if windowed else 0, True)
+
+    return replace(
+        kind, name=f"borrowing {kind.name}", places=ON_ACCELERATOR, operations=operations, state=None, contends=""
+    )
+
+
+LENDING_ATTENTION, BORROWING_ATTENTION = _lend(ATTENTION), _borrow(ATTENTION, False)
+LENDING_WINDOWED, BORROWING_WINDOWED = _lend(WINDOWED_ATTENTION), _borrow(WINDOWED_ATTENTION, True)
+ATTENTIONS = (
+    *(ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION),
+    *(LENDING_ATTENTION, LENDING_WINDOWED, BORROWING_ATTENTION, BORROWING_WINDOWED),
 )

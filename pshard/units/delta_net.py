@@ -115,7 +115,7 @@ DELTA_NET = UnitKind(
             **dict.fromkeys((QUERY_KEY, VALUE, GATE, BETA, ALPHA, *CONV, STEP_BIAS, DECAY), ("rows", "cut")),
             OUT: ("cols", "cut"),
         },
-        length=lambda config: delta_of(config).key_heads,
+        length=lambda config, tensors: delta_of(config).key_heads,
         bounds=_bounds,
         layout=_layout,
         flag="delta",

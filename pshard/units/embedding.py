@@ -10,7 +10,7 @@ TABLE = "token_embd.weight"
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return (LookUp(tensors[TABLE]),)
+    return (LookUp(tensors[TABLE], config.embedding_scale),)
 
 
 EMBEDDING = UnitKind(

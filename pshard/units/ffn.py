@@ -64,7 +64,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
-    return place_inner(config.d_ffn, tensors.get(DOWN), targets)
+    return place_inner(tensors[UP].rows, tensors[DOWN], targets)
 
 
 FFN = UnitKind(
@@ -84,7 +84,7 @@ FFN = UnitKind(
             AFTER: ("sum", "all"),
             LAYER_SCALE: ("sum", "all"),
         },
-        length=lambda config: config.d_ffn,
+        length=lambda config, tensors: tensors[UP].rows,
         bounds=_bounds,
         flag="ffn",
     ),

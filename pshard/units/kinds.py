@@ -1,11 +1,20 @@
 """The kinds of units that models are made of. A new one is one more file beside this, and one more name here."""
 
-from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
+from pshard.units.attention import (
+    ATTENTION,
+    BORROWING_ATTENTION,
+    BORROWING_WINDOWED,
+    LENDING_ATTENTION,
+    LENDING_WINDOWED,
+    STILL_ATTENTION,
+    WINDOWED_ATTENTION,
+)
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
+from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
 from pshard.units.moe.blend import BLEND
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
@@ -16,7 +25,8 @@ from pshard.units.unit import UnitKind, UnitKinds
 KINDS = UnitKinds()
 for _kind in (
     EMBEDDING, JOIN, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, DELTA_NET, FFN, ROUTER,
-    SHARED_EXPERTS, EXPERTS, BLEND, OUTPUT,
+    SHARED_EXPERTS, EXPERTS, BLEND, OUTPUT, LENDING_ATTENTION, LENDING_WINDOWED, BORROWING_ATTENTION,
+    BORROWING_WINDOWED, TOKEN_ROWS, MIXED_ROWS, LAYER_ROWS,
 ):  # fmt: skip
     KINDS.add(_kind)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pshard.units.ports import ENTERED, HIDDEN, IDS, LOGITS, ROUTED
+from pshard.units.ports import ENTERED, HIDDEN, IDS, LAYERED, LOGITS, ROUTED
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,5 @@ TOKENS, STREAM, TAKEN, CHOSEN, FOUND = (Rows(port) for port in (IDS, HIDDEN, ENT
 NORMED = Rows("normed")  # what products take, in the type of activations
 BRANCH = Rows("branch")  # what a unit adds, before it is normalised; float32
 NOWHERE = Rows("")  # of an operation that only stands for its like in tables
+ROWS = Rows(LAYERED)
 JOINED = Rows("joined")  # what the CPU has computed of a divided unit

@@ -50,17 +50,23 @@ class InPlace:
 
 @dataclass(frozen=True)
 class LookUp:
-    """Rows of a table by token id."""
+    """Rows of a table by token id, times `scale`."""
 
     table: TensorSpec
+    scale: float = 1.0
+    out: Rows = STREAM
     reads: ClassVar[tuple[Rows, ...]] = (TOKENS,)
-    writes: ClassVar[tuple[Rows, ...]] = (STREAM,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
 
 
 @dataclass(frozen=True)
 class Norm(Onward):
     """RMS norm of x, `width` elements a token; `adds`: onto what is there, which is then multiplied by the one number
-    in `scale`. centred: the mean of each row of x is taken from it first, in place, so that this is a layer norm."""
+    in `scale`. centred: the mean of each row of x is taken from it first, in place, so that this is a layer norm. Of
+    `count` vectors side by side each is normalised by itself. eps_by: what the model's epsilon is multiplied by."""
 
     weight: TensorSpec | None
     width: int
@@ -69,6 +75,8 @@ class Norm(Onward):
     x: Rows = STREAM
     out: Rows = NORMED
     scale: TensorSpec | None = None
+    count: int = 1
+    eps_by: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,8 @@ class PlaceRows:
 class Rotate:
     """Rotary embedding of q and k, with the store into the KV cache; with `norms` each head is normalised before. rope:
     the scratch with sines and cosines. windowed: the cells are those of layers with a window. warms: queries are then
-    multiplied by the temperature of their positions. values: each head's are normalised too, without weights."""
+    multiplied by the temperature of their positions. values: each head's are normalised too, without weights. Without
+    KV heads there are only queries, and nothing is stored."""
 
     n_heads: int
     n_kv_heads: int
@@ -154,7 +163,7 @@ class Rotate:
 
     @property
     def reads(self) -> tuple[Rows, ...]:
-        return heads_of(self.x, self)
+        return heads_of(self.x, self, self.n_kv_heads == 0)
 
     @property
     def writes(self) -> tuple[Rows, ...]:
@@ -170,7 +179,8 @@ class Rotate:
 class Attend:
     """Attention of the new tokens over the cells of their sequences: over the last `window` of them, the token's own
     among these (0: all), with a sink of every head beside them where there are some. cap, slopes, chunked: what becomes
-    of scores, as in `Scoring` of the kernels' interface."""
+    of scores, as in `Scoring` of the kernels' interface. borrows: the cells are another unit's, and the new tokens' own
+    are there already."""
 
     n_heads: int
     n_kv_heads: int
@@ -182,10 +192,11 @@ class Attend:
     cap: float = 0.0
     slopes: TensorSpec | None = None
     chunked: bool = False
+    borrows: bool = False
 
     @property
     def reads(self) -> tuple[Rows, ...]:
-        return heads_of(self.x, self)
+        return heads_of(self.x, self, self.borrows)
 
     @property
     def writes(self) -> tuple[Rows, ...]:
@@ -197,9 +208,9 @@ class Attend:
         return self.n_heads, self.n_kv_heads, self.head_dim
 
 
-def heads_of(x: Rows, of: Rotate | Attend) -> tuple[Rows, ...]:
-    """Queries, keys and values, which stand side by side from the first column of x on."""
-    return x.beside(of.n_heads * of.head_dim, *(2 * (of.n_kv_heads * of.head_dim,)))
+def heads_of(x: Rows, of: Rotate | Attend, alone: bool) -> tuple[Rows, ...]:
+    """Queries, keys and values, which stand side by side from the first column of x on; or queries alone."""
+    return x.beside(of.n_heads * of.head_dim, *(() if alone else 2 * (of.n_kv_heads * of.head_dim,)))
 
 
 @dataclass(frozen=True)
@@ -213,6 +224,23 @@ class GateRows:
     @property
     def reads(self) -> tuple[Rows, ...]:
         return self.x, self.gate
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.x,)
+
+
+@dataclass(frozen=True)
+class TimesRows:
+    """An activation times what stands in a port, `width` elements a token each."""
+
+    width: int
+    x: Rows = NOWHERE
+    by: Rows = NOWHERE
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x, self.by
 
     @property
     def writes(self) -> tuple[Rows, ...]:
@@ -418,6 +446,7 @@ Operation = (
     | Rotate
     | Attend
     | GateRows
+    | TimesRows
     | Bend
     | NormHeads
     | HeadProducts

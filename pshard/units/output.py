@@ -31,7 +31,7 @@ OUTPUT = UnitKind(
     operations=_operations,
     cut=Cut(
         dict.fromkeys((NORM, BIAS), ("none", "all")) | dict.fromkeys(HEADS, ("rows", "cut")),
-        length=lambda config: config.vocab,
+        length=lambda config, tensors: config.vocab,
         bounds=_bounds,
         flag="head",
     ),

@@ -12,9 +12,10 @@ ENTERED = "entered"  # what a parallel layer's units take: the residual stream a
 ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/moe/routed.py)
 PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
 DENSE, EXPERTED = "dense", "experted"  # what an FFN and the experts beside it give, float32 [M, d_model]: see BLEND
+LAYERED = "layered"  # what each layer takes of its tokens' own rows, float32 [M, n_layers * row_width]
 AS_WIDE = (ENTERED, DENSE, EXPERTED)  # as the residual stream
 # those that stand beside the residual stream until a unit of a later layer writes them anew
-BESIDE = (*AS_WIDE, ROUTED)
+BESIDE = (*AS_WIDE, ROUTED, LAYERED)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Ports:
 
 
 LOOKS_UP = Ports((IDS,), (HIDDEN,))
+LOOKS_UP_ROWS = Ports((IDS,), (LAYERED,))
+MIXES_ROWS = Ports((HIDDEN, LAYERED), (LAYERED,))
+# every rank adds all of it to its own residual stream: nothing is summed
+TAKES_ROWS = Ports((HIDDEN, LAYERED), (HIDDEN,))
 ADDS = Ports((HIDDEN,), adds=True)
 ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel layer, which normalises for all
 FOLLOWS = Ports((ENTERED,), adds=True)  # the others

@@ -54,7 +54,7 @@ class Cut:
     """
 
     rules: Mapping[str, tuple[str, str]]
-    length: Callable[[ModelConfig], int]
+    length: Callable[[ModelConfig, Tensors], int]
     bounds: Callable[[ModelConfig, Tensors, tuple[float | None, ...]], tuple[int, ...]]
     width: Callable[[ModelConfig], int] = lambda config: 1
     stacks: Callable[[ModelConfig], int] = lambda config: 1
@@ -65,7 +65,7 @@ class Cut:
 def keep_whole(*roles: str) -> Cut:
     """Nothing is cut: every rank has all of these tensors."""
     rules = dict.fromkeys(roles, ("none", "all"))
-    return Cut(rules, lambda config: 1, lambda config, tensors, targets: place_rows(1, 1, targets))
+    return Cut(rules, lambda config, tensors: 1, lambda config, tensors, targets: place_rows(1, 1, targets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,9 @@ class UnitKind:
         cut: how ranks share it; None: they cannot.
         widths: numbers of the ModelConfig, or of its experts, that a unit's tensors tell: those of a rank's slice are
             its widest units'.
-        state: the law of what it keeps of its sequences; None when it keeps nothing.
+        state: the law of what it keeps of its sequences, where a plan says; None when it keeps nothing so.
+        stands: the law of what it keeps that is in VRAM whatever a plan says, as others read it there; see
+            `ModelSpec.standing_nbytes`.
         scratch: buffers that it needs for micro-batches of so many tokens.
         ports: what a unit reads and writes, where a model's program says nothing else (`Unit.own_ports`).
         leads: whether it is the first of its layer.
@@ -109,6 +111,7 @@ class UnitKind:
     cut: Cut | None
     widths: Callable[[Tensors, ModelConfig], dict[str, int]] | None = None
     state: Callable[[ModelConfig, StateShape], State] | None = None
+    stands: Callable[[ModelConfig, StateShape], State] | None = None
     scratch: Callable[[ModelConfig, int, StateShape], tuple[Buffer, ...]] | None = None
     ports: Ports = ADDS
     leads: bool = False
@@ -144,13 +147,22 @@ class UnitKind:
 
 
 @dataclass(frozen=True)
+class Cells:
+    """Cells that a unit reads though they are another one's: which unit's, and the matrices that make its keys and
+    values, which say how many heads they are of."""
+
+    unit: str
+    made_by: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
 class Unit:
     """The smallest thing that is placed. `layer` is -1 outside layers. Its tensors lie together in one blob.
 
     order: of a unit with parts, their numbers in the order in which its stacks hold them; empty: in their own order.
     own_ports: where they are not those of its kind. lent: tensors of a unit of that name in another program, which it
     computes with where they lie there. stays_in_memory: what the model's files hold of it is not what is used, so that
-    it cannot live beyond host memory.
+    it cannot live beyond host memory. borrows: whose cells it reads; it keeps none.
     """
 
     name: str
@@ -161,6 +173,7 @@ class Unit:
     own_ports: Ports | None = None
     lent: tuple[TensorSpec, ...] = ()
     stays_in_memory: bool = False
+    borrows: Cells | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.packed_nbytes))  # caches ask often, and many models have units of one name
@@ -181,7 +194,12 @@ class Unit:
 
     @cached_property
     def by_role(self) -> dict[str, TensorSpec]:
-        return {t.role: t for t in (*self.lent, *self.tensors)}
+        return {t.role: t for t in (*self._elsewhere, *self.tensors)}
+
+    @property
+    def _elsewhere(self) -> tuple[TensorSpec, ...]:
+        """Tensors of other units that say what it computes."""
+        return (*self.lent, *(self.borrows.made_by if self.borrows else ()))
 
     def offsets(self) -> dict[str, tuple[int, TensorSpec]]:
         """Role -> (offset of the tensor in the unit's blob, tensor)."""
@@ -194,7 +212,7 @@ class Unit:
     @cached_property
     def likeness(self) -> tuple:
         """Units with equal likeness cost the same and belong to one class of the integer program."""
-        tensors = (*self.lent, *self.tensors)
+        tensors = (*self._elsewhere, *self.tensors)
         return (self.kind.name, self.own_ports, tuple((t.role, t.qtype, t.shape, t.parts) for t in tensors))
 
     def operations(self, config: ModelConfig) -> tuple[Operation, ...]:
@@ -213,8 +231,9 @@ class Unit:
         return alone and not {LOGITS, ENTERED} & set(self.ports.writes)  # logits are of wanted rows only
 
     def state(self, config: ModelConfig, shape: StateShape) -> State | None:
-        """The law of the unit's state."""
-        return self.kind.state(self.kind.sees(config), shape) if self.kind.state else None
+        """The law of the unit's state, whether or not it stands."""
+        law = self.kind.state or self.kind.stands
+        return law(self.kind.sees(config), shape) if law else None
 
     def state_nbytes(self, config: ModelConfig, shape: StateShape) -> int:
         """Bytes of the unit's state for all sequences; 0 when it keeps none."""
@@ -227,12 +246,13 @@ def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
     several ranks that sum their parts.
 
     Of these each has a router on its accelerator: a CPU rounds otherwise than a GPU, and where scores are nearly equal
-    ranks would choose different experts and add up slices of both.
+    ranks would choose different experts and add up slices of both. What every rank adds to its own residual stream is
+    there too.
     """
     far = (home.name for home in list_far_homes())
     places = (*kind.places, *((name, state) for name in far for site, state in kind.places if site == STREAMED))
-    router = sums and kind.routes
-    return tuple(place for place in places if not router or SITES[place[0]].is_on_acc)
+    alike = sums and (kind.routes or (HIDDEN in kind.ports.writes and not kind.is_looked_up))
+    return tuple(place for place in places if not alike or SITES[place[0]].is_on_acc)
 
 
 def places_of_unit(unit: Unit, sums: bool) -> tuple[Place, ...]:

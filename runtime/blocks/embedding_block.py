@@ -1,15 +1,21 @@
-"""The embedding: rows of a table by token id, as the residual stream begins."""
+"""Rows of a table by token id: the embedding, as the residual stream begins, and rows that stand beside it."""
 
-from pshard.runtime.blocks.block import Block, Residual, Work
+from pshard.runtime.blocks.block import Block, Laid, Residual, Work
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.embedding import TABLE
+from pshard.units.operations import LookUp
 
 
 class EmbeddingBlock(Block):
     """Looks rows up on the side where the table is."""
 
-    def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
-        hidden = work.side.space.rows("hidden", work.ids.shape[0])
-        work.side.kernels.look_up(weights.matrices[TABLE], work.ids, hidden)
-        if (scale := work.side.config.embedding_scale) != 1:
-            hidden.mul_(scale)
+    def prepare(self, laid: Laid) -> tuple[UnitWeights, LookUp]:
+        (operation,) = laid.operations
+        assert isinstance(operation, LookUp)
+        return laid.weights, operation
+
+    def run(self, work: Work, weights: tuple[UnitWeights, LookUp], state: None, residual: Residual) -> None:
+        matrices, operation = weights[0].matrices, weights[1]
+        found = work.side.space.rows(operation.out.buffer, work.ids.shape[0])
+        work.side.kernels.look_up(matrices[operation.table.role], work.ids, found)
+        if operation.scale != 1:
+            found.mul_(operation.scale)

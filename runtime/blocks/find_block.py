@@ -12,11 +12,12 @@ from pshard.runtime.blocks.listed_block import ListedBlock
 from pshard.runtime.blocks.output_block import OutputBlock
 from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.blocks.shared_block import SharedBlock
-from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
+from pshard.units.attention import ATTENTIONS
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
+from pshard.units.layer_rows import TOKEN_ROWS
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -26,10 +27,9 @@ from pshard.units.unit import UnitKind
 LISTED = ListedBlock()
 BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
+    TOKEN_ROWS.name: EmbeddingBlock(),
     JOIN.name: JoinBlock(),
-    ATTENTION.name: AttentionBlock(),
-    WINDOWED_ATTENTION.name: AttentionBlock(),
-    STILL_ATTENTION.name: AttentionBlock(),
+    **{kind.name: AttentionBlock() for kind in ATTENTIONS},
     LATENT_ATTENTION.name: LatentBlock(),
     DELTA_NET.name: DeltaBlock(),
     ROUTER.name: RouterBlock(),

@@ -31,6 +31,7 @@ from pshard.units.operations import (
     Rotate,
     StoreLatent,
     Take,
+    TimesRows,
 )
 from pshard.units.rewrites import Ffn, Gate, Step, rewrite
 
@@ -109,10 +110,12 @@ class Course:
         if norm.x == STREAM:
             normalise(side, weight, self.tokens, self.residual, None if norm.out == NORMED else self.at(norm.out))
         else:
-            out = self.at(norm.out)
+            x, out = (
+                self.at(rows).view(-1, norm.width) if norm.count > 1 else self.at(rows) for rows in (norm.x, norm.out)
+            )
             scale = None if norm.scale is None else self.vector(norm.scale.role)
-            eps = side.config.inner_eps
-            side.kernels.rms_norm(self.at(norm.x), weight, eps, out, accumulate=norm.adds, scale=scale)
+            eps = norm.eps_by * side.config.inner_eps
+            side.kernels.rms_norm(x, weight, eps, out, accumulate=norm.adds, scale=scale)
 
     def take(self, operation: Take) -> None:
         self.places[operation.out] = take(self.work.side, self.at(operation.x))
@@ -163,7 +166,7 @@ class Course:
 
     def rotate(self, rotate: Rotate) -> None:
         side, rows, qkv = self.work.side, self.rows(rotate.windowed), self.heads(rotate)
-        q_norm, k_norm = (self.vector(norm.role) for norm in rotate.norms) if rotate.norms else (None, None)
+        q_norm, k_norm = (*(self.vector(norm.role) for norm in rotate.norms), None, None)[:2]
         heads, eps = (rotate.n_heads, rotate.n_kv_heads, rotate.head_dim), side.config.norm_eps
         where = side.ropes[rotate.rope], rows, self.state
         side.kernels.rope_store(qkv, heads, q_norm, k_norm, eps, *where, values=rotate.values)
@@ -190,6 +193,9 @@ class Course:
 
     def gate_rows(self, gate: GateRows) -> None:
         self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate))
+
+    def times_rows(self, times: TimesRows) -> None:
+        self.work.side.kernels.times_rows(self.at(times.x), self.at(times.by))
 
     def bend(self, bend: Bend) -> None:
         numbers = None if bend.numbers is None else self.vector(bend.numbers.role)
@@ -257,6 +263,7 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     Rotate: Course.rotate,
     Attend: Course.attend,
     GateRows: Course.gate_rows,
+    TimesRows: Course.times_rows,
     Bend: Course.bend,
     NormHeads: Course.norm_heads,
 }

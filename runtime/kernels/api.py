@@ -208,6 +208,10 @@ class RowKernels(Protocol):
         """x[M, n] *= sigmoid(gate[M, n]), act_dtype. Row strides free."""
         ...
 
+    def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
+        """x[M, n] *= by[M, n], x act_dtype, by float32. Row strides free."""
+        ...
+
     def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
         """out[M, n] = act(x[M, n]) * up[M, n], act_dtype, as `gate_up` makes it of two products. Rows of x and up are
         equally far apart; out may be x. Row strides free."""
@@ -387,7 +391,7 @@ class Kernels(RowKernels, Protocol):
         """qkv [M, (H + 2G) d] act_dtype, heads = (H, G, d). Per head: RMS-normalise q and k where a norm weight
         (float32 [d]) is given, and v, without weights, with `values`; rotate q in place and k by each row's position,
         and store k and v in the row's cell of kv.k and kv.v, quantised where these are codes. What is left of k and v
-        in qkv is undefined."""
+        in qkv is undefined. Of G = 0 there are only queries, and nothing is stored."""
         ...
 
     def attention(

@@ -156,6 +156,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
         x.mul_(torch.sigmoid(gate))
 
+    def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
+        x.mul_(by)
+
     def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
         torch.mul(gate_of(activation)(x), up, out=out)
 
@@ -189,12 +192,14 @@ class PlainKernels(PlainLatent, PlainDelta):
         values: bool = False,
     ) -> None:
         n_heads, n_kv, dim = heads
-        q, k, v = (part.unflatten(1, (-1, dim)) for part in split_qkv(qkv, heads))
+        q, k, v = (part.unflatten(1, (part.shape[1] // dim, dim)) for part in split_qkv(qkv, heads))
         position, n = rows.position.long(), kv.k.shape[1]
         kept = rows.begin >= 0
         cell = rows.blocks[rows.begin + position // n].long()[kept], (position % n)[kept]
         cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
         q.copy_(rotate(head_norm(q, q_norm, eps), cos, sin, rope.pairing))
+        if not n_kv:
+            return
         k.copy_(rotate(head_norm(k, k_norm, eps), cos, sin, rope.pairing))
         kv.k[cell] = encode_cells(k[kept], kv.k.dtype)
         if values:

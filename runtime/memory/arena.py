@@ -1,7 +1,7 @@
 """The arena of one accelerator.
 
 [experts that follow use | pinned weights | scratch | state stage | row stage | staging slots | free | states from the
-right]
+right, first those that stand in every tier]
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Arena:
             at += align(self._pin_nbytes[name], TENSOR_ALIGN)
         self._rooms: dict[int, int] = {}  # by tier
         self._state_at, end = {}, memory.numel() // TENSOR_ALIGN * TENSOR_ALIGN
-        for name in plan.kv_order:
+        for name in (*(unit.name for unit in spec.units if unit.kind.stands), *plan.kv_order):
             end -= self._state_nbytes(name)
             self._state_at[name] = end
 
@@ -76,7 +76,7 @@ class Arena:
         return self.memory[at : at + self._state_nbytes(unit)]
 
     def _state_nbytes(self, unit: str) -> int:
-        return self._spec.state_sizes(self._shape)[unit]
+        return self._spec.unit(unit).state_nbytes(self._spec.config, self._shape)
 
     def carve(self, tier: TierPlan) -> "Carved":
         """Lay out a tier behind its pins.
@@ -85,7 +85,8 @@ class Arena:
         """
         spec, shape = self._spec, self._shape
         at = self._pools_end + sum(align(self._pin_nbytes[u], TENSOR_ALIGN) for u in self.pinned_units(tier))
-        end = self.memory.numel() - sum(map(self._state_nbytes, self.state_units(tier)))
+        end = self.memory.numel() - spec.standing_nbytes(shape)
+        end -= sum(map(self._state_nbytes, self.state_units(tier)))
         size = scratch_bytes(spec, tier.tokens, shape, self._act.itemsize)
         space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, shape, self._act)
         at += size

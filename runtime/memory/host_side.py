@@ -63,9 +63,12 @@ class HostSide:
         memory = torch.empty(scratch_bytes(spec, tokens, shape, act.itemsize), dtype=torch.uint8)
         space = carve_workspace(memory, spec, tokens, shape, act)
         space.tensors["hidden"] = hidden
+        filled = {port for unit in spec.units if unit.kind.is_looked_up for port in unit.ports.writes}
         for port in space.tensors.keys() & set(BESIDE):  # likewise
-            rows = self.allocate(space.tensors[port].nbytes).view(torch.float32)
-            space.tensors[port] = rows.view(space.tensors[port].shape)
+            there = space.tensors[port]
+            rows = largest if port in filled else there.shape[0]
+            place = self.allocate(rows * there[0].nbytes).view(torch.float32)
+            space.tensors[port] = place.view(rows, *there.shape[1:])
         if sums:  # a graph may fetch the CPU's part of a sum from there
             branch = self.allocate(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)

@@ -287,10 +287,12 @@ class Walk:
 
     def _receive(self, step: Receive) -> None:
         self._side = ACC
-        self._context.group.receive(self._rows("hidden")[1], step.source)
+        for name in step.names:
+            self._context.group.receive(self._rows(name)[1], step.source)
 
     def _hand_on(self, step: Send) -> None:
-        self._context.group.send(self._rows("hidden")[1], step.target)
+        for name in step.names:
+            self._context.group.send(self._rows(name)[1], step.target)
 
     def _gather(self, step: Gather) -> None:
         self.logits.gather()

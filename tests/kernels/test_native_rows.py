@@ -88,6 +88,20 @@ def test_rotation_and_cells_are_torchs(
             torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_queries_alone_are_turned_and_nothing_is_stored(kind: str) -> None:
+    n_heads, dim, rows = 3, 64, make_rows([Segment(0, 0, 3, 62, (4, 1))])
+    angles, norm, q = torch.randn(128, dim // 2), torch.randn(dim), torch.randn(3, n_heads * dim)
+    rope, found = RopeTable(angles.cos(), angles.sin(), "halves"), []
+    for kernels in (PlainKernels(), HostKernels()):
+        kv, turned = make_cache((kind, kind), 2, dim, 6), q.clone()
+        before = [part.clone() for part in (kv.k, kv.v)]
+        kernels.rope_store(turned, (n_heads, 0, dim), norm, None, 1e-6, rope, rows, kv)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, (kv.k, kv.v)))
+        found.append(turned)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0", "q4_0"])
 def test_any_number_becomes_the_cell_that_torch_makes(kind: str) -> None:
     """Denormal, huge, halfway, infinite: values are stored as they come, without rotation."""
@@ -151,6 +165,7 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
     position = torch.randint(0, 50, (tokens,), dtype=torch.int32)
     work = {
         "gate_rows": lambda k, x: k.gate_rows(x, gate[:, :width]),
+        "times_rows": lambda k, x: k.times_rows(x, gate[:, :width]),
         "scale_rows": lambda k, x: k.scale_rows(x, hidden, weight),
         "warm_rows": lambda k, x: k.warm_rows(x, table, position),
         "centre_rows": lambda k, x: k.centre_rows(x),

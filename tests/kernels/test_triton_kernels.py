@@ -378,6 +378,31 @@ def test_rope_store_normalises_rotates_and_stores(
     assert torch.isnan(kv.k[untouched]).all() and torch.isnan(kv.v[untouched]).all()
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_queries_alone_are_turned_and_nothing_is_stored(kernels: cuda.CudaKernels, kind: str) -> None:
+    heads, groups, d, rows = 4, 2, 64, rows_of([(1, 3, 4), (0, 1, 9)])
+    qkv = random_tensor(4, (heads + 2 * groups) * d, seed=34)
+    angle = torch.from_numpy(np.random.default_rng(35).uniform(-3, 3, (12, d // 2)).astype(np.float32))
+    rope, norm = RopeTable(angle.cos().to(DEVICE), angle.sin().to(DEVICE), "halves"), random_tensor(d, seed=36).float()
+    shape = StateShape(POOL * KV_BLOCK, 1, kind, kind)
+    memory = torch.full((CellState(groups * d, kind, kind).nbytes(shape),), 77, dtype=torch.uint8, device=DEVICE)
+    kv, alone = view_layer(memory, groups, d, shape), qkv[:, : heads * d].clone()
+    kernels.rope_store(alone, (heads, 0, d), norm, None, 1e-6, rope, rows, kv)
+    assert (memory == 77).all()
+    kernels.rope_store(qkv, (heads, groups, d), norm, None, 1e-6, rope, rows, kv)
+    assert torch.equal(alone, qkv[:, : heads * d])
+
+
+@needs_kernels
+def test_rows_are_multiplied_by_those_of_a_port(kernels: cuda.CudaKernels) -> None:
+    wide = random_tensor(3, 104, seed=37)
+    x, by = wide[:, :96], random_tensor(3, 200, seed=38, dtype=torch.float32)[:, 50:146]
+    expected, beside = numpy64(x) * numpy64(by), wide[:, 96:].clone()
+    kernels.times_rows(x, by)
+    assert error(x, expected) < 0.006 and torch.equal(wide[:, 96:], beside)
+
+
 MIXES = [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0")]
 
 

@@ -65,7 +65,7 @@ SMALL = Gemma4(
     windows=(True, False, True, False, True, True, False), rows=(96,) * 4 + (192,) * 3, each=32, shared=3, same=False,
     kv=1, full_kv=1,
 )  # fmt: skip
-GEMMAS = {"dense": DENSE, "mixed": MIXED}
+GEMMAS = {"dense": DENSE, "mixed": MIXED, "small": SMALL}
 
 
 def make_gemma4(r: Gemma4, seed: int = 0) -> Weights:

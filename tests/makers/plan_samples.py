@@ -39,7 +39,7 @@ def make_tier(
     reads = ways_to_read(spec.config, tokens)[0] if in_place is None else in_place
     held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
     shape = StateShape(context, sequences, "f32", "f32", batch)
-    scratch = scratch_bytes(spec, tokens, shape, 4)
+    scratch = scratch_bytes(spec, tokens, shape, 4) + spec.standing_nbytes(shape)
     scratch += row_stage_bytes(tokens, widest_join(spec, placements))
     if any(p.stages_state for p in placements):
         scratch += state_stage_bytes(spec, shape)

@@ -48,7 +48,9 @@ DECAY = UnitKind(
     position="layer",
     places=ATTENTION.places,
     operations=_operations,
-    cut=Cut({NORM: ("none", "all"), OUT: ("cols", "cut")}, length=lambda config: config.d_model, bounds=_bounds),
+    cut=Cut(
+        {NORM: ("none", "all"), OUT: ("cols", "cut")}, length=lambda config, tensors: config.d_model, bounds=_bounds
+    ),
     state=lambda config, shape: FixedState(4 * config.d_model),
     scratch=lambda config, tokens, shape: (Buffer("decayed", (tokens, config.d_model), "act"),),
     leads=True,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from engines import open_engine
 from family_files import RECIPES, write_family
+from gemma4_files import SMALL, make_gemma4, write_gemma4
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
@@ -30,6 +31,7 @@ from pshard.units.operations import (
     Route,
     StoreLatent,
     Take,
+    TimesRows,
 )
 
 CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they carry out
@@ -40,6 +42,7 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     Rotate: ("rope_store",),
     Attend: ("attention",),
     GateRows: ("gate_rows",),
+    TimesRows: ("times_rows",),
     DeltaNet: ("delta_net",),
     GatedProduct: ("gate_up",),
     Product: ("linear",),
@@ -88,13 +91,15 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "like",
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
-        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense"),
+        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4"),
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:
     path = tmp_path / "tiny.gguf"
     if like == "qwen3":
         write_gguf(path, like)
+    elif like == "gemma4":
+        write_gemma4(path, SMALL, make_gemma4(SMALL))
     elif like in ("next", "dense"):
         write_hybrid_gguf(path, like, random_hybrid(like))
     elif like in RECIPES:

@@ -59,7 +59,7 @@ EXPERTS = UnitKind(
             DOWN: ("cols", "cut"),
             BIASES[2]: ("rows", "first"),
         },
-        length=lambda config: rule_of(config).d_expert,
+        length=lambda config, tensors: rule_of(config).d_expert,
         bounds=_bounds,
         stacks=lambda config: rule_of(config).count,
         flag="experts",

@@ -35,7 +35,7 @@ SHARED_EXPERTS = UnitKind(
     operations=_operations,
     cut=Cut(
         {GATE: ("rows", "cut"), UP: ("rows", "cut"), DOWN: ("cols", "cut"), SCALE: ("none", "all")},
-        length=lambda config: rule_of(config).d_shared,
+        length=lambda config, tensors: rule_of(config).d_shared,
         bounds=_bounds,
         flag="shared",
     ),

@@ -52,6 +52,9 @@ class HostRows:
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
         native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate)
 
+    def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
+        native.times_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), by.stride(0)), by)
+
     def centre_rows(self, x: torch.Tensor) -> None:
         native.centre_rows(x, (x.shape[0], x.shape[1]), x.stride(0))
 

@@ -73,6 +73,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "bend_rows": ("v", "pllliplf"),
     "norm_heads": ("v", "plllplfi"),
     "gate_rows": ("v", "plplll"),
+    "times_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
     "rope_store": ("v", "plliiippfpplippplpplliii"),
     "head_products": ("v", "pllpilllplll"),
@@ -544,6 +545,11 @@ def norm_heads(
 def gate_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], gate: Buffer) -> None:
     """x *= sigmoid(gate), f32 [tokens, width] both, rows `strides` apart; relative error below 1e-6."""
     _function("gate_rows")(_at(x), strides[0], _at(gate), strides[1], *shape)
+
+
+def times_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], by: Buffer) -> None:
+    """x *= by, f32 [tokens, width] both, rows `strides` apart."""
+    _function("times_rows")(_at(x), strides[0], _at(by), strides[1], *shape)
 
 
 def scale_rows(

@@ -231,7 +231,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
             V_NORM=values, num_warps=max(1, block // 2),
         )  # fmt: skip
         for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
-            if cache.dtype in CODES:
+            if groups and cache.dtype in CODES:
                 triton_cells.store_cells_kernel[(qkv.shape[0],)](
                     qkv, qkv.stride(0), column, cache, *cache.stride()[:2], *index, WIDTH=groups * d,
                     BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1], num_warps=4,

@@ -29,6 +29,11 @@ class GatesOnGpu:
             QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
+    def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
+        """See `Kernels.times_rows`."""
+        self._activations.ready = self._placed = None
+        x.mul_(by)
+
     def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
         """See `Kernels.gate_mul`."""
         tokens, cols = x.shape
