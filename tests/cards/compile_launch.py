@@ -15,6 +15,8 @@ from pshard.profile.tuning.compile_ahead import OnlyTarget, Request
 
 ASKED = ("num_warps", "num_stages", "maxnreg")  # of the compiler
 LAID_OUT_AS = {80: 86}  # up to shared memory the compiler looks at a card's generation alone
+WITHOUT_DOTS = {"gate_up_pairs_kernel", "down_pairs_kernel", "dequantise_kernel", "look_up_kernel"}
+ANY_GENERATION = LAID_OUT_AS | {90: 86}  # for these kernels, in which nothing is multiplied by `tl.dot`
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,25 @@ def digest_launch(request: Request, capability: int, assembled: bool) -> str:
     import triton
 
     said = json.loads(request.words)
-    asked = [said[name] for name in ("signature", "constant_keys", "constant_vals", "attrs_keys", "attrs_vals")]
+    asked = [said[name] for name in ("signature", "constant_keys", "constant_vals")]
+    if assembled or request.kernel not in WITHOUT_DOTS:  # what is known of addresses leads to other instructions only
+        asked += [said["attrs_keys"], said["attrs_vals"]]
     options = [said["options"].get(name) for name in ASKED]
-    card = capability if assembled else LAID_OUT_AS.get(capability, capability)
+    card = capability if assembled else card_laid_out(request, capability)
     kernel = request.module, request.kernel, _kernel(request).cache_key
     key = triton.__version__, kernel, asked, options, card, assembled
     return sha256(json.dumps(key).encode()).hexdigest()
 
 
+def card_laid_out(request: Request, capability: int) -> int:
+    """The card whose layout of a launch is that of this one too."""
+    alike = ANY_GENERATION if request.kernel in WITHOUT_DOTS else LAID_OUT_AS
+    return alike.get(capability, capability)
+
+
 def compile_launch(request: Request, capability: int, assembled: bool) -> Needs:
     """What a launch needs; its error where it cannot be compiled."""
-    target = become(capability if assembled else LAID_OUT_AS.get(capability, capability))
+    target = become(capability if assembled else card_laid_out(request, capability))
     try:
         source, options = _read_words(request)
         return _assemble(source, target, options) if assembled else Needs(_allocate(source, target, options))

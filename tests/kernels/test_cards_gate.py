@@ -83,3 +83,28 @@ def test_shared_memory_of_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPat
     assert laid_out[0] == laid_out[1] and len({*laid_out, *assembled}) == 5  # laid out once, assembled for each
     monkeypatch.setattr(compiling, "LAID_OUT_AS", {})
     assert compile_launch(request, 80, False) == found["fits"] != compile_launch(request, 90, False)
+
+
+@needs_triton
+def test_kernels_without_dots_are_laid_out_once_for_cards_of_any_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from functools import partial
+
+    from cards.launches import Collector
+    from triton.runtime import driver
+
+    from pshard.profile.timed.time_kernels import time_embedding
+    from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
+    from pshard.runtime.kernels.gpu.products.triton_dequant import look_up_kernel
+
+    monkeypatch.setattr(driver, "_active", None)
+    collector = Collector(KNOWN_CARDS[86])
+    try:
+        collector.call("rows", partial(time_embedding, collector.bench, "Q4_0", 64, [1]))
+    finally:
+        look_up_kernel.device_caches.clear()
+    (request,) = collector.found
+    one, other, assembled = (digest_launch(request, *of) for of in ((86, False), (90, False), (90, True)))
+    assert request.kernel in compiling.WITHOUT_DOTS and one == other != assembled
+    monkeypatch.setattr(compiling, "ANY_GENERATION", {})
+    assert digest_launch(request, 90, False) != one
+    assert compile_launch(request, 86, False) == compile_launch(request, 90, False) == Needs(0)
