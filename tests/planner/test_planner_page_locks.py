@@ -80,28 +80,19 @@ def test_the_lower_the_limit_the_less_is_streamed_and_the_longer_the_round(share
     for gib in (16.0, 2.0, 1.0, 0.5, 0.0) if share == 1 else (16.0, 1.0, 0.0):
         profile, variant = plan_under(gib)
         check_variant((SPEC,), variant, "cuda")
-        (plan,) = variant.ranks
+        (plan,), (task,) = variant.ranks, prepare_ranks(SPEC, profile, WORKLOAD)
         beyond = staged_by_hand(SPEC, plan, WORKLOAD, profile.lockable_bytes or 0)
         decode = next(t for t in plan.tiers if t.tokens == 1)
         streamed = [p.unit for p in decode.placements if p.where == "streamed"]
         found.append((round_seconds(variant), len(streamed), sum(u in beyond for u in streamed)))
         for tier in plan.tiers:  # what is printed is the simulation of what will be staged
-            cost = tier_costs(SPEC, Tables(profile), _load(profile, tier.tokens), WORKLOAD, 1, frozenset(beyond))
-            assert tier.prediction.seconds == pytest.approx(_seconds(profile, tier, cost), rel=1e-9)
+            load = next(c.load for c in task.costs if c.load.tokens == tier.tokens)
+            cost = tier_costs(SPEC, Tables(profile), load, WORKLOAD, 1, frozenset(beyond))
+            assert tier.prediction.seconds == pytest.approx(simulated_seconds(task.room, tier, cost), rel=1e-9)
     seconds, streamed, _ = zip(*found)
     assert all(later >= earlier * 0.99 for earlier, later in pairwise(seconds))
     # no more than 1.09 times: decoding, two thirds of the round, has one streamed unit without a limit
     assert seconds[-1] > 1.05 * seconds[0] and streamed[-1] == 0 < streamed[0]
-
-
-def _load(profile, tokens: int):
-    (task,) = prepare_ranks(SPEC, profile, WORKLOAD)
-    return next(c.load for c in task.costs if c.load.tokens == tokens)
-
-
-def _seconds(profile, tier, cost) -> float:
-    (task,) = prepare_ranks(SPEC, profile, WORKLOAD)
-    return simulated_seconds(task.room, tier, cost)
 
 
 @pytest.mark.parametrize(
