@@ -1,6 +1,7 @@
 """A server over the demo model for real clients: jobs one after the other, or through the scheduler."""
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 from http_client import serve
@@ -13,6 +14,17 @@ from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 
 KEY = "a-key"
+
+
+@pytest.fixture(scope="session")
+def openai() -> ModuleType:
+    """Imported where it is used: collecting tests would take seconds longer in each process."""
+    return pytest.importorskip("openai", reason="openai is not installed")
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    return pytest.importorskip("anthropic", reason="anthropic is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import pytest
 
-anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
-
 GREEDY = {"temperature": 0}  # no argument of newer clients
 HI = [{"role": "user", "content": "ROMEO:"}]
 SCHEMA = {
@@ -17,7 +15,7 @@ WEATHER = {"name": "get_weather", "description": "of a city", "input_schema": SC
 
 
 @pytest.fixture
-def client(url):
+def client(url, anthropic):
     with anthropic.Anthropic(base_url=url, api_key="a-key", max_retries=0) as made:
         yield made
 
@@ -73,14 +71,14 @@ def test_tokens_are_counted_as_they_are_used(client) -> None:
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"), ({"system": [{"type": "image"}]}, "system[0]"),
     ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [WEATHER]}, "tool_choice"),
 ])  # fmt: skip
-def test_bad_fields_are_named(client, body, where) -> None:
+def test_bad_fields_are_named(client, body, where, anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(**{"model": "demo", "messages": HI, "max_tokens": 2} | body)
     error = caught.value.body["error"]
     assert error["type"] == "invalid_request_error" and where in error["message"]
 
 
-def test_errors_are_the_clients_own(client, url) -> None:
+def test_errors_are_the_clients_own(client, url, anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="claude", messages=HI, max_tokens=2)
     with pytest.raises(anthropic.AuthenticationError):

@@ -6,8 +6,6 @@ from typing import Literal
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="openai is not installed")
-
 HI = [{"role": "user", "content": "ROMEO:"}]
 CITY = {
     "type": "object",
@@ -20,7 +18,7 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters":
 
 
 @pytest.fixture
-def client(url):
+def client(url, openai):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="a-key", max_retries=0) as made:
         yield made
 
@@ -47,7 +45,7 @@ def test_streams_say_the_same_as_whole_answers(client) -> None:
 
 
 @either_service
-def test_async_clients_ask_at_once(url) -> None:
+def test_async_clients_ask_at_once(url, openai) -> None:
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="a-key") as client:
             asks = [
@@ -138,13 +136,13 @@ def test_responses_follow_a_schema(client) -> None:
     ({"input": []}, "input"), ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"input": [{"type": "function_call", "name": 5, "call_id": "c"}]}, "input[0].tool_calls[0].function.name"),
 ])  # fmt: skip
-def test_what_responses_cannot_keep_is_refused_by_name(client, body, where) -> None:
+def test_what_responses_cannot_keep_is_refused_by_name(client, body, where, openai) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "demo", "input": "hi"} | body)
     assert caught.value.param == where
 
 
-def test_errors_are_the_clients_own(client, url) -> None:
+def test_errors_are_the_clients_own(client, url, openai) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-4", messages=HI)
     with pytest.raises(openai.BadRequestError) as caught:
