@@ -38,10 +38,10 @@ def test_no_mix_of_tiers_beats_the_plan_of_a_small_model_by_more_than_a_percent(
     assert case["clock_off"] < 1e-9
 
 
-def place(mib: int) -> tuple[RankTask, Candidate]:
-    """A plan of a model of six layers for decoding and prompts, not refined unit by unit."""
+def place(mib: int, layers: int = 6) -> tuple[RankTask, Candidate]:
+    """A plan of a model of a few layers for decoding and prompts, not refined unit by unit."""
     workload = Workload((OWN + mib,), context=512, max_ubatch=16, prompt=256, generated=16)
-    (task,) = prepare_ranks(make_model(6), profile_from_datasheet(DESKTOP), workload)
+    (task,) = prepare_ranks(make_model(layers), profile_from_datasheet(DESKTOP), workload)
     return task, place_ranks((task,), 10.0)[0]
 
 
@@ -126,7 +126,7 @@ def test_starts_of_a_tier_have_the_ways_that_it_may_go() -> None:
 
 @pytest.mark.usefixtures("whole_search")
 def test_a_round_is_improved_or_left_as_it_is() -> None:
-    task, found = place(40)
+    task, found = place(27, layers=4)
     better = refine_units(task.room, task.classes, task.costs, found, True)
     assert better.total < found.total
     again = refine_units(task.room, task.classes, task.costs, better, True)

@@ -42,7 +42,21 @@ def test_a_load_is_written_with_its_ladder_beside_the_plan_of_a_single_text(plan
 
 
 def test_explain_and_json_say_what_a_server_can_promise(plan):
-    flags = ("--serve", "--concurrency", "2", "-np", "4", "-c", "256", "--prompt", "48", "--generated", "16")
+    flags = (
+        "--serve",
+        "--concurrency",
+        "2",
+        "-np",
+        "4",
+        "-c",
+        "256",
+        "-ub",
+        "64",
+        "--prompt",
+        "48",
+        "--generated",
+        "16",
+    )
     out, _ = plan(*flags, "--explain")
     assert f"A server under {BUDGET} MiB runs up to 4 requests of 48 + 16 tokens at once" in out
     assert re.search(r"requests at once +tok/s of all +gap ms +gap beside a prompt ms +first token s", out)

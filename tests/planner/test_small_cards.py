@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from registry_samples import make_registry
 from pshard.buffers import arena_bytes
 from pshard.errors import UserError
 from pshard.machine import MachineProfile, RefusedKernel, Reserve
-from pshard.plan import RankPlan
+from pshard.plan import RankPlan, Variant
 from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import check_kernels
@@ -123,10 +124,19 @@ def arena_of(rank: RankPlan) -> int:
     return arena_bytes(rank.budget_mib, "cuda", rank.reserve_mib)
 
 
+NEARLY = make_shape("qwen3-2b"), Workload((1300,), 2048, prompt=1024, generated=256)  # a model that all but fits
+
+
+@cache
+def plan_nearly() -> tuple[Variant, Variant]:
+    """Its plans on a card that may need 320 MiB, and on one that was measured to need 100."""
+    assumed, found = (plan_variant(NEARLY[0], profile, NEARLY[1]) for profile in (small_card(4), measured(4, 100)))
+    return assumed, found
+
+
 def test_a_plan_uses_what_its_card_was_measured_not_to_need() -> None:
     """A model that all but fits: what 320 MiB would have kept holds weights, and the plan says what it keeps."""
-    spec, workload = make_shape("qwen3-2b"), Workload((1300,), 2048, prompt=1024, generated=256)
-    assumed, found = (plan_variant(spec, profile, workload) for profile in (small_card(4), measured(4, 100)))
+    spec, (assumed, found) = NEARLY[0], plan_nearly()
     assert [p.ranks[0].reserve_mib for p in (assumed, found)] == [TORCH_RESERVE_MIB, 100 + RUN_MIB]
     for plan, profile in ((assumed, small_card(4)), (found, measured(4, 100))):
         check_variant([spec], plan, "cuda")
@@ -187,10 +197,8 @@ def test_each_accelerator_has_the_reserve_of_the_one_whose_rows_are_its_own() ->
 
 def test_a_plan_made_under_another_reserve_keeps_its_own_and_is_refused_beyond_its_budget() -> None:
     """With a larger one it runs as it was planned; one that was edited to a larger one is over its arena."""
-    spec, workload = make_shape("qwen3-2b"), Workload((1300,), 2048, prompt=1024, generated=256)
-    plan = plan_variant(spec, small_card(4), workload)
+    spec, (plan, found) = NEARLY[0], plan_nearly()
     check_plan(spec, plan, measured(4, 100))
-    found = plan_variant(spec, measured(4, 100), workload)
     check_plan(spec, found, small_card(4))
     registry = make_registry(variants=(plan, found))
     assert decode_registry(encode_registry(registry)) == registry
