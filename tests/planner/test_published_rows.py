@@ -96,12 +96,11 @@ def test_what_the_page_predicts_is_what_the_code_predicts(published: ModuleType,
 
 @pytest.mark.slow
 def test_what_the_page_says_of_other_kernels_is_what_the_code_predicts(published: ModuleType) -> None:
-    for wanted, row in list(zip(published.list_rows(), ROWS, strict=True))[
-        ::9
-    ]:  # a row of each model: each takes seconds
-        for name, rates in published.KERNELS.items():
-            found = published.predict(wanted, rates)[0]
-            assert found == pytest.approx(row["first_token_with"][name], rel=CLOSE), (name_of(row), name)
+    """A row of each model, each with other kernels: a prediction takes seconds."""
+    chosen = list(zip(published.list_rows(), ROWS, strict=True))[::9]
+    for (wanted, row), (name, rates) in zip(chosen, published.KERNELS.items(), strict=True):
+        found = published.predict(wanted, rates)[0]
+        assert found == pytest.approx(row["first_token_with"][name], rel=CLOSE), (name_of(row), name)
 
 
 def test_every_difference_over_a_quarter_has_a_reason_on_the_page(published: ModuleType) -> None:
