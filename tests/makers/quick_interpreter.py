@@ -27,6 +27,7 @@ def quicken_interpreter() -> None:
     interpreter._get_np_dtype = keep_number_types
     _keep_types_and_shapes(core)
     _quicken_semantic(interpreter.interpreter_semantic, core)
+    _quicken_operations(interpreter)
     unwrap = core._unwrap_if_constexpr
     plain = (core.tensor, int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type)
     as_they_are = frozenset(plain)
@@ -84,14 +85,109 @@ def _quicken_semantic(semantic: Any, core: Any) -> None:
     """Operands that are alike need no conversion. What is worked out about overflow is thrown away: without its option
     `debug` the interpreter asserts nothing about it."""
     assert not semantic.builder.options.debug
-    check = semantic.binary_op_type_checking_impl
+    check, check_bits = semantic.binary_op_type_checking_impl, semantic.bitwise_op_type_checking_impl
+    kept = _keep_numbers(semantic, core)
+    constants: dict[Any, Any] = {}
 
     def check_operands(lhs: Any, rhs: Any, *rest: Any, **named: Any) -> tuple[Any, Any]:
         divides = named.get("div_or_mod", rest[3:4] == (True,))
-        alike = type(lhs) is core.tensor and type(rhs) is core.tensor and lhs.shape is rhs.shape
-        if alike and not divides and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
-            return lhs, rhs
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            alike = lhs.shape is rhs.shape and lhs.dtype is rhs.dtype
+            if alike and not divides and not lhs.dtype.is_ptr():
+                return lhs, rhs
+        number = (type(rhs), rhs) if type(rhs) in (int, float) else id(rhs) if id(rhs) in kept else None
+        if number is not None and type(lhs) is core.tensor:
+            key = id(lhs.shape), lhs.dtype.name, number, rest, *named.items()
+            if key in constants:
+                return lhs, constants[key]
+            left, right = check(lhs, rhs, *rest, **named)
+            if left is lhs:  # the number alone was converted: always to the same block, which nobody writes to
+                right.handle.data.flags.writeable = False
+                constants[key] = right
+            return left, right
         return check(lhs, rhs, *rest, **named)
 
-    semantic.binary_op_type_checking_impl = check_operands
+    def check_bit_operands(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        left, right = check_operands(lhs, rhs)
+        alike = left.dtype is right.dtype and left.dtype.is_int()
+        return (left, right) if alike else check_bits(left, right)
+
+    semantic.binary_op_type_checking_impl, semantic.bitwise_op_type_checking_impl = check_operands, check_bit_operands
     semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    _keep_broadcasts(semantic, core, kept)
+
+
+def _keep_numbers(semantic: Any, core: Any) -> set[int]:
+    """Each number becomes a tensor once, which nobody writes to. Returns the ids of those tensors, as they are made."""
+    make, made, kept = semantic.to_tensor, dict[Any, Any](), set[int]()
+
+    def make_once(given: Any, check_type: bool = True) -> Any:
+        number = given.value if type(given) is core.constexpr else given
+        if type(number) not in (int, float):
+            return make(given, check_type)
+        key = type(number), number
+        if key not in made:
+            made[key] = make(number)
+            made[key].handle.data.flags.writeable = False
+            kept.add(id(made[key]))
+        return made[key]
+
+    semantic.to_tensor = make_once
+    return kept
+
+
+def _keep_broadcasts(semantic: Any, core: Any, kept: set[int]) -> None:
+    """The types of two blocks that fit one another are found once for each pair of types, a block of a kept number is
+    made once."""
+    broadcast, found, blocks = semantic.broadcast_impl_value, dict[tuple[int, int], list[Any]](), dict[Any, Any]()
+
+    def broadcast_once(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if id(rhs) in kept and lhs.type.is_block():
+            key = id(lhs.shape), id(rhs)
+            if key not in blocks:
+                blocks[key] = broadcast(lhs, rhs)[1]
+                blocks[key].handle.data.flags.writeable = False
+            return lhs, blocks[key]
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return broadcast(lhs, rhs)
+        key = id(lhs.shape), id(rhs.shape)  # of the kept types of blocks, which have their numbers' type too
+        if key not in found:
+            made = broadcast(lhs, rhs)
+            if len(lhs.shape) == len(rhs.shape):
+                found[key] = [None if new is old else new.type for new, old in zip(made, (lhs, rhs))]
+            return made
+        made = [
+            one if kind is None else core.tensor(semantic.builder.create_broadcast(one.handle, kind.shape), kind)
+            for one, kind in zip((lhs, rhs), found[key])
+        ]
+        return made[0], made[1]
+
+    semantic.broadcast_impl_value = broadcast_once
+
+
+def _quicken_operations(interpreter: Any) -> None:
+    """A result of the numbers' own type needs no check of its size: its operand has had one. Functions of the language
+    are called without detours."""
+    operate, handle = interpreter.InterpreterBuilder.binary_op, interpreter.TensorHandle
+
+    def operate_on_own_type(self: Any, lhs: Any, rhs: Any, act: Any) -> Any:
+        out = act(lhs.data, rhs.data)
+        if out.dtype is not lhs.data.dtype:
+            return operate(self, lhs, rhs, act)
+        made = handle.__new__(handle)
+        made.data, made.dtype, made.attr = out, lhs.dtype.scalar, {}
+        return made
+
+    def patch_directly(holder: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        """Without Triton's own wrapper, which asks again if it is inside a kernel."""
+        act, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def act_in_interpreter(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return act(*arguments, **named)
+
+        scope.set_attr(holder, name, act_in_interpreter)
+
+    interpreter.InterpreterBuilder.binary_op, interpreter._patch_attr = operate_on_own_type, patch_directly
