@@ -179,10 +179,14 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(_nbytes(in_arena) for in_arena, _ in tensors)
+    by_experts = {
+        name for cache in rank.caches if cache.is_on_demand and tier.tokens <= cache.tokens for name in cache.units
+    }
     streamed = [
         _nbytes(in_slot)
         for (_, in_slot), unit, p in zip(tensors, spec.units, tier.placements)
         if p.moves_each_step and not (tier.in_place and unit.kind.parts and p.weights_home.is_readable)
+        if not (p.site.is_beyond_host and p.unit in by_experts)
     ]
     sizes = spec.state_sizes(shape)
     kv = sum(sizes[p.unit] for p in tier.placements if p.has_state_in_vram)

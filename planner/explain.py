@@ -9,11 +9,13 @@ from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.host_limits import binds_host
 from pshard.planner.price_plan import price_plan
 from pshard.planner.remedies.better_machine import double_cores, double_host_memory, double_host_rate, double_link
+from pshard.planner.routing.plan_disk_slots import lives_on_disk, plan_disk_slots
 from pshard.predicted_times import round_seconds, tier_seconds
 from pshard.routing.followed import under_plan
+from pshard.routing.order_experts import order_experts
 from pshard.steps.label import label_step
 from pshard.times.measurement import Timeline, TimelineEvent
-from pshard.workload import Workload
+from pshard.workload import MIB, Workload
 
 MORE_MIB = 1024
 
@@ -38,20 +40,30 @@ def explain_gains(
 ) -> tuple[WhatIf, ...]:
     """Plan again with 1 GiB more VRAM per device, and with a link, host memory or cores that are twice as good, by the
     strategy that made the variant: "ilp" or a published one's name. Twice the host memory changes nothing where the
-    plan has all that it could use, which needs no planning to say."""
+    plan has all that it could use, which needs no planning to say. Slots for experts on disk are chosen anew each time,
+    and compared by what they find of experts that are all chosen alike."""
+    by_experts = any(cache.is_on_demand for cache in variant.ranks[0].caches)
 
     def plan(machine: MachineProfile, load: Workload) -> Variant:
+        if by_experts and strategy == "ilp":
+            ordered = order_experts(spec, variant.popularity)
+            found = plan_variant(ordered, machine, load, time_limit, variant.correction)
+            return plan_disk_slots(ordered, machine, found, None) if lives_on_disk(ordered, found) else found
         if strategy == "ilp":  # with as many slots for experts
             return plan_variant(under_plan(spec, variant), machine, load, time_limit, variant.correction)
         return plan_baseline(strategy, spec, machine, load, variant.correction)
 
     budgets = tuple(mib + MORE_MIB for mib in workload.vram_mib)
     more_vram, on_gpu = replace(workload, vram_mib=budgets), profile.accelerators[0].kind == "cuda"
-    cases = [("1 GiB more VRAM" if on_gpu else "a budget of 1 GiB more", profile, more_vram)]
+    wider = profile  # without a GPU the budget is a part of --ram
+    if profile.ram_bytes and not on_gpu:
+        wider = replace(profile, ram_bytes=profile.ram_bytes + MORE_MIB * MIB * len(budgets))
+    cases = [("1 GiB more VRAM" if on_gpu else "a budget of 1 GiB more", wider, more_vram)]
     if on_gpu:
         cases.append(("a link twice as fast", double_link(profile), workload))
     cases.append(("host memory twice as fast", double_host_rate(profile), workload))
     cases.append(("twice the cores", double_cores(profile), workload))
+    variant = plan(profile, workload) if by_experts else variant
     found = [_compare(change, variant, plan(machine, load)) for change, machine, load in cases]
     more = plan(double_host_memory(profile), workload) if binds_host(spec, profile, workload) else variant
     return (*found, _compare("twice the host memory", variant, more))

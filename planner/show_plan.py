@@ -13,6 +13,7 @@ from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import new_table, print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.outlook import Outlook
+from pshard.units.moe.expert_cache import DEMAND
 from pshard.workload import MIB
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LETTERS = {PINNED: "P", STREAMED: "s", ON_CPU: "c", DIVIDED: "x"}
-WHERE_EXPERTS = ("in VRAM", STREAMED, "read over the link", "on the CPU")  # in the order of expert_map.PLACES
+WHERE_EXPERTS = ("in VRAM", STREAMED, "read over the link", "on the CPU", "from disk")  # as expert_map.PLACES
 
 
 def print_variant(variant: Variant, out: "Console", words: Words = WITH_GPU) -> None:
@@ -223,6 +224,13 @@ def _describe_experts(tier: TierExperts, of: ExpertMap) -> list[tuple[str, str]]
 
 
 def _describe_slots(slots: Slots) -> str:
+    if slots.policy == DEMAND:
+        likely = f" if all are used alike, {slots.likely:.0%} are likely" if slots.likely is not None else ""
+        return (
+            f"{slots.count} in host memory for experts of {slots.layers} layers on disk, the longest unused goes; "
+            f"{slots.found:.0%} of their choices are expected there{likely}; {slots.admitted:.2g} experts, "
+            f"{slots.nbytes / 1e6:.3g} MB, are read for each token"
+        )
     stays = "the least used of late goes" if slots.policy == "frequency" else "the longest unused goes"
     return (
         f"{slots.count} in VRAM for experts of {slots.layers} layers, {stays}; {slots.found:.0%} of their choices are "

@@ -12,7 +12,7 @@ from pshard.planner.price.simulate import Event, Simulation
 from pshard.planner.price_plan import price_plan
 from pshard.steps.label import label_step
 from pshard.steps.move import Move, Weights
-from pshard.steps.step import Compute, Free, Step, StepList
+from pshard.steps.step import DEMAND, Compute, Free, Step, StepList
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _time(steps: StepList, result: Simulation) -> Iterator[TimedStep]:
     for step in steps.body:
         took = events[step].popleft() if events[step] else None
         lane, start, end = (took.lane, took.start, took.end) if took else (None, None, None)
-        yield TimedStep(type(step).__name__, _what(step), _source(step), getattr(step, "nbytes", 0), lane, start, end)
+        yield TimedStep(type(step).__name__, _what(step), _source(step), _nbytes(step), lane, start, end)
 
 
 def _what(step: Step) -> str:
@@ -77,3 +77,10 @@ def _source(step: Step) -> str:
     if isinstance(step, Compute):
         return f"slot {step.slot}" if step.slot is not None else step.source
     return ""
+
+
+def _nbytes(step: Step) -> int:
+    """What a step moves; of experts on demand what is read of them."""
+    if isinstance(step, Compute):
+        return step.reads if step.source == DEMAND else 0
+    return getattr(step, "nbytes", 0)

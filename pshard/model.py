@@ -73,6 +73,10 @@ class ModelSpec:
         """Tokens of the largest tier that may use slots; 0 without any."""
         return max((cache.tokens for cache in self.caches), default=0)
 
+    def demanded(self, tokens: int) -> frozenset[str]:
+        """Units of which a tier for so many tokens brings experts on demand, where they live beyond host memory."""
+        return frozenset(u for c in self.caches if c.is_on_demand and tokens <= c.tokens for u in c.units)
+
     def ways_to_read(self, tokens: int) -> tuple[bool, ...]:
         """Whether streamed experts are read in place in tiers of so many tokens, as each tier may choose; the likely
         way first. Tiers that use slots do."""

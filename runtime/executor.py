@@ -22,7 +22,8 @@ from pshard.runtime.devices.relay import Relay, open_relay
 from pshard.runtime.kernels.api import Kernels, Segment
 from pshard.runtime.memory.arena import Arena
 from pshard.runtime.memory.beyond_host import Store
-from pshard.runtime.memory.expert_slots import ExpertSlots, SlotPool
+from pshard.runtime.memory.demand_slots import open_pools
+from pshard.runtime.memory.expert_slots import ExpertSlots
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.kv_cache import JOIN_BYTES, cell_nbytes
 from pshard.runtime.memory.states import reach_old
@@ -82,9 +83,8 @@ class Executor:
         try:
             self.host.take(spec, plan, states, host_kernels, group.size > 1 and spec.neighbours is None)
             self.host.take_picks(spec, plan, records, play)
-            places = zip(plan.caches, self.arena.pools)
-            pools = (SlotPool(*place, spec, plan, device, self.transfers, self.host) for place in places)
-            slots = ExpertSlots(tuple(pools), self.host.picks)
+            pools = open_pools(spec, plan, self.arena.pools, device, self.transfers, self.host)
+            slots = ExpertSlots(pools, self.host.picks)
             context = RunContext(spec, device, group, self.host, self.transfers, widths or (), join_cells, slots)
             self._context, self.meanwhile = context, context.meanwhile
             self.transfers.make_rings(self.host.is_locked)

@@ -18,7 +18,7 @@ from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_brought, view_portion
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
 from pshard.steps.move import Move, Pins
-from pshard.steps.step import Compute
+from pshard.steps.step import DEMAND, Compute
 from pshard.units.divide_unit import Portion, divide_operations, divide_unit, find_portion, joined_width
 from pshard.units.state import State, StateShape
 
@@ -185,6 +185,8 @@ class Residents:
             return view_portion(self._find(portions.on_cpu), self._weights.blob(step.unit))
         if step.source == "link":
             brought = view_portion(self._find(portions.brought), self._readable(step.unit))
+        elif step.source == DEMAND:
+            return self._transfers.disk.view(step.unit)
         elif step.source == "arena":
             brought = view_brought(portions.brought, self._arena.pinned(step.unit))
         elif step.source == "slot":

@@ -167,7 +167,10 @@ def _try_slots(bench: "_Bench", best: Trial, time_limit: float) -> tuple[Variant
     (task,) = price_tiers(replace(spec, caches=rank.caches), tables, found.workload, tiers)
     tried = len(bench.trials)
     bench.attempt(found, task, "with slots")
-    best = choose_trial([best, *bench.trials[tried:]], bench.say)
+    slots = bench.trials[tried:]
+    # from disk whole layers take several times as long: then slots are the planner's choice, also on a busy machine
+    by_experts = any(cache.is_on_demand for cache in rank.caches)
+    best = choose_trial([*slots, best] if by_experts else [best, *slots], bench.say)
     return best.refitted, best
 
 

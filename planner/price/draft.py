@@ -182,6 +182,8 @@ def draft_tier(
     pinned += sum([nbytes for nbytes, place in zip(sizes, places) if place == PINNED])
     streamed = [i for i, place in enumerate(places) if place in MOVING]
     copied = [i for i in streamed if not (reads and columns.has_parts[i] and MOVING[places[i]].is_readable)]
+    if demanded := room.spec.demanded(tokens):
+        copied = [i for i in copied if MOVING[places[i]].in_host_memory or columns.names[i] not in demanded]
     scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
     largest = max([sizes[i] for i in copied], default=0)

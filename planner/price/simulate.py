@@ -19,11 +19,11 @@ from operator import itemgetter
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.homes import ACC, BACK, CPU, LINK, Lane
+from pshard.homes import ACC, BACK, CPU, LINK, READ, Lane
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.price.unit_costs import DividedCost, UnitCost
 from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, Weights
-from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList
+from pshard.steps.step import DEMAND, AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList
 
 ROUNDS = 3
 SHARED = (0.5, 0.5)  # of the link's rate, that a copy and activations have while both are on their way
@@ -279,6 +279,19 @@ class _Machine:
         self.acc = max(start + unit.acc, read)
         self.note(step, ACC, self.acc - unit.acc, self.acc)  # before that it waits for the link
 
+    def compute_on_demand(self, step: Compute, more: tuple[UnitCost, float, float]) -> None:
+        """Experts of which some are read first, which the slots lack: the others are computed meanwhile, and those as
+        they land. more: what the unit costs, seconds of the reads, and of the last one's computation."""
+        unit, seconds, last = more
+        self.host += unit.issue
+        start = max(self.acc, self.host)
+        begun = max(start, self.beyond.get(READ, 0.0))
+        self.beyond[READ] = landed = begun + seconds
+        self.host = self.acc = max(start + unit.acc, landed + last if seconds else 0.0)
+        if self.log is not None and seconds:
+            self.done_beyond.append((step, READ.name, begun, landed))
+        self.note(step, ACC, self.acc - unit.acc, self.acc)
+
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
         if step.source == "slot":
@@ -352,6 +365,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
             return _CPU, step, costs.units[step.unit].cpu, costs.contended[step.unit]
         case Compute(part=""):
             unit = _cost_of(step, costs)
+            if step.source == DEMAND:
+                return _Machine.compute_on_demand, step, 0.0, (unit, *costs.on_demand(step.unit, step.reads))
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, unit
             if step.source == "link":

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import exp
 
 from pshard.batch import VERIFY, Batch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.collectives import wire_type
-from pshard.homes import Lane
+from pshard.homes import READ, Lane
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
@@ -15,6 +16,7 @@ from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divi
 from pshard.steps.emit import StepEmitter
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather, StepShape
+from pshard.units.moe.expert_cache import slot_nbytes
 from pshard.units.operations import Norm
 from pshard.units.share import Share
 from pshard.units.unit import UnitKind
@@ -87,6 +89,16 @@ class TierCosts:
         """Seconds of a lane beyond the link for what is brought of a unit."""
         unit, setting = self.spec.unit(name), self.setting
         return setting.shares[1] * setting.copy(unit, share, direction=lane.timed)
+
+    def on_demand(self, name: str, nbytes: int) -> tuple[float, float]:
+        """Seconds of reading so many bytes of a unit's experts, as many as slots are expected to lack, and of computing
+        the one that lands last. Now and then none is lacking: then no read begins."""
+        unit, cost = self.spec.unit(name), self.units[name]
+        if not nbytes:
+            return 0.0, 0.0
+        any_lacks = 1.0 - exp(-nbytes / slot_nbytes(unit))
+        seconds = any_lacks * self.tables.copy(READ.timed, round(nbytes / any_lacks))
+        return seconds, any_lacks * cost.acc * min(1.0, slot_nbytes(unit) / max(1, cost.cpu_reads))
 
     @property
     def vector_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """Checks slots for experts of a finished plan, as planner/check_plan.py does the rest."""
 
 from pshard.model import ModelSpec
-from pshard.plan import RankPlan
+from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN
+from pshard.routing.followed import least_slots
 from pshard.units.moe.expert_cache import ExpertCache
 
 
@@ -34,7 +35,9 @@ def _check_units(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> None:
     follows = [tier for tier in rank.tiers if tier.tokens <= cache.tokens]
     if not follows:
         raise ValueError(f"rank {rank.rank}: no tier is small enough to use the caches")
-    if beyond := [name for name in cache.units if name in rank.beyond_host]:
+    if cache.is_on_demand:
+        _check_demand(spec, rank, cache, follows)
+    elif beyond := [name for name in cache.units if name in rank.beyond_host]:
         raise ValueError(f"rank {rank.rank}: a cache is for {beyond[0]!r}, which lives beyond host memory")
     for tier in follows:
         if not tier.in_place and any(tier.placement(name).moves_each_step for name in cache.units):
@@ -42,3 +45,14 @@ def _check_units(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> None:
     places = len(cache.hits_by_place)
     if places not in (0, stacks[0].parts):
         raise ValueError(f"rank {rank.rank}: a cache has hits of {places} experts, not of {stacks[0].parts}")
+
+
+def _check_demand(spec: ModelSpec, rank: RankPlan, cache: ExpertCache, follows: list[TierPlan]) -> None:
+    """What comes on demand lives on disk in all tiers that use the slots, and these hold what a token uses."""
+    if near := [n for n in cache.units if any(not t.placement(n).site.is_beyond_host for t in follows)]:
+        raise ValueError(
+            f"rank {rank.rank}: a cache brings experts of {near[0]!r} from disk, which does not live there"
+        )
+    least = least_slots(spec, cache)
+    if cache.slots < least:
+        raise ValueError(f"rank {rank.rank}: {cache.slots} slots are fewer than the {least} experts of one micro-batch")

@@ -20,6 +20,7 @@ from pshard.planner.make_plan import Sketch, plan_baseline, plan_variant, predic
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.published.strategies import EXPERT_LRU
+from pshard.planner.routing.plan_disk_slots import lives_on_disk, plan_disk_slots
 from pshard.planner.routing.slot_promises import Pool, fill_pools, list_pools
 from pshard.predicted_times import round_seconds
 from pshard.routing.followed import find_eligible, hold_slots
@@ -65,6 +66,8 @@ def plan_slots(
     """
     if why_no_slots(variant) or not variant.plan_needed or spec.config.experts is None:
         return variant
+    if lives_on_disk(spec, variant):
+        return plan_disk_slots(spec, profile, variant, record)
     correction, found, published = variant.correction, [variant], list[Variant]()
 
     def plan(caches: RankCaches) -> Variant:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pshard.model import ModelSpec
-from pshard.routing.follow_use import UseFollower
-from pshard.routing.followed import numbers_of
+from pshard.routing.followed import make_follower, numbers_of
 from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_tokens
@@ -55,10 +54,10 @@ class Pool:
             hits, shares = min(1.0, cache.slots / max(1, eligible.sum())), eligible.mean()
             missed = float(shares * (1 - hits)) * self.used * len(self.units)
             packed = pack_hits([hits] * eligible.shape[1])
-            return replace(cache, hits=packed, found=float(shares * hits), admitted=min(float(cache.admits), missed))
+            admitted = missed if cache.is_on_demand else min(float(cache.admits), missed)
+            return replace(cache, hits=packed, found=float(shares * hits), admitted=admitted)
         layers = tuple(unit.layer for unit in self.units)
-        follower = UseFollower(eligible, cache.slots, cache.policy, cache.admits)
-        replay = replay_tokens(self.record, layers, follower, self.together)
+        replay = replay_tokens(self.record, layers, make_follower(cache, eligible), self.together)
         packed = pack_hits(replay.by_place([numbers_of(unit) for unit in self.units]))
         return replace(cache, hits=packed, found=replay.share, admitted=replay.admitted)
 

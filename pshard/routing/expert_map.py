@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pshard.cuts.rank_parts import cut_ranks
-from pshard.homes import ON_CPU, PINNED, STREAMED
+from pshard.homes import ON_CPU, ON_DISK, PINNED, STREAMED
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
 from pshard.routing.expert_uses import Uses, chosen_share
@@ -13,26 +13,29 @@ from pshard.units.divide_unit import count_shares
 from pshard.units.moe.expert_cache import ExpertCache
 from pshard.units.unit import Unit
 
-PLACES = (PINNED, STREAMED, "in_place", ON_CPU)
+PLACES = (PINNED, STREAMED, "in_place", ON_CPU, ON_DISK)
+LIKELY = 0.4  # slots with room for a share r of all experts find about r ** LIKELY of what texts use: docs/disk.md
 
 
 @dataclass(frozen=True)
 class LayerExperts:
     """How many experts of a layer lie where in one tier. `pinned`: in VRAM. `streamed`: all of them are copied there
     before use. `in_place`: the accelerator reads those that were chosen over the link. `cpu`: computed on the host.
-    `hits`: the share of the layer's choices that those in VRAM are expected to serve, by a record; None without one."""
+    `disk`: read from there, all of them or those that were chosen. `hits`: the share of the layer's choices that those
+    in VRAM are expected to serve, by a record; None without one."""
 
     layer: int
     pinned: int
     streamed: int
     in_place: int
     cpu: int
+    disk: int = 0
     hits: float | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
         """In the order of PLACES."""
-        return self.pinned, self.streamed, self.in_place, self.cpu
+        return self.pinned, self.streamed, self.in_place, self.cpu, self.disk
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class TierExperts:
 class Slots:
     """Slots for experts that follow use: how many, for how many layers, how they go, how many experts come after a
     micro-batch at most, what share of these layers' choices is expected there, and how many experts and bytes are
-    expected to be brought for each token."""
+    expected to be brought for each token. likely: of slots for experts on disk of which nothing was recorded, the share
+    that published engines find; else None."""
 
     count: int
     layers: int
@@ -62,6 +66,7 @@ class Slots:
     found: float
     admitted: float
     nbytes: int
+    likely: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
         if units:
             part = replace(part, caches=rank.caches)
             tiers = tuple(_map_tier(part, tier, units) for tier in rank.tiers)
-            names, slots = tuple(unit.name for unit in units), tuple(map(_describe_slots, rank.caches))
+            names = tuple(unit.name for unit in units)
+            slots = tuple(_describe_slots(cache, variant.popularity is not None) for cache in rank.caches)
             found.append(
                 ExpertMap(
                     spec.name, rank.rank, rank.budget_mib, variant.terms, rule.count, rule.used, names, tiers,
@@ -101,9 +107,12 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
     return tuple(found)
 
 
-def _describe_slots(cache: ExpertCache) -> Slots:
+def _describe_slots(cache: ExpertCache, is_recorded: bool) -> Slots:
     brought = round(cache.admitted * cache.slot_bytes)
-    return Slots(cache.slots, len(cache.units), cache.policy, cache.admits, cache.found, cache.admitted, brought)
+    likely = cache.found**LIKELY if cache.is_on_demand and not is_recorded else None
+    return Slots(
+        cache.slots, len(cache.units), cache.policy, cache.admits, cache.found, cache.admitted, brought, likely
+    )
 
 
 def group_layers(layers: Iterable[LayerExperts]) -> Iterator[tuple[str, LayerExperts]]:
@@ -145,7 +154,7 @@ def _share_choices(layer: LayerExperts, uses: Uses, hits: tuple[float, ...] = ()
     """The share of a layer's choices that each of PLACES serves: the first experts are in VRAM, the last the CPU's.
     hits: by place, the share that slots take of those that are not in VRAM."""
     shares, first, total = [], 0, sum(layer.counts)
-    for in_vram, count in zip((True, False, False, False), layer.counts):
+    for in_vram, count in zip((True, False, False, False, False), layer.counts):
         places = range(first, first + count)
         outside = () if in_vram or not hits else places
         taken = sum(hits[at] * chosen_share(range(at, at + 1), total, uses) for at in outside)
@@ -162,6 +171,8 @@ def _count_places(unit: Unit, place: Placement, reads: bool) -> LayerExperts:
     if place.site.in_arena:
         return LayerExperts(unit.layer, on_acc, 0, 0, place.cpu_rows)
     brought = on_acc - place.kept_parts
+    if place.site.is_beyond_host:
+        return LayerExperts(unit.layer, place.kept_parts, 0, 0, place.cpu_rows, brought)
     streamed, in_place = (0, brought) if reads else (brought, 0)
     return LayerExperts(unit.layer, place.kept_parts, streamed, in_place, place.cpu_rows)
 

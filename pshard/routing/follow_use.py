@@ -143,8 +143,9 @@ class UseFollower:
         self.begin()
         self.counts = HitCounts()
 
-    def observe(self, ids: np.ndarray) -> None:
-        """That micro-batch's choices, ints [tokens, layers, used]: counts hits, and decides what moves next."""
+    def observe(self, ids: np.ndarray) -> np.ndarray:
+        """That micro-batch's choices, ints [tokens, layers, used]: counts hits, and decides what moves next. Returns
+        which of them found their expert in a slot, bools of that shape."""
         flat = ids.astype(np.int64) + self._experts * np.arange(ids.shape[1])[:, None]
         found = self._flat[flat] >= 0
         self._turns += 1
@@ -156,6 +157,7 @@ class UseFollower:
         if self._admits:
             self._decide(np.unique(flat[~found]))
         self.counts += HitCounts(flat.size, int(found.sum()), len(self._decided))
+        return found
 
     def _decide(self, missed: np.ndarray) -> None:
         wanted = missed[self._eligible[missed] & ~self._busy[missed]]
@@ -174,6 +176,79 @@ class UseFollower:
 
     def _name(self, moves: list[tuple[int, int]]) -> tuple[Move, ...]:
         return tuple(Move(slot, *divmod(new, self._experts)) for slot, new in moves)
+
+
+class DemandFollower:
+    """The slots of a pool whose layers bring what they miss before they are computed: `look_up`, then `arrive`, for
+    each layer of a micro-batch. What was used longest ago leaves; what the layer at hand uses never does.
+
+    Attributes:
+        eligible: bool [layers, experts], those that are brought.
+        slot_of: int32 [layers, experts], the slot that has an expert; -1: none.
+        counts: over all that was looked up.
+    """
+
+    def __init__(self, eligible: np.ndarray, slots: int, first: Sequence[tuple[int, int]] = ()) -> None:
+        """first: (layer, expert) of what fills the slots at the start, as far as they go, those that shall stay longest
+        first."""
+        self.eligible, self.counts = eligible, HitCounts()
+        self.slot_of: np.ndarray = np.full(eligible.shape, -1, np.int32)
+        self._owner = np.full(slots, -1, np.int64)  # by slot: layer * experts + expert; -1: nobody
+        self._used, self._looks = -np.arange(slots), 0  # by slot: the look-up of its last use
+        for slot, (layer, expert) in enumerate(list(first)[:slots]):
+            self._own(Move(slot, layer, expert))
+
+    def look_up(self, layer: int, ids: np.ndarray) -> Turn:
+        """The experts that tokens choose in a layer, ints [tokens, used]: what starts is missed, and comes to a slot
+        that victims leave now. Raises ValueError where the slots are too few for one layer."""
+        self._looks += 1
+        chosen = ids[ids >= 0].astype(np.int64)
+        found = self.slot_of[layer, chosen] >= 0
+        wanted = np.unique(chosen)
+        wanted = wanted[self.eligible[layer, wanted]]
+        slots = self.slot_of[layer, wanted]
+        missed = wanted[slots < 0]
+        self._used[slots[slots >= 0]] = self._looks
+        going = _first(self._used, np.arange(len(self._used)), len(missed))
+        if len(going) < len(missed) or (self._used[going] == self._looks).any():
+            raise ValueError(f"{len(self._used)} slots are too few for the {len(wanted)} experts that one layer uses")
+        self._used[going] = self._looks
+        owners = self._owner[going]
+        victims = [divmod(old, self.slot_of.shape[1]) for old in owners[owners >= 0].tolist()]
+        for victim in victims:
+            self.slot_of[victim] = -1
+        self._owner[going] = -1
+        self.counts += HitCounts(len(chosen), int(found.sum()), len(missed))
+        moves = tuple(Move(slot, layer, new) for slot, new in zip(going.tolist(), missed.tolist()))
+        return Turn((), moves, tuple(victims))
+
+    def arrive(self, moves: Sequence[Move]) -> None:
+        """These have come, and are found from now on."""
+        for move in moves:
+            self._own(move)
+
+    def begin(self) -> Turn:
+        """A micro-batch begins: nothing was on its way."""
+        return Turn((), (), ())
+
+    def observe(self, ids: np.ndarray) -> np.ndarray:
+        """A whole micro-batch, layer by layer, where everything comes at once: as `UseFollower.observe`."""
+        found = np.zeros(ids.shape, bool)
+        for layer in range(ids.shape[1]):
+            found[:, layer] = self.slot_of[layer, ids[:, layer].astype(np.int64)] >= 0
+            self.arrive(self.look_up(layer, ids[:, layer]).started)
+        return found
+
+    def settle(self) -> None:
+        """Before slots are filled: what was looked up until now counts as nothing."""
+        self.counts = HitCounts()
+
+    def _own(self, move: Move) -> None:
+        self._owner[move.slot] = move.layer * self.slot_of.shape[1] + move.expert
+        self.slot_of[move.layer, move.expert] = move.slot
+
+
+Follower = UseFollower | DemandFollower
 
 
 def _first(keys: np.ndarray, numbers: np.ndarray, count: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 
 from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
-from pshard.routing.follow_use import UseFollower
+from pshard.routing.follow_use import DemandFollower, Follower, UseFollower
 from pshard.routing.order_experts import order_experts
 from pshard.units.divide_unit import count_shares
 from pshard.units.moe.expert_cache import ExpertCache
@@ -67,12 +67,22 @@ def find_eligible(spec: ModelSpec, cache: ExpertCache, rank: RankPlan) -> np.nda
     found = np.zeros((len(units), max(map(count_shares, units))), bool)
     for row, unit in enumerate(units):
         numbers = numbers_of(unit)
+        if cache.is_on_demand and not places[unit.name].site.is_beyond_host:
+            continue
         for place in outside_vram(unit, places[unit.name]):
             found[row, numbers[place]] = True
     return found
 
 
-def follow_plan(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> UseFollower:
+def least_slots(spec: ModelSpec, cache: ExpertCache) -> int:
+    """Of a cache whose experts come on demand: as many as a token uses in all its layers, or it would find none again;
+    and as a micro-batch may use in one layer."""
+    rule = spec.config.experts
+    assert rule is not None
+    return max(rule.used * len(cache.units), min(rule.count, rule.used * cache.tokens))
+
+
+def follow_plan(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> Follower:
     """The slots as an engine starts with them: filled with the experts that the plan's popularity says are used most,
     of those outside VRAM; without popularity with the first of each layer."""
     eligible = find_eligible(spec, cache, rank)
@@ -84,4 +94,16 @@ def follow_plan(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> UseFollo
             if eligible[row, number]:
                 ranked.append((-uses[place], place, row, number))
     first = [(row, number) for *_, row, number in sorted(ranked)[: cache.slots]]
+    return make_follower(cache, eligible, first, expected)
+
+
+def make_follower(
+    cache: ExpertCache,
+    eligible: np.ndarray,
+    first: Sequence[tuple[int, int]] = (),
+    expected: np.ndarray | None = None,
+) -> Follower:
+    """Who decides what lies in a cache's slots; see UseFollower."""
+    if cache.is_on_demand:
+        return DemandFollower(eligible, cache.slots, first)
     return UseFollower(eligible, cache.slots, cache.policy, cache.admits, first, expected)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pshard.routing.follow_use import UseFollower
+from pshard.routing.follow_use import Follower
 from pshard.routing.record import RoutingRecord
 
 MOST_REPLAYED = 1500  # tokens: the last ones of a record; twice as many move hit rates by less than a point
@@ -41,7 +41,7 @@ class RoutingPlay:
         self._at += each + (more > 0)
         return np.concatenate(found)
 
-    def warm(self, follower: UseFollower, layers: tuple[int, ...]) -> None:
+    def warm(self, follower: Follower, layers: tuple[int, ...]) -> None:
         """Bring slots to where the first halves leave them, with nothing on its way. layers: the follower's."""
         rows = [self.layers.index(layer) for layer in layers]
         for turn in range(self._turns // 2):

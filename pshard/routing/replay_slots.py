@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pshard.routing.follow_use import HitCounts, UseFollower
+from pshard.routing.follow_use import Follower, HitCounts
 from pshard.routing.record import RoutingRecord
 
 
@@ -33,7 +33,7 @@ class SlotReplay:
         return tuple((hits / np.maximum(1, uses)).tolist())
 
 
-def replay_tokens(record: RoutingRecord, layers: Sequence[int], follower: UseFollower, together: int = 1) -> SlotReplay:
+def replay_tokens(record: RoutingRecord, layers: Sequence[int], follower: Follower, together: int = 1) -> SlotReplay:
     """Token after token, as they are decoded, whatever micro-batches they were recorded in; the first half warms the
     slots. layers: numbers of those of the follower, in its order. together: the record is cut into so many texts, which
     are decoded at once. Raises ValueError where a layer was not recorded."""
@@ -46,15 +46,15 @@ def replay_tokens(record: RoutingRecord, layers: Sequence[int], follower: UseFol
         follower.begin()
         if turn == turns // 2:
             before = follower.counts
-        for ids in batch if turn >= turns // 2 else ():
+        found = follower.observe(batch)
+        for ids, own in zip(batch, found) if turn >= turns // 2 else ():
             uses[lanes, ids] += 1
-            hits[lanes, ids] += follower.slot_of[lanes, ids] >= 0
-        follower.observe(batch)
+            hits[lanes, ids] += own
     counted = together * (turns - turns // 2)
     return SlotReplay(uses, hits, follower.eligible, (follower.counts - before).admitted / max(1, counted))
 
 
-def replay_run(record: RoutingRecord, layers: Sequence[int], follower: UseFollower, tokens: int) -> HitCounts:
+def replay_run(record: RoutingRecord, layers: Sequence[int], follower: Follower, tokens: int) -> HitCounts:
     """The micro-batches of a run as they were, those of up to `tokens` tokens, which may use slots."""
     rows, ends = [record.layers.index(layer) for layer in layers], np.cumsum(record.batches)
     for n, end in zip(record.batches, ends):

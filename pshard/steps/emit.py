@@ -5,7 +5,7 @@ into it, across the end of the micro-batch too (weights don't depend on tokens).
 first `slots` streamed units already loaded or on their way; `enter` lists those copies for the first one of a tier.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from pshard.steps.move import (
     join_part,
     write_state,
 )
-from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList, StepShape
+from pshard.steps.step import DEMAND, AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.routed import routed_words
 from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, LAYERED, ROUTED, Ports
@@ -82,10 +82,15 @@ class _Form(NamedTuple):
         is_read = in_place and self.unit.kind.parts and self.place.weights_home.is_readable
         return self.place.moves_each_step and not is_read
 
+    def is_demanded(self, demanded: Collection[str]) -> bool:
+        """Whether its experts come on demand; demanded: units of which they do where they live beyond host memory."""
+        return self.place.site.is_beyond_host and self.unit.name in demanded
+
     def find_source(self, slot: int | None) -> str:
         """Where whoever computes the unit finds its weights; see Compute."""
         if self.place.moves_each_step:
-            return "link" if slot is None else "slot"
+            none = DEMAND if self.place.site.is_beyond_host else "link"
+            return none if slot is None else "slot"
         return "arena" if self.place.site.in_arena else "host"
 
 
@@ -129,6 +134,8 @@ class StepEmitter:
         """The steps of one micro-batch under a tier."""
         slots, links, forms = tier.buffers.slots, self.spec.neighbours, self._number_forms(tier)
         copied, moving = self._copied[tier.in_place], self._moving
+        if demanded := self.spec.demanded(tier.tokens):
+            copied = {form for form in copied if not self._forms[form].is_demanded(demanded)}
         copies = self._copy_streamed([form for form in forms if form in copied], slots)
         following = _next_in_slot(copies, slots)
         # fetches of states that pass through the stage
@@ -191,7 +198,7 @@ class StepEmitter:
         name, kind, tokens, stays = unit.name, unit.kind, self.shape.tokens, self._sums and not self.shape.sums_on_host
         on, source, reads = place.site.computer, form.find_source(slot), 0
         now = _Whereabouts(self.spec, tokens, stays, at)
-        if source == "link":
+        if source in ("link", DEMAND):
             uses = self.spec.uses_outside(name, tier.tokens)
             reads = _expect_read(unit, share, self.spec.config, tokens, uses)
         steps: list[Step] = []

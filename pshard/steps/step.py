@@ -9,15 +9,18 @@ from pshard.steps.move import Move
 from pshard.units.share import Divisible
 from pshard.units.state import StateShape
 
+DEMAND = "demand"
+
 
 @dataclass(frozen=True)
 class Compute(Divisible):
-    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot", "host", or "link" where the
-    accelerator reads them in host memory.
+    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot", "host", "link" where the accelerator
+    reads them in host memory, or "demand" where experts lie in slots that follow use and what these lack is brought
+    there first.
 
     Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
     follows on the accelerator. `kept_parts`: of a unit in a slot, so many lie in the arena.
-    `reads`: bytes that the micro-batch is expected to read over the link.
+    `reads`: bytes that the micro-batch is expected to read over the link, or on demand.
     `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host" (a unit
     that runs on the accelerator finds it in the stage then); None without one.
     """
@@ -93,7 +96,7 @@ class StepList:
         return sum(
             s.reads if isinstance(s, Compute) else s.nbytes
             for s in self.body
-            if isinstance(s, Compute) or (isinstance(s, Move) and s.is_to_acc)
+            if (isinstance(s, Compute) and s.source != DEMAND) or (isinstance(s, Move) and s.is_to_acc)
         )
 
 

@@ -5,7 +5,7 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 `hidden` is float32 everywhere.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -38,6 +38,8 @@ class ExpertWeights:
     biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without. Down's is None on a
     rank that leaves it to another one.
     moved: experts that lie elsewhere than at home, or at present not here (None), by number: `addresses` says the same.
+    bring: of experts that must be brought first, takes the ids of a micro-batch and gives, as they are there, tables
+    like `addresses` of which each has experts that those before it lack, and whether it is the last.
     """
 
     gate: tuple[Packed | None, ...]
@@ -46,6 +48,7 @@ class ExpertWeights:
     addresses: torch.Tensor
     biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
     moved: dict[int, tuple[Packed, Packed, Packed] | None] = field(default_factory=dict)
+    bring: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, bool]]] | None = None
 
     def matrices(self, number: int) -> tuple[Packed, Packed, Packed] | None:
         """Gate, up and down of an expert where it is now; None: not here."""

@@ -146,6 +146,8 @@ class PlainKernels(PlainLatent, PlainDelta):
         scratch: dict[str, torch.Tensor],
         accumulate: bool,
     ) -> None:
+        for _ in weights.bring(routes.ids) if weights.bring else ():
+            pass  # all are there before the first is computed
         if not accumulate:
             out.zero_()
         add_experts(x, routes, weights, rule, out)

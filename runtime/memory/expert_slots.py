@@ -16,14 +16,14 @@ import torch
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.routing.follow_use import HitCounts, Move, Turn
+from pshard.routing.follow_use import Follower, HitCounts, Move, Turn
 from pshard.routing.followed import follow_plan, numbers_of
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import ExpertWeights, Packed
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.picks import Picks
 from pshard.runtime.memory.transfers import Transfers
-from pshard.steps.step import Compute
+from pshard.steps.step import DEMAND, Compute
 from pshard.units.divide_unit import Piece
 from pshard.units.moe.expert_cache import ExpertCache, part_sizes
 from pshard.units.moe.experts import DOWN, GATE, UP
@@ -49,6 +49,8 @@ class SlotPool:
     Attributes:
         follower: what lies where, and what moves next.
     """
+
+    follower: Follower
 
     def __init__(
         self,
@@ -135,16 +137,24 @@ class SlotPool:
             copies = self._transfers.cut(self._memory, unit, self._pieces(move))
             self._brought = self._transfers.bring_weights(unit, copies, after)
 
+    def observe(self, ids: np.ndarray) -> None:
+        """What a micro-batch has chosen, ints [tokens, layers, used]: decide by it."""
+        self.follower.observe(ids)
+
     def _update(self, table: _Table, on: str, turn: Turn) -> None:
         for row, expert in turn.victims:
             if row in table.home:
-                table.here.numpy()[row, :, expert] = table.home[row][:, expert]
-                table.moved[row].pop(expert, None)
+                self._send_home(table, row, expert)
                 table.stale = True
         for move in turn.arrived:
             if move.layer in table.home:
                 self._place(table, on, move.layer, move.expert)
                 table.stale = True
+
+    def _send_home(self, table: _Table, row: int, expert: int) -> None:
+        """An expert that lies in no slot any more."""
+        table.here.numpy()[row, :, expert] = table.home[row][:, expert]
+        table.moved[row].pop(expert, None)
 
     def _place(self, table: _Table, on: str, row: int, expert: int) -> None:
         """An expert that lies in a slot: the accelerator finds it there, and the CPU leaves it to that."""
@@ -194,7 +204,7 @@ class ExpertSlots:
     def attach(self, tokens: int, step: Compute, weights: Any) -> Any:
         """A step's weights in the tier for `tokens` tokens, where some of its experts may lie in slots; else as they
         are."""
-        if step.part == "rest" or not (step.source == "link" or step.cpu_rows):
+        if step.part == "rest" or not (step.source in ("link", DEMAND) or step.cpu_rows):
             return weights
         pool = next((pool for pool in self._pools if pool.serves(tokens, step.unit)), None)
         return weights if pool is None else pool.attach(tokens, step.on, step.unit, weights)
@@ -209,7 +219,7 @@ class ExpertSlots:
         """The last micro-batch's choices have come to the host: decide by them. Nothing the second time."""
         if self._unseen and self._picks is not None:
             for pool in self._pools:
-                pool.follower.observe(self._picks.view(self._unseen, pool.layers))
+                pool.observe(self._picks.view(self._unseen, pool.layers))
         self._unseen = 0
 
     @property

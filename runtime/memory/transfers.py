@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from pshard.errors import UserError
-from pshard.homes import HOST, Home
+from pshard.homes import DISK, HOST, Home
 from pshard.model import ModelSpec
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.beyond_host import Store
+from pshard.runtime.memory.disk.disk_store import DiskStore
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.states import Copies
 from pshard.runtime.memory.weights import HostWeights, LentWeights
@@ -87,6 +88,13 @@ class Transfers:
             self._weights.lock()
         if self._weights.page_locked:
             self._close_ring()
+
+    @property
+    def disk(self) -> DiskStore:
+        """What holds the weights on disk, where a plan leaves some there."""
+        store = self._beyond[DISK]
+        assert isinstance(store, DiskStore)
+        return store
 
     def held(self, unit: str, home: Home = HOST) -> Portion:
         """What a home has of a unit."""

@@ -10,7 +10,7 @@ from typing import TypeGuard
 from pshard.homes import ACC, CPU
 from pshard.steps.label import label_step
 from pshard.steps.move import Activations, Move, Part, UnitState, Weights
-from pshard.steps.step import AllReduce, Compute, Free, Step
+from pshard.steps.step import DEMAND, AllReduce, Compute, Free, Step
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Units:
     @cached_property
     def calls(self) -> "tuple[Units, ...]":
         """What may be recorded apart: the first unit, which looks ids up and may do more than may be written down, by
-        itself; sums, and the last unit, whose logits are read, not at all."""
+        itself; sums, experts that are looked up, and the last unit, whose logits are read, not at all."""
         groups = tuple(Units(tuple(steps)) for _, steps in groupby(self.steps, _find_position))
         return groups if len(groups) > 1 else (self,)
 
@@ -107,7 +107,7 @@ class Stretch:
     @cached_property
     def reading(self) -> tuple[Compute, ...]:
         """Its units whose kernels read weights over the link."""
-        return tuple(step for step in self.computes if step.reads)
+        return tuple(step for step in self.computes if step.source == "link" and step.reads)
 
     @cached_property
     def gives_logits(self) -> bool:
@@ -279,7 +279,7 @@ def _is_asked(following: Sequence[Step]) -> bool:
 
 
 def _find_position(step: Compute | AllReduce) -> str:
-    return step.position if isinstance(step, Compute) else ""
+    return step.position if isinstance(step, Compute) and step.source != DEMAND else ""
 
 
 def _name(part: Step | Units | Stretch | Tell | Await) -> str:

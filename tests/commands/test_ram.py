@@ -63,3 +63,20 @@ def test_what_a_folder_does_not_hold_as_it_is_used_stays_in_memory(world: World,
         kinds = {name.rpartition(".")[2] for name in engine.rank_plan.beyond_host}
         assert "experts" in kinds and "attention" not in kinds
         engine.forward([1, 2, 3])
+
+
+@pytest.mark.slow  # test_experts_on_disk.py has slots by hand
+def test_experts_in_slots_give_the_logits_of_all_in_memory_for_every_ram(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "mixture"
+    folder.mkdir()
+    mixture = make_world(folder, arch="qwen3moe", n_layers=4, n_experts=16, d_expert=128)
+    with open_model(mixture.model) as file:
+        whole = file.spec.packed_nbytes // MIB
+    right, slots = speak(mixture, 0), []
+    for ram in (19, 23, whole):
+        assert plan(["-m", str(mixture.model), "-c", "128", "-ctk", "f32", "-ctv", "f32", "--ram", str(ram)]) == 0
+        with pshard.load(mixture.model, ram=ram, type_k="f32", type_v="f32", kernels="plain") as engine:
+            slots.append(sum(cache.slots for cache in engine.rank_plan.caches))
+            rows = [engine.forward(list(range(40))), *(engine.forward([n]) for n in range(3))]
+        assert torch.equal(torch.stack(rows), right)
+    assert max(slots) >= 8

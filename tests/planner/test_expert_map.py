@@ -121,6 +121,7 @@ def test_a_plans_json_and_a_report_hold_the_experts(
         "streamed": 0,
         "in_place": 0,
         "cpu": 8,
+        "disk": 0,
         "hits": None,
     }
     for number, files in enumerate(([tmp_path / "plan.json"], [registry, "-m", model, "--profile", EXAMPLE])):

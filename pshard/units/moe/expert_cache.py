@@ -13,6 +13,7 @@ from pshard.units.unit import Unit
 FOLLOW_TOKENS = ALWAYS_TOKENS
 MOST_FOLLOW_TOKENS = IN_PLACE_TOKENS  # of the tier in which more sequences decode
 POLICIES = ("lru", "frequency")
+DEMAND = "demand"  # of experts that live beyond host memory
 STEPS = 255  # of a share, that it fits a byte
 
 
@@ -23,7 +24,8 @@ class ExpertCache:
 
     A slot of `slot_bytes` holds any expert of these layers that lies outside VRAM in the largest of these tiers.
     `policy`: "lru" or "frequency" (see follow_use.py). `admits`: how many experts are brought in after a micro-batch at
-    most; 0: what was there at the start stays.
+    most; 0: what was there at the start stays. Or "demand": the experts live beyond host memory, and what a layer
+    misses is brought there before it is computed, all of it.
     `hits`: what share of the choices of the expert at each place finds it in a slot, as a replay or nothing ("") says;
     one byte each, 255ths, as base64. `found`: what share of all choices of these layers that is. `admitted`: how many
     experts the replay brings in for each token.
@@ -39,9 +41,14 @@ class ExpertCache:
     admitted: float = 0.0
     tokens: int = FOLLOW_TOKENS
 
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether micro-batches wait for the experts that they miss."""
+        return self.policy == DEMAND
+
     def refill(self, tokens: int) -> float:
-        """How many experts are expected to be brought in for a micro-batch of so many tokens; 0 where it uses no
-        slots."""
+        """How many experts are expected to be brought in after a micro-batch of so many tokens; 0 where it uses no
+        slots, or has brought them itself."""
         return min(float(self.admits), self.admitted * tokens) if tokens <= self.tokens else 0.0
 
     @property
@@ -82,8 +89,8 @@ def check_cache(cache: ExpertCache, where: str) -> None:
         raise ValueError(f"{where}.units names no unit, or one twice")
     if cache.slots < 1 or cache.slot_bytes < 1:
         raise ValueError(f"{where} has {cache.slots} slots of {cache.slot_bytes} bytes")
-    if cache.policy not in POLICIES:
-        raise ValueError(f"{where}.policy is {cache.policy!r}, not one of {', '.join(POLICIES)}")
+    if cache.policy not in (*POLICIES, DEMAND):
+        raise ValueError(f"{where}.policy is {cache.policy!r}, not one of {', '.join((*POLICIES, DEMAND))}")
     if cache.admits < 0 or cache.admitted < 0:
         raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
     if not 1 <= cache.tokens <= MOST_FOLLOW_TOKENS:

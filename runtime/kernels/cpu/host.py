@@ -1,5 +1,7 @@
 """Host kernels: C++ on packed weights for few tokens; for many a matrix unit, or else torch's bf16 GEMM."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -192,7 +194,10 @@ class HostKernels(HostRows, PlainKernels):
         room = (scratch["gated"], scratch["picked"], scratch["order"])
         taken, strides = (routes.ids, routes.weights), {"x_stride": x.stride(0), "out_stride": out.stride(0)}
         matrices = _describe_experts(weights, out.shape[1], self._exact)
-        native.experts(x, taken, matrices, rule, out, room, x.shape[0], **strides, accumulate=accumulate)
+        here = weights.bring(routes.ids) if weights.bring else ((weights.addresses, True),)
+        for addresses, is_last in here:  # sums are made once all are there, so that their bits do not depend on when
+            part, added = replace(matrices, addresses=addresses), weights.addresses if is_last else 0
+            native.experts(x, taken, part, rule, out, room, x.shape[0], **strides, accumulate=accumulate, added=added)
 
     def attention(
         self,

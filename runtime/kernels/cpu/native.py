@@ -79,7 +79,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
     "route": ("v", "plpiilppplliiiiifpp"),
-    "experts": ("v", "plpplipiiiillpppiiippppli"),
+    "experts": ("v", "plpplipiiiillpppiiipppplip"),
     "delta_net": ("v", "plplplplppppfiiiipppplpl"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
@@ -102,6 +102,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "reader_file": ("i", "piils"),
     "reader_submit": ("p", "pplp"),
     "reader_run": ("v", "p"),
+    "reader_ask": ("l", "pplp"),
+    "reader_wait": ("v", "pl"),
     "reader_cancel": ("v", "p"),
     "reader_bytes": ("l", "p"),
     "reader_failure": ("i", "ppl"),
@@ -673,9 +675,13 @@ def experts(
     x_stride: int,
     out_stride: int,
     accumulate: bool = False,
+    added: Buffer | None = None,
 ) -> None:
     """The sum of weight * (down . act(gate . x, up . x)) over the experts of each token that are here, in the order of
     its ids; x and out f32 [tokens, hidden].
+
+    added: instead the sum over these, some of which earlier calls may have computed with the same scratch: like the
+    addresses of `matrices`; 0: no sum yet.
 
     Which experts are chosen and where they lie is read when the call is made, also when it is replayed. Each expert's
     products have the bits of `gate_up` and `linear`, or on the matrix unit of their tiled twins.
@@ -688,7 +694,7 @@ def experts(
     m = matrices
     biases = (None if bias is None else _at(bias) for bias in m.biases or (None, None, None))
     weights = (_at(m.addresses), rule.count, *map(_type, m.qtypes), m.hidden, m.inner, *biases)
-    result = (*map(_at, scratch), _at(out), out_stride, accumulate)
+    result = (*map(_at, scratch), _at(out), out_stride, accumulate, _at(m.addresses if added is None else added))
     least = (GATES.index(rule.activation), *m.tiles_from)
     _function("experts")(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
 

@@ -4,7 +4,7 @@ import ctypes
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
-from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, file_nbytes, packed_nbytes, plane_offsets
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, file_nbytes, packed_nbytes, plane_offsets
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.reader import PIECE, DiskReader, KeptPiece, Piece, PieceList
 from pshard.runtime.memory.staging import BUFFERS, CHUNK
-from pshard.runtime.memory.weights import WeightSource, read_vector
+from pshard.runtime.memory.weights import UnitWeights, WeightSource, read_vector, view_portion
 from pshard.tensor import TensorSpec
 from pshard.units.divide_unit import Portion
 from pshard.units.unit import Unit
@@ -53,7 +53,9 @@ class DiskStore:
         self.least = self._most + TENSOR_ALIGN  # a job ends where the next tensor begins
         self._device = device
         self._reader = DiskReader(max(map(_piece_file_nbytes, tensors)))
-        self._kept: list[torch.Tensor] = []
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}  # vectors, by unit and role
+        self._stacks: dict[str, list[_Stack]] = {}
+        self._parts: dict[tuple[str, int], PieceList] = {}
         self._blobs: dict[str, _Blob] = {}
         self._starts: list[int] = []  # of blobs, ascending
         self._by_start: dict[int, _Blob] = {}
@@ -70,7 +72,7 @@ class DiskStore:
 
     @property
     def nbytes(self) -> int:
-        return self._reader.nbytes + sum(vector.nbytes for vector in self._kept)
+        return self._reader.nbytes + sum(v.nbytes for vectors in self._kept.values() for v in vectors.values())
 
     @property
     def read_bytes(self) -> int:
@@ -96,30 +98,27 @@ class DiskStore:
 
     def _list_pieces(self, source: WeightSource, unit: Unit) -> Iterator[tuple[Piece | KeptPiece, int]]:
         """All pieces of a unit, each to its place in the unit's bytes, with its packed bytes."""
+        self._kept[unit.name], self._stacks[unit.name] = {}, []
         for at, tensor in unit.offsets().values():
             if len(tensor.shape) == 1:
-                self._kept.append(vector := read_vector(source, tensor))
+                self._kept[unit.name][tensor.role] = vector = read_vector(source, tensor)
                 yield KeptPiece(vector.data_ptr(), vector.nbytes, at), vector.nbytes
                 continue
-            for part in (unit.order or range(tensor.parts)) if tensor.parts else (None,):
-                for piece, packed in self._list_rows(source, tensor, part):
+            numbers = (unit.order or range(tensor.parts)) if tensor.parts else (None,)
+            stack = _Stack(tensor, tuple(self._find_part(source, tensor, number) for number in numbers))
+            self._stacks[unit.name].append(stack)
+            for part in stack.parts:
+                for piece, packed in _list_rows(tensor, part):
                     yield replace(piece, to=at), packed
                     at += packed
         for tensor in unit.tensors:
             source.forget_tensor(tensor.name)
 
-    def _list_rows(self, source: WeightSource, tensor: TensorSpec, part: int | None) -> Iterator[tuple[Piece, int]]:
-        """The pieces of a matrix, or of a part of a stack."""
+    def _find_part(self, source: WeightSource, tensor: TensorSpec, part: int | None) -> "_Part":
+        """Where a matrix lies, or a part of a stack."""
         file, offset = self._locate(source, tensor, part)
-        rows, step = tensor.rows // max(1, tensor.parts), _piece_rows(tensor)
         factor_at = plane_offsets(tensor.qtype, tensor.cols).get("factor")
-        factor = (factor_at[0], source.factor(tensor.name, part or 0)) if factor_at else None
-        for row in range(0, rows, step):
-            count = min(step, rows - row)
-            nbytes = file_nbytes(tensor.qtype, count, tensor.cols)
-            piece = Piece(file, offset, nbytes, 0, tensor.qtype, count, tensor.cols, factor)
-            yield piece, packed_nbytes(tensor.qtype, count, tensor.cols)
-            offset += nbytes
+        return _Part(file, offset, (factor_at[0], source.factor(tensor.name, part or 0)) if factor_at else None)
 
     def _locate(self, source: WeightSource, tensor: TensorSpec, part: int | None) -> tuple[int, int]:
         """The number of the file that holds a tensor, or a part of it, and where it begins there."""
@@ -136,6 +135,28 @@ class DiskStore:
     def blob(self, unit: str) -> torch.Tensor:
         """Addresses that stand for the unit's bytes: nothing can be read there."""
         return self._blobs[unit].memory
+
+    def view(self, unit: str) -> UnitWeights:
+        """A unit's vectors, and its matrices as addresses where nothing can be read."""
+        weights = view_portion(self.held[unit], self.blob(unit))
+        return replace(weights, vectors=self._kept[unit])
+
+    def ask_part(self, unit: str, place: int, to: int) -> int:
+        """Ask for one part of all of a unit's stacks, in turn from an address on, each where a tensor may begin, before
+        all that is read ahead. Returns a number for `wait_part`."""
+        if (unit, place) not in self._parts:
+            pieces, at = list[Piece | KeptPiece](), 0
+            for stack in self._stacks[unit]:
+                for piece, packed in _list_rows(stack.tensor, stack.parts[place]):
+                    pieces.append(replace(piece, to=at))
+                    at += packed
+                at = align(at, TENSOR_ALIGN)
+            self._parts[unit, place] = PieceList(pieces)
+        return self._reader.ask(self._parts[unit, place], to)
+
+    def wait_part(self, number: int) -> None:
+        """Until what was asked for is there. Raises RuntimeError where it cannot be read."""
+        self._reader.wait(number)
 
     def split(self, src: torch.Tensor) -> list[int]:
         """Bytes of each job of a unit, all of which `src` is."""
@@ -159,6 +180,34 @@ class DiskStore:
 
     def close(self) -> None:
         self._reader.close()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where a matrix begins, or a part of a stack; factor: see Piece."""
+
+    file: int
+    offset: int
+    factor: tuple[int, float] | None
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A tensor with its parts by place; of a matrix one."""
+
+    tensor: TensorSpec
+    parts: tuple[_Part, ...]
+
+
+def _list_rows(tensor: TensorSpec, part: _Part) -> Iterator[tuple[Piece, int]]:
+    """The pieces of a matrix, or of a part of a stack, with their packed bytes."""
+    rows, step, offset = tensor.rows // max(1, tensor.parts), _piece_rows(tensor), part.offset
+    for row in range(0, rows, step):
+        count = min(step, rows - row)
+        nbytes = file_nbytes(tensor.qtype, count, tensor.cols)
+        piece = Piece(part.file, offset, nbytes, 0, tensor.qtype, count, tensor.cols, part.factor)
+        yield piece, packed_nbytes(tensor.qtype, count, tensor.cols)
+        offset += nbytes
 
 
 def _piece_rows(tensor: TensorSpec) -> int:

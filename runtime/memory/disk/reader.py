@@ -115,6 +115,16 @@ class DiskReader:
         be written to from then on, and is full when `run` returns."""
         return self._functions["submit"](self._reader, pieces.words, pieces.count, to)
 
+    def ask(self, pieces: PieceList, to: int) -> int:
+        """Ask for pieces whose place, which begins at the address `to`, is free now: they come before all that is read
+        ahead. Returns a number for `wait`, until which `pieces` must live."""
+        return self._functions["ask"](self._reader, pieces.words, pieces.count, to)
+
+    def wait(self, number: int) -> None:
+        """Until what was asked for is there. Raises RuntimeError where a read has failed."""
+        self._functions["wait"](self._reader, number)
+        self.check()
+
     def read(self, jobs: Iterable[PieceList]) -> None:
         """Read pieces that are thrown away; all are asked for before the first is waited for."""
         for job in [self.submit(pieces, 0) for pieces in jobs]:

@@ -52,15 +52,15 @@ void run_stage(Team& team, const Stage& s, const Routed& r, const int32_t* ends,
   multiply_tiles(team, s, groups, list_groups(ends, r.experts, tiles_from, INT64_MAX, 16 * kSliceTiles, groups), scratch);
 }
 
-// out = base + the sum over a token's experts, in their order, of weight times row.
-void add_experts(const Routed& r, int64_t token, const float* picked, int64_t width, const float* base, float* out) {
+// out = base + the sum over a token's experts that `added` has, in their order, of weight times row.
+void add_experts(const Routed& r, const int64_t* added, int64_t token, const float* picked, int64_t width, const float* base, float* out) {
   constexpr int64_t kBlock = 64;  // sums that stay in registers
   const int64_t first = token * r.used;
   for (int64_t at = 0; at < width; at += kBlock) {
     const int64_t n = std::min(kBlock, width - at);
     float sums[kBlock] = {};
     for (int j = 0; j < r.used; ++j) {
-      if (!r.here[r.ids[first + j]]) continue;
+      if (!added[r.ids[first + j]]) continue;
       const float weight = r.weights[first + j], *row = picked + (first + j) * width + at;
       for (int64_t i = 0; i < n; ++i) sums[i] += weight * row[i];
     }
@@ -79,17 +79,17 @@ size_t output_bytes(const Routed& r, const Output& out) {
   return base_bytes(r.tokens, out.width, out.accumulate && !is_quickly_added(r, out.width));
 }
 
-void add_all(Team& team, const Routed& r, const float* picked, const Output& out, uint8_t* scratch) {
+void add_all(Team& team, const Routed& r, const int64_t* added, const float* picked, const Output& out, uint8_t* scratch) {
   if (is_quickly_added(r, out.width)) {
     for (int64_t t = 0; t < r.tokens; ++t) {
       float* row = out.rows + t * out.stride;
-      add_experts(r, t, picked, out.width, out.accumulate ? row : nullptr, row);
+      add_experts(r, added, t, picked, out.width, out.accumulate ? row : nullptr, row);
     }
     return;
   }
   const float* base = out.accumulate ? copy_base(team, out.rows, out.stride, r.tokens, out.width, scratch) : nullptr;
   team.for_each(r.tokens, r.pairs() * out.width * 4, [&](int64_t t) {
-    add_experts(r, t, picked, out.width, base ? base + t * out.width : nullptr, out.rows + t * out.stride);
+    add_experts(r, added, t, picked, out.width, base ? base + t * out.width : nullptr, out.rows + t * out.stride);
   });
 }
 
@@ -98,12 +98,13 @@ void add_all(Team& team, const Routed& r, const float* picked, const Output& out
 
 using namespace pshard;
 
+// added: where the experts are whose rows are summed, those of earlier calls too; nullptr: nothing is summed yet.
 PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* ids, const float* weights,
                                int64_t tokens, int used, const int64_t* addresses, int experts, int gate_type,
                                int up_type, int down_type, int64_t hidden, int64_t inner, const float* gate_bias,
                                const float* up_bias, const float* down_bias, int gate_kind, int tiles_from,
                                int down_tiles_from, float* gated, float* picked, int32_t* order, float* out,
-                               int64_t out_stride, int accumulate) {
+                               int64_t out_stride, int accumulate, const int64_t* added) {
   const Routed r{ids, weights, tokens, used, experts, addresses};
   const Matrix gate(nullptr, gate_type, inner, hidden), up(nullptr, up_type, inner, hidden);
   const Matrix down(nullptr, down_type, hidden, inner);
@@ -122,7 +123,7 @@ PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* 
       sort_pairs(r, order, ends);
       run_stage(team, first, r, ends, groups, tiles_from, scratch);
       run_stage(team, second, r, ends, groups, down_tiles_from, scratch);
-      add_all(team, r, picked, output, scratch);
+      if (added) add_all(team, r, added, picked, output, scratch);
     });
   });
 }

@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -86,13 +87,31 @@ class Reader {
     return static_cast<int>(files_.size()) - 1;
   }
 
-  JobPtr submit(const Piece* pieces, int64_t count, uint8_t* to) {
+  JobPtr submit(const Piece* pieces, int64_t count, uint8_t* to, bool begun = false) {
     auto job = std::make_shared<Job>();
-    job->pieces = pieces, job->count = count, job->to = to;
+    job->pieces = pieces, job->count = count, job->to = to, job->begun = begun;
     std::lock_guard<std::mutex> lock(mutex_);
     jobs_.push_back(job);
     work_.notify_all();
     return job;
+  }
+
+  // A job whose place is free, which comes before all that is read ahead; `wait` may be called for it again, or never.
+  int64_t ask(const Piece* pieces, int64_t count, uint8_t* to) {
+    const JobPtr job = submit(pieces, count, to, true);
+    std::lock_guard<std::mutex> lock(mutex_);
+    asked_[++asks_] = job;
+    return asks_;
+  }
+  void wait(int64_t number) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto found = asked_.find(number);
+    if (found == asked_.end()) return;
+    const JobPtr job = found->second;
+    lock.unlock();
+    run(job);
+    lock.lock();
+    asked_.erase(number);
   }
 
   // The job's place is free: returns when it is full, or the reader has failed.
@@ -312,12 +331,13 @@ class Reader {
   std::mutex mutex_;
   std::condition_variable work_, done_;
   std::deque<JobPtr> jobs_;  // those whose place is not full yet
+  std::map<int64_t, JobPtr> asked_;  // by number, until somebody has waited for them
   std::deque<Landed> packable_;
   std::vector<int> free_;  // slots
   std::deque<File> files_;
   std::vector<std::thread> threads_;
   std::string failure_;
-  int64_t bytes_ = 0, reads_ = 0;
+  int64_t bytes_ = 0, reads_ = 0, asks_ = 0;
   int alive_ = 0;
   bool stop_ = false;
   Clock::time_point last_ = Clock::now(), idle_ = Clock::now();
@@ -354,6 +374,11 @@ PSHARD_API void pshard_reader_run(void* ticket) {
   const std::unique_ptr<Ticket> todo(static_cast<Ticket*>(ticket));
   todo->reader->run(todo->job);
 }
+// The number of a job whose place is free, for pshard_reader_wait; `pieces` live until that has returned.
+PSHARD_API int64_t pshard_reader_ask(void* reader, const void* pieces, int64_t count, void* to) {
+  return static_cast<Reader*>(reader)->ask(static_cast<const Piece*>(pieces), count, static_cast<uint8_t*>(to));
+}
+PSHARD_API void pshard_reader_wait(void* reader, int64_t number) { static_cast<Reader*>(reader)->wait(number); }
 PSHARD_API void pshard_reader_cancel(void* reader) { static_cast<Reader*>(reader)->cancel(); }
 PSHARD_API int64_t pshard_reader_bytes(void* reader) { return static_cast<Reader*>(reader)->bytes(); }
 // Writes why the reader has failed; returns its length, 0 where it has not.

@@ -1,0 +1,140 @@
+"""Slots for experts that live on disk, weighed against whole layers that stay in memory.
+
+A layer that stays is never read. One on disk is read whole by every micro-batch of a prompt, and by decoding only as
+far as its slots lack what tokens use: much less than whole layers in the same memory. So layers that stay give way to
+slots, as long as a round takes less time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from pshard.homes import ON_DISK, PINNED
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Placement, TierPlan, Variant
+from pshard.planner.make_plan import predict_again
+from pshard.planner.prepare_ranks import price_tiers
+from pshard.planner.price.draft import Room, draft_tier
+from pshard.planner.price.profile_tables import Tables, find_tables
+from pshard.planner.rank_task import RankTask
+from pshard.planner.routing.slot_promises import Pool, list_pools
+from pshard.predicted_times import round_seconds
+from pshard.routing.followed import hold_slots, least_slots
+from pshard.routing.record import RoutingRecord
+from pshard.units.divide_unit import count_shares
+from pshard.units.moe.expert_cache import DEMAND, ExpertCache
+from pshard.units.unit import Unit, places_of_unit
+
+MOST_REPLAYS = 3  # numbers of layers that stay which are tried by a record: a replay takes seconds
+MOST_TRIED = 12  # the same without one
+
+
+def lives_on_disk(spec: ModelSpec, variant: Variant) -> bool:
+    """Whether a plan for one device leaves experts on disk."""
+    return len(variant.ranks) == 1 and any(unit.name in variant.ranks[0].beyond_host for unit in _list_experts(spec))
+
+
+def plan_disk_slots(
+    spec: ModelSpec, profile: MachineProfile, variant: Variant, record: RoutingRecord | None
+) -> Variant:
+    """The variant, which leaves experts on disk, or one with slots for them, where that takes less time for a round.
+
+    Of its layers of experts that are pinned, some give way to slots. How many choices find their expert there is what a
+    replay of the record promises, or without one as many as the slots have of all experts. Without a GPU only.
+    """
+    if profile.accelerators[0].kind != "cpu":
+        return variant
+    search = _Search(spec, find_tables(profile, variant.correction), variant, record)
+    found = [variant]
+    for staying in search.list_staying():
+        for staging in (2, 1):
+            found += search.place(staying, staging, True) or search.place(staying, staging, False)
+    return replace(min(found, key=round_seconds), considered=variant.considered)
+
+
+def _list_experts(spec: ModelSpec) -> list[Unit]:
+    return [unit for unit in spec.units if unit.kind.parts and unit.tensors]
+
+
+@dataclass(frozen=True)
+class _Search:
+    spec: ModelSpec
+    tables: Tables
+    variant: Variant
+    record: RoutingRecord | None
+
+    @cached_property
+    def _tiers(self) -> tuple[TierPlan, ...]:
+        return self.variant.ranks[0].tiers
+
+    @cached_property
+    def _pinned(self) -> list[str]:
+        """Layers of experts that every tier has whole in memory, the first in the plan's order first."""
+        experts = {unit.name for unit in _list_experts(self.spec)}
+        whole = (name for name in self.variant.ranks[0].pin_order if name in experts)
+        return [name for name in whole if all(t.placement(name).is_whole_in_arena for t in self._tiers)]
+
+    def list_staying(self) -> Iterator[int]:
+        """How many layers of experts stay, in all that is tried."""
+        most = len(self._pinned)
+        tried = min(most, (MOST_REPLAYS if self.record else MOST_TRIED) - 1)
+        yield from sorted({round(most * i / max(1, tried)) for i in range(tried + 1)})
+
+    def place(self, staying: int, staging: int, returns: bool) -> list[Variant]:
+        """The variant with so many layers of experts in memory and all others on disk, `staging` of which have room at
+        once on their way, and slots in all that is left; none where that is too little. returns: what else is on disk
+        comes back to memory."""
+        far = {unit.name for unit in _list_experts(self.spec)} - set(self._pinned[:staying])
+        pools = [
+            replace(pool, units=own)
+            for pool in list_pools(self.spec, self.record, self.variant.workload.sequences)
+            if (own := tuple(unit for unit in pool.units if unit.name in far))
+        ]
+        (task,) = self._price(tuple(pool.make_cache(1, DEMAND, 0) for pool in pools))
+        tiers = self._draft(task.room, far, staging, returns)
+        left = task.room.arena - max(tier.buffers.total - tier.buffers.cached for tier in tiers)
+        caches = tuple(self._share_out(pools, left))
+        return [self._predict(caches, far, staging, returns)] if len(caches) == len(pools) else []
+
+    def _share_out(self, pools: Sequence[Pool], nbytes: int) -> Iterator[ExpertCache]:
+        """So many bytes as slots, each pool by its share of all experts; none of a pool with too few."""
+        total = sum(pool.nbytes for pool in pools)
+        for pool in pools:
+            slots = min(pool.experts, int(nbytes * pool.nbytes / total / pool.slot_nbytes))
+            cache = pool.make_cache(slots, DEMAND, 0)
+            if slots >= least_slots(self.spec, cache):
+                yield pool.promise(cache, np.ones((len(pool.units), count_shares(pool.units[0])), bool))
+
+    def _price(self, caches: tuple[ExpertCache, ...]) -> tuple[RankTask, ...]:
+        tokens = tuple(tier.tokens for tier in self._tiers)
+        return price_tiers(hold_slots(self.spec, (caches,)), self.tables, self.variant.workload, tokens)
+
+    def _draft(self, room: Room, far: set[str], staging: int, returns: bool) -> tuple[TierPlan, ...]:
+        """The tiers with these units on disk, and those that return from there in memory."""
+        found = []
+        for tier in self._tiers:
+            where = {p.unit: ON_DISK if p.unit in far else self._choose_site(p, returns) for p in tier.placements}
+            kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
+            shares = {p.unit: p.share for p in tier.placements if p.share}
+            found.append(draft_tier(room, tier.tokens, where, kv, staging, shares))
+        return tuple(found)
+
+    def _choose_site(self, place: Placement, returns: bool) -> str:
+        legal = places_of_unit(self.spec.unit(place.unit), False)
+        return PINNED if returns and place.site.is_beyond_host and (PINNED, place.kv) in legal else place.where
+
+    def _predict(self, caches: tuple[ExpertCache, ...], far: set[str], staging: int, returns: bool) -> Variant:
+        (task,) = self._price(caches)
+        tiers = self._draft(task.room, far, staging, returns)
+        rank = self.variant.ranks[0]
+        drafted = tuple(
+            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place)
+            for old, t in zip(rank.tiers, tiers)
+        )
+        always = [p.unit for p in tiers[-1].placements if p.in_arena and p.unit not in rank.pin_order]
+        order = (*always, *(name for name in rank.pin_order if name not in far))
+        rank = replace(rank, tiers=drafted, pin_order=order, caches=caches)
+        return predict_again(replace(self.variant, ranks=(rank,)), task)

@@ -1,0 +1,114 @@
+"""Slots for experts that live on disk: what a layer misses is read there before it is computed.
+
+All that a layer misses is asked for at once. What slots have is computed first, then each of the others as it lands.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from pshard.errors import UserError
+from pshard.model import ModelSpec
+from pshard.plan import RankPlan
+from pshard.routing.follow_use import DemandFollower, Move, Turn
+from pshard.runtime.devices.device import Device
+from pshard.runtime.kernels.api import ExpertWeights
+from pshard.runtime.memory.expert_slots import SlotPool, _Table
+from pshard.runtime.memory.host_side import HostSide
+from pshard.runtime.memory.transfers import Transfers
+from pshard.units.moe.expert_cache import ExpertCache
+
+
+class DemandPool(SlotPool):
+    """One pool of slots that the CPU computes from."""
+
+    follower: DemandFollower
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        memory: torch.Tensor,
+        spec: ModelSpec,
+        plan: RankPlan,
+        device: Device,
+        transfers: Transfers,
+        host: HostSide,
+    ) -> None:
+        super().__init__(cache, memory, spec, plan, device, transfers, host)
+        self._store = transfers.disk
+        self._asked: deque[tuple[Move, int]] = deque()  # of the layer at hand
+        self._alone = torch.zeros((3, self.follower.slot_of.shape[1]), dtype=torch.int64)
+
+    def fill(self, blobs: Callable[[str], torch.Tensor]) -> None:
+        """Read what lies in the slots at the start, layer by layer."""
+        for row, slots in enumerate(self.follower.slot_of):
+            held = np.flatnonzero(slots >= 0).tolist()
+            self._ask(Turn((), tuple(Move(int(slots[expert]), row, expert) for expert in held), ()))
+            while self._asked:
+                self._store.wait_part(self._asked.popleft()[1])
+
+    def attach(self, tokens: int, on: str, unit: str, weights: ExpertWeights) -> ExpertWeights:
+        """See SlotPool. What lies in no slot is nowhere in memory."""
+        count = weights.addresses.shape[1]
+        weights = replace(weights, addresses=torch.zeros_like(weights.addresses))
+        attached = super().attach(tokens, on, unit, weights)
+        row = self._rows[unit]
+        for expert in range(count):
+            attached.moved.setdefault(expert, None)
+        return replace(attached, bring=partial(self.bring, row, attached.addresses))
+
+    def observe(self, ids: np.ndarray) -> None:
+        """Everything was decided as it was looked up."""
+
+    def bring(self, row: int, addresses: torch.Tensor, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
+        """See ExpertWeights; ids: of the layer `row` of the pool, int32 [tokens, used]."""
+        turn = self.follower.look_up(row, ids.numpy())
+        self._ask(turn)
+        if len(turn.started) < len(np.unique(ids.numpy())):
+            yield addresses, not self._asked
+        while self._asked:
+            move, number = self._asked.popleft()
+            self._store.wait_part(number)
+            self.follower.arrive((move,))
+            self._update_all(Turn((move,), (), ()))
+            column = self._alone[:, move.expert]
+            column.copy_(addresses[:, move.expert])
+            yield self._alone, not self._asked
+            column.zero_()
+
+    def _ask(self, turn: Turn) -> None:
+        self._update_all(turn)
+        first = self._memory.data_ptr()
+        for move in turn.started:
+            place = self._places[move.layer][move.expert]
+            to = first + move.slot * self._slot_bytes
+            self._asked.append((move, self._store.ask_part(self._units[move.layer].name, place, to)))
+
+    def _update_all(self, turn: Turn) -> None:
+        for (_, on), table in self._tables.items():
+            self._update(table, on, turn)
+
+    def _send_home(self, table: _Table, row: int, expert: int) -> None:
+        table.here.numpy()[row, :, expert] = 0
+        table.moved[row][expert] = None
+
+
+def open_pools(
+    spec: ModelSpec,
+    plan: RankPlan,
+    memory: Sequence[torch.Tensor],
+    device: Device,
+    transfers: Transfers,
+    host: HostSide,
+) -> tuple[SlotPool, ...]:
+    """The pools of a plan, each in its memory. Raises UserError where the device cannot compute from one."""
+    if device.kind != "cpu" and any(cache.is_on_demand for cache in plan.caches):
+        raise UserError("the plan reads experts from disk one by one, which a GPU cannot yet; plan again")
+    return tuple(
+        (DemandPool if cache.is_on_demand else SlotPool)(cache, own, spec, plan, device, transfers, host)
+        for cache, own in zip(plan.caches, memory)
+    )

@@ -1,0 +1,80 @@
+"""Plans of mixtures that host memory does not hold: slots for experts on disk beside layers that stay."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from experts_file import ExpertsFile
+from routing_samples import make_drifting_record
+from test_three_homes import MIB, make_machine, no_process  # noqa: F401
+
+from pshard.machine import MachineProfile
+from pshard.model_config import Experts
+from pshard.plan import Variant
+from pshard.planner.check_plan import check_variant
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.price.host_limits import usable_bytes
+from pshard.planner.routing.plan_slots import plan_slots
+from pshard.predicted_times import round_seconds
+from pshard.routing.expert_map import map_experts
+from pshard.routing.record import RoutingRecord
+from pshard.session.run_request import suggest_budget
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import DEMAND, Compute, StepShape
+from pshard.workload import Workload
+
+RULE = Experts(count=16, used=2, d_expert=256)
+SPEC = ExpertsFile(RULE, layers=4, d_model=256).spec  # 49 MiB, a layer of experts 12
+WORKLOAD = Workload((1000,), context=128, type_k="f32", type_v="f32", max_ubatch=32, prompt=40, generated=20)
+
+pytestmark = pytest.mark.usefixtures("quick_search")
+
+
+def plan_both(profile: MachineProfile, mib: int, record: RoutingRecord | None = None) -> tuple[Variant, Variant]:
+    """The plan of whole layers, and the one to keep."""
+    asked = suggest_budget(replace(WORKLOAD, ram_mib=mib), SPEC, profile)
+    whole = plan_variant(SPEC, profile, asked)
+    found = plan_slots(SPEC, profile, asked, whole, record)
+    check_variant((SPEC,), found, "cpu", usable_bytes(profile, 1))
+    return whole, found
+
+
+def test_decoding_reads_the_experts_that_slots_lack_instead_of_whole_layers() -> None:
+    whole, found = plan_both(make_machine(36 * MIB), 36)
+    (rank,) = found.ranks
+    (cache,) = rank.caches
+    assert cache.is_on_demand and set(cache.units) == set(rank.beyond_host)
+    assert rank.tiers[0].prediction.seconds < 0.2 * whole.ranks[0].tiers[0].prediction.seconds
+    steps = emit_steps(replace(SPEC, caches=rank.caches), rank.tiers[0], StepShape(1, 0, 1))
+    asked = [step for step in steps.body if isinstance(step, Compute) and step.source == DEMAND]
+    assert [step.unit for step in asked] == list(cache.units)
+    missed = 2 * len(cache.units) * (1 - cache.slots / (16 * len(cache.units)))
+    assert sum(step.reads for step in asked) == pytest.approx(missed * cache.slot_bytes, rel=0.02)
+    assert cache.admitted == pytest.approx(missed)
+    (slots,) = map_experts(SPEC, found)[0].slots
+    assert slots.likely and slots.likely > slots.found
+
+
+def test_a_record_promises_what_a_replay_finds() -> None:
+    record, profile = make_drifting_record(200, layers=4), make_machine(36 * MIB)
+    alike, recorded = plan_both(profile, 36)[1], plan_both(profile, 36, record)[1]
+    (cache,) = recorded.ranks[0].caches
+    assert cache.found > alike.ranks[0].caches[0].found + 0.1
+    assert round_seconds(recorded) < round_seconds(alike)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(34, 40, 70), pytest.param((28, 32, 36, 40, 44, 48, 52, 56, 60, 70), marks=pytest.mark.slow)]
+)
+def test_more_ram_makes_no_plan_slower(sizes: tuple[int, ...]) -> None:
+    rounds = [round_seconds(plan_both(make_machine(mib * MIB), mib)[1]) for mib in sizes]
+    assert all(more <= less * 1.001 for less, more in pairwise(rounds)) and rounds[-1] < 0.2 * rounds[0]
+
+
+def test_slots_below_what_a_token_uses_are_not_planned() -> None:
+    rule = replace(RULE, used=8)
+    spec = ExpertsFile(rule, layers=4, d_model=256).spec
+    profile = make_machine(30 * MIB)
+    asked = suggest_budget(replace(WORKLOAD, ram_mib=30), spec, profile)
+    whole = plan_variant(spec, profile, asked)
+    assert not plan_slots(spec, profile, asked, whole, None).ranks[0].caches

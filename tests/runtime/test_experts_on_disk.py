@@ -1,0 +1,131 @@
+"""Experts that live on disk, in slots of host memory that follow use: the logits of all in memory, the right bytes."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import converse, open_engine, pinned_everywhere
+from model_files import write_gguf
+from plan_samples import make_tier, make_variant, with_workload
+
+from pshard.errors import StepFailed
+from pshard.model import ModelSpec
+from pshard.models import open_model
+from pshard.plan import Variant
+from pshard.planner.check_plan import check_runnable
+from pshard.routing.followed import follow_plan
+from pshard.routing.replay_slots import replay_run
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.engine import Engine
+from pshard.units.moe.expert_cache import DEMAND, ExpertCache, slot_nbytes
+from pshard.units.unit import Unit
+
+FAST = "fake:rate=20G,jitter=1ms"  # reads arrive in random order
+SLOTS = 2  # for whole layers
+FOLLOW = 4  # tokens of the largest tier that uses slots
+
+
+@pytest.fixture(autouse=True)
+def disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+
+
+def write_model(folder: Path, **shape) -> Path:
+    return write_gguf(folder / "m.gguf", "qwen3moe", **({"qtype": "Q8_0"} | shape))
+
+
+def plan_by_hand(spec: ModelSpec, slots: int, context: int = 256) -> Variant:
+    """All experts on disk, with so many slots where tokens are few; all else in the arena."""
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    far = list_experts(spec)
+    places |= {unit.name: ("disk", None) for unit in far}
+    cache = ExpertCache(tuple(u.name for u in far), slots, slot_nbytes(far[0]), DEMAND, 0, tokens=FOLLOW)
+    tiers = [make_tier(spec, n, places, SLOTS, context, 1, batch=64) for n in (1, FOLLOW, 64)]
+    tiers = [replace(tier, buffers=replace(tier.buffers, cached=cache.nbytes)) for tier in tiers]
+    variant = make_variant(spec, tuple(tiers), context, 1)
+    variant = with_workload(variant, type_k="f32", type_v="f32")
+    return replace(variant, ranks=tuple(replace(rank, caches=(cache,)) for rank in variant.ranks))
+
+
+def list_experts(spec: ModelSpec) -> list[Unit]:
+    return [unit for unit in spec.units if unit.kind.parts]
+
+
+@contextmanager
+def open_on_disk(path: Path, slots: int, kernels: str = "fast", records: bool = False) -> Iterator[Engine]:
+    with open_model(path) as file:
+        variant = plan_by_hand(file.spec, slots)
+        check_runnable((file.spec,), variant, "cpu")
+        with build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records) as engine:
+            yield engine
+
+
+@pytest.mark.parametrize(("kernels", "slots"), [("fast", 0), ("fast", 3), ("plain", 1)])  # beyond the least
+def test_logits_are_those_of_all_in_memory_in_whatever_order_experts_arrive(
+    tmp_path: Path, kernels: str, slots: int
+) -> None:
+    path = write_model(tmp_path)
+    spec = open_model(path).spec
+    with open_engine(path, pinned_everywhere(spec, (1, FOLLOW, 64), 256), kernels, context=256) as engine:
+        right = converse(engine)
+    with open_on_disk(path, 8 + slots, kernels) as engine:
+        assert torch.equal(converse(engine), right)
+        assert engine.expert_hits.hits > 0 < engine.expert_hits.admitted
+
+
+def test_biases_of_experts_are_found_in_memory(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gpt-oss", qtype="F32", qtypes={"ffn_up_exps.weight": "MXFP4"})
+    with open_engine(
+        path, pinned_everywhere(open_model(path).spec, (1, FOLLOW, 64), 256), "fast", context=256
+    ) as engine:
+        right = converse(engine)
+    with open_on_disk(path, 9) as engine:
+        assert torch.equal(converse(engine), right)
+
+
+def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path) -> None:
+    """Prompts read whole layers, and leave slots as they are."""
+    path = write_model(tmp_path, n_layers=4)
+    with open_on_disk(path, 13, records=True) as engine:
+        spec, plan = open_model(path).spec, engine.rank_plan
+        experts, (cache,) = list_experts(spec), plan.caches
+        each = sum(t.file_nbytes // t.parts for t in experts[0].tensors)
+        begun = engine.memory().read
+        assert begun == cache.slots * each  # slots are full at the start
+        converse(engine)
+        record = engine.record_routing("")
+        prompts = sum(n > FOLLOW for n in record.batches)
+        counts = replay_run(record, [u.layer for u in experts], follow_plan(spec, plan, cache), FOLLOW)
+        assert counts == engine.expert_hits and counts.hits and prompts
+        whole = sum(t.file_nbytes for unit in experts for t in unit.tensors)
+        ahead = SLOTS * whole // len(experts)  # the first layers of a prompt that did not come
+        expected, until = begun + counts.admitted * each + prompts * whole + ahead, time.monotonic() + 10
+        while engine.memory().read < expected and time.monotonic() < until:
+            time.sleep(0.01)  # what is read ahead is on its way
+        assert engine.memory().read == expected
+
+
+def test_a_disk_that_fails_ends_the_step_and_names_file_and_place(
+    tmp_path: Path,
+) -> None:
+    path = write_model(tmp_path)
+    with open_on_disk(path, 9) as engine:
+        os.truncate(path, path.stat().st_size // 4)
+        with pytest.raises(StepFailed, match=r"m\.gguf at byte \d+.*beyond the end|m\.gguf at byte \d+: was cut"):
+            for n in range(20):
+                engine.forward([n])
+
+
+def test_slots_for_less_than_a_token_uses_are_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    with (
+        pytest.raises(ValueError, match="7 slots are fewer than the 8 experts of one micro-batch"),
+        open_on_disk(path, 7),
+    ):
+        pass
