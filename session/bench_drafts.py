@@ -45,7 +45,7 @@ def run_drafted(
         samples.append(_time_text(engine, test, counted))
         link += engine.link_bytes - before
         progress()
-    record = counted.record
+    record, steps = counted.record, counted.record.steps + counted.spent.rested
     each = counted.spent.seconds / max(1, counted.spent.drafts)
     made_up = settings.made_up.rates if settings.made_up else ()
     base = summarise_samples(tuple(without), test.n_gen)["avg_ts"]
@@ -55,7 +55,7 @@ def run_drafted(
         **summarise_samples(tuple(samples), test.n_gen),
         predicted_ts=_predict(engine, settings),
         link_bytes=link // repetitions,
-        drafts=BenchedDrafts(settings.kind, settings.most, record.steps, record.shares, base, made_up, each),
+        drafts=BenchedDrafts(settings.kind, settings.most, steps, record.shares, base, made_up, each),
     )
 
 

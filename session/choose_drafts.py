@@ -93,13 +93,13 @@ def describe_drafts(settings: "DraftSettings") -> str:
     shares = " ".join(f"{share:.2f}" for share in record.shares)
     each = f", by position {shares}" if shares else ""
     made_up = "; made up, the text means nothing" if settings.made_up else ""
-    tokens, spent = record.steps + held, settings.spent
+    spent, steps = settings.spent, record.steps + settings.spent.rested
     took = ""
     if settings.kind in PROGRAMS and spent.drafts:
         took = f"; a draft took {1e3 * spent.seconds / spent.drafts:.2f} ms"
     if looks_first(settings.kind):
         took += f"; lookup made {spent.looked_up} of {spent.looked_up + spent.drafts} drafts"
     return (
-        f"drafts of {settings.kind}, at most {settings.most} a step: {tokens} tokens in {record.steps} steps; "
+        f"drafts of {settings.kind}, at most {settings.most} a step: {steps + held} tokens in {steps} steps; "
         f"{held} of the {tried} that were compared held{each}{took}{made_up}"
     )

@@ -56,11 +56,13 @@ class HeadDrafter:
 
 @dataclass
 class DraftSeconds:
-    """Seconds that drafting took, for how many drafts; looked_up: how many more lookup found before it."""
+    """Seconds that drafting took, for how many drafts; looked_up: how many more lookup found before it. rested: steps
+    that were to have none, which say nothing of how likely drafts are found, or hold."""
 
     seconds: float = 0.0
     drafts: int = 0
     looked_up: int = 0
+    rested: int = 0
 
 
 @dataclass
@@ -78,8 +80,8 @@ class Source:
 class DraftSettings:
     """What is asked of it. kind: who drafts; most: drafts of a step; fixed: never fewer, where there are some.
     made_up: chances at which drafts are said to hold, whatever the model says: the text means nothing then. record:
-    what became of drafts is counted here, and in `spent` how long they took. p_min: a head's or a model's draft ends
-    before a token that it finds less likely."""
+    what became of drafts is counted here, of steps that were to have some, and in `spent` how long they took. p_min: a
+    head's or a model's draft ends before a token that it finds less likely."""
 
     kind: str = NONE
     most: int = 0
@@ -165,14 +167,16 @@ class Speculator:
         seconds = time.perf_counter() - begin
         self._seconds.observe(len(drafts) + 1, self._tier, seconds)
         self._see(told[:-1])
-        self._record.add(len(drafts), len(told) - 1)
         if wanted:
+            self._record.add(len(drafts), len(told) - 1)
             source.length.note(len(drafts), len(told) - 1, seconds, drafting)
+        else:
+            self._spent.rested += 1
         return told
 
     def _draft(self, token: int, most: int) -> tuple[Source, int, tuple[int, ...], float]:
-        """Drafts of the first who has some, at most so many; whose they are, how many were wanted, and the seconds that
-        they took."""
+        """Drafts of the first who has some, at most so many; whose they are, how many were wanted, 0 where there is no
+        room for any, and the seconds that they took."""
         for source in self._sources:
             begin = time.perf_counter()
             wanted = source.length.choose()
@@ -191,7 +195,7 @@ class Speculator:
                 self._spent.drafts += len(drafts)
             if self._made_up:
                 drafts += (token,) * (room - len(drafts))
-            return source, wanted, drafts, drafting
+            return source, wanted if room else 0, drafts, drafting
         raise AssertionError("somebody drafts")
 
     def _compute(self, token: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation import speculator
+from pshard.runtime.speculation.draft_length import DraftLength
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.speculation import LOOKUP, Acceptance
@@ -241,6 +243,21 @@ def test_made_up_acceptance_holds_as_often_as_it_says(demo_engine: Engine) -> No
     assert found is not None
     assert found.at(1) == pytest.approx(0.8, abs=0.08)
     assert found.at(3) == pytest.approx(0.5, abs=0.08)
+
+
+def test_steps_in_which_drafts_rest_are_not_recorded_as_steps_that_found_none(
+    demo_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They rest where they do not pay, which another plan may change, and that is made by what the record says."""
+    turns = cycle((0, 0, 3))
+    monkeypatch.setattr(DraftLength, "choose", lambda length: next(turns))
+    wanted = DraftSettings(LOOKUP, 3, made_up=Acceptance((0.5,)))
+    demo_engine.reset()
+    list(demo_engine.generate(some_ids(30), 90, Sampling(seed=1), text=False, speculation=wanted))
+    record = wanted.record
+    assert record.acceptance is not None and record.acceptance.share == 1.0
+    assert 1.7 < wanted.spent.rested / record.steps < 2.3
+    assert 1 + record.steps + wanted.spent.rested + sum(record.held) == 90
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 7])
