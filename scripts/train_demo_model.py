@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Train the small demonstration model on one text file and write it as a quantised GGUF.
+"""Train the small demonstration model on one text file and write it as a quantised GGUF; then what drafts for it.
 
 The model has the llama architecture and is large enough to be worth planning (8 layers, about 7 MB in Q8_0) and small
 enough to be trained in minutes and to be kept beside the code. The last tenth of the text is held out; a JSON report
 beside the GGUF says how well the float weights and the weights in the file predict it.
 
     python scripts/train_demo_model.py --text tinyshakespeare.txt --out examples/demo.gguf
+    python scripts/train_demo_model.py --text tinyshakespeare.txt --out examples/demo.gguf --drafters-only
+
+Beside OUT it writes two drafters (docs/speculation.md), which learn the model's distribution: a multi-token head
+(mtp-OUT, 1 MB) and a draft model of two layers (OUT-draft, 0.7 MB), with a report of their own (OUT-drafters.json).
 
 Needs torch, tokenizers and gguf. One seed repeats a run up to the order of float additions on the device and up to BPE
-dropout, whose random numbers the tokenizers library does not let us seed.
+dropout, whose random numbers the tokenizers library does not let us seed. Drafters have no BPE dropout.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -73,6 +77,27 @@ class Recipe:
     average_decay: float = 0.995  # of the moving average of the weights, which is what is evaluated and kept
     evaluate_every: int = 100
     patience: int = 12  # evaluations without a better one
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """How drafters are trained, on what the model computes of crops of the training text."""
+
+    crops: int = 1024
+    crop: int = 128  # tokens
+    batch: int = 8
+    weight_decay: float = 0.05
+    warmup_steps: int = 30
+    dropout: float = 0.1  # of the head
+    head_steps: int = 360
+    head_rate: float = 2e-3
+    chain: tuple[float, ...] = (1.0, 0.6)  # weights of the losses of the first and second draft
+    draft_steps: int = 600
+    draft_rate: float = 4e-3
+
+
+DRAFT_SHAPE = {"layers": 2, "width": 128, "ffn_width": 384, "heads": 4, "kv_heads": 2}  # of the draft model
+MEASURED = 64  # crops of held-out text behind which first drafts are compared
 
 
 @dataclass(frozen=True)
@@ -141,11 +166,45 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [batch, tokens] -> logits [batch, tokens, vocab_size]."""
-        cos, sin = self.get_buffer("cos")[: tokens.shape[1]], self.get_buffer("sin")[: tokens.shape[1]]
+        return self.output(self.states(tokens))
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """Token ids [batch, tokens] -> what the output multiplies, [batch, tokens, width]."""
         x = self.dropout(self.token_embd(tokens))
         for block in self.blk:
-            x = block(x, cos, sin)
-        return self.output(self.output_norm(x))
+            x = block(x, *self.angles(tokens.shape[1]))
+        return self.output_norm(x)
+
+    def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first positions, [tokens, head_dim / 2]."""
+        return self.get_buffer("cos")[:tokens], self.get_buffer("sin")[:tokens]
+
+
+class Head(nn.Module):
+    """A multi-token head of a model (docs/speculation.md has its formulas), which begins as the model's last layer."""
+
+    def __init__(self, model: Llama, dropout: float) -> None:
+        super().__init__()
+        width, eps = model.shape.width, model.shape.norm_eps
+        self.block = Block(model.shape, dropout)
+        self.nextn = nn.ModuleDict({name: nn.RMSNorm(width, eps=eps) for name in ("enorm", "hnorm")})
+        self.nextn["shared_head_norm"] = nn.RMSNorm(width, eps=eps)
+        self.nextn["eh_proj"] = nn.Linear(2 * width, width, bias=False)
+        self.block.load_state_dict(model.blk[-1].state_dict())
+        self.nextn["shared_head_norm"].load_state_dict(model.output_norm.state_dict())
+        with torch.no_grad():
+            self.nextn["eh_proj"].weight.copy_(torch.cat((torch.eye(width) / 2, torch.eye(width)), dim=1))
+
+    def forward(self, embedded: Tensor, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Embeddings of the tokens and the states behind them, both [batch, tokens, width] -> states from which the
+        output tells the token after the next, or the head the one after that."""
+        before = F.pad(states, (0, 0, 1, 0))[:, :-1]  # of the position before; zeros before the first
+        joint = torch.cat((self.nextn["enorm"](embedded), self.nextn["hnorm"](before)), dim=-1)
+        return self.nextn["shared_head_norm"](self.block(self.nextn["eh_proj"](joint), cos, sin))
+
+    def named(self, layer: int) -> dict[str, Tensor]:
+        """Its weights by the names of GGUF, as that layer of the model."""
+        return {f"blk.{layer}.{name.removeprefix('block.')}": weight for name, weight in self.state_dict().items()}
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -187,6 +246,27 @@ def encode_with_dropout(tokenizer: tokenizers.Tokenizer, text: str, recipe: Reci
     varied = [[start, *encoding.ids] for encoding in tokenizer.encode_batch([text] * recipe.bpe_variants)]
     tokenizer.model.dropout = None
     return torch.cat([torch.tensor(ids) for variant in varied for ids in (plain, variant)])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text, of which the last tenth is held out, and the tokenizer that the rest was given."""
+
+    whole: str
+    training: str
+    heldout: str
+    tokenizer: tokenizers.Tokenizer
+
+    @property
+    def heldout_tokens(self) -> Tensor:
+        """Token ids behind one that ends a text."""
+        return torch.tensor([end_of_text(self.tokenizer), *self.tokenizer.encode(self.heldout).ids])
+
+
+def read_corpus(path: Path, vocab_size: int) -> Corpus:
+    text = path.read_text(encoding="utf-8")
+    cut = len(text) * 9 // 10
+    return Corpus(text, text[:cut], text[cut:], train_tokenizer(text[:cut], vocab_size))
 
 
 @torch.inference_mode()
@@ -260,6 +340,59 @@ def train(
     return best_weights, best_step, step
 
 
+def minimise(module: nn.Module, loss: Callable[[], Tensor], steps: int, rate: float, recipe: DraftRecipe) -> None:
+    """Take so many steps; the rate falls to a twentieth along a cosine."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
+    module.train()
+    for step in range(steps):
+        cosine = 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(cosine, (step + 1) / recipe.warmup_steps)
+        found = loss()
+        optimizer.zero_grad(set_to_none=True)
+        found.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 49 or step == steps - 1:
+            print(f"step {step + 1}/{steps}  loss {found.item():.3f}", flush=True)
+    module.eval()
+
+
+def compare(logits: Tensor, right: Tensor) -> Tensor:
+    """The mean divergence (Kullback-Leibler) of what is drafted from what the model says, in nats a token."""
+    found, wanted = (x.log_softmax(-1).flatten(0, 1) for x in (logits, right))
+    return F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+
+
+def train_head(model: Llama, crops: Tensor, states: Tensor, recipe: DraftRecipe) -> Head:
+    """A head that drafts as the model tells. crops: token ids [crops, tokens]; states: the model's of them."""
+    head = Head(model, recipe.dropout)
+
+    def loss() -> Tensor:
+        at = torch.randint(len(crops), (recipe.batch,))
+        embedded, found, right = model.token_embd(crops[at]), states[at], model.output(states[at])
+        total = torch.zeros(())
+        for weight in recipe.chain:  # each pass drafts one token more, from its own states
+            found = head(embedded, found, *model.angles(crops.shape[1]))
+            total = total + weight * compare(model.output(found), right)
+        return total
+
+    minimise(head, loss, recipe.head_steps, recipe.head_rate, recipe)
+    return head
+
+
+def train_draft(model: Llama, crops: Tensor, states: Tensor, recipe: DraftRecipe) -> Llama:
+    """A smaller model that tells as the model does; arguments as in `train_head`."""
+    small = Llama(replace(model.shape, **DRAFT_SHAPE), recipe.dropout / 2)
+
+    def loss() -> Tensor:
+        at = torch.randint(len(crops), (recipe.batch,))
+        return compare(small(crops[at]), model.output(states[at]))
+
+    minimise(small, loss, recipe.draft_steps, recipe.draft_rate, recipe)
+    return small
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; when the block succeeds, sync what it wrote and rename it to `path`."""
@@ -279,11 +412,17 @@ def pick_type(array: np.ndarray, quant: str) -> gguf.GGMLQuantizationType:
 
 
 def write_gguf(
-    path: Path, shape: Shape, tokenizer: tokenizers.Tokenizer, weights: dict[str, Tensor], quant: str
+    path: Path,
+    shape: Shape,
+    tokenizer: tokenizers.Tokenizer,
+    weights: dict[str, Tensor],
+    quant: str,
+    name: str = "pshard demo",
+    heads: int = 0,
 ) -> None:
-    """Write header, tokenizer and quantised tensors to `path`."""
+    """Write header, tokenizer and quantised tensors to `path`. heads: layers behind the model's that draft."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("pshard demo")
+    writer.add_name(name)
     writer.add_author("pshard contributors")
     writer.add_description("Small Shakespeare-like model for demonstrations, trained on public-domain text only.")
     writer.add_license_name("trained on public-domain text")
@@ -292,7 +431,9 @@ def write_gguf(
     writer.add_vocab_size(shape.vocab_size)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
+    writer.add_block_count(shape.layers + heads)
+    if heads:
+        writer.add_nextn_predict_layers(heads)
     writer.add_feed_forward_length(shape.ffn_width)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
@@ -311,10 +452,10 @@ def write_gguf(
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
-    for name, weight in weights.items():
+    for tensor, weight in weights.items():
         array = weight.float().cpu().numpy()
         kind = pick_type(array, quant)
-        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(tensor, gguf.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -325,6 +466,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Dequantise every tensor of a GGUF file to float32."""
     tensors = gguf.GGUFReader(path).tensors
     return {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type))) for t in tensors}
+
+
+def read_model(path: Path, corpus: Corpus, shape: Shape) -> Llama:
+    """The model of a file that was trained on this text; raises ValueError for one with other tokens."""
+    field, vocab = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"], corpus.tokenizer.get_vocab()
+    if field.contents() != sorted(vocab, key=vocab.__getitem__):
+        raise ValueError(f"{path} has other tokens than a model of this text; leave out --drafters-only")
+    model = Llama(shape, dropout=0.0)
+    model.load_state_dict(read_weights(path))
+    return model
 
 
 @torch.inference_mode()
@@ -362,76 +513,149 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quant", choices=QUANT_TYPES, default="Q8_0", help="type of all matrices; norms stay F32")
     parser.add_argument("--device", default="auto", help='"auto", "cpu", "cuda", "cuda:1", ...')
     parser.add_argument("-s", "--seed", type=int, default=0)
+    parser.add_argument("--drafters-only", action="store_true", help="keep the model that OUT has")
     return parser.parse_args(argv)
 
 
-def train_and_write(args: argparse.Namespace) -> None:
-    """Do what the command line asks for; raises ValueError or OSError with a sentence for the user."""
-    shape, recipe, began = Shape(), Recipe(), time.monotonic()
-    if args.steps < 1:
-        raise ValueError(f"--steps is {args.steps}; give at least 1")
-    device = open_device(args.device)
-    report_path: Path = args.report or args.out.with_suffix(".json")
-    for path in (args.out, report_path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+@torch.inference_mode()
+def collect_states(model: Llama, crops: Tensor) -> Tensor:
+    """The model's states of these crops, [crops, tokens, width]."""
+    return torch.cat([model.states(part) for part in crops.split(16)])
+
+
+def write_drafters(args: argparse.Namespace, model: Llama, corpus: Corpus) -> None:
+    """Train on the CPU what drafts for the model, and write it beside OUT, with a report."""
+    recipe, shape, began = DraftRecipe(), model.shape, time.monotonic()
     torch.manual_seed(args.seed)
-    text = args.text.read_text(encoding="utf-8")
-    cut = len(text) * 9 // 10
-    training_text, heldout_text = text[:cut], text[cut:]
-    tokenizer = train_tokenizer(training_text, shape.vocab_size)
-    data = encode_with_dropout(tokenizer, training_text, recipe).to(device)
-    heldout_ids = [end_of_text(tokenizer), *tokenizer.encode(heldout_text).ids]
-    heldout_tokens = torch.tensor(heldout_ids, device=device)
-    print(f"{len(data)} training tokens (all encodings), {len(heldout_ids) - 1} held out", flush=True)
+    ids = torch.tensor(corpus.tokenizer.encode(corpus.training).ids)
+    crops = ids[torch.randint(len(ids) - recipe.crop, (recipe.crops, 1)) + torch.arange(recipe.crop)]
+    states = collect_states(model, crops).clone()
+    print(f"{crops.numel()} tokens to draft from after {time.monotonic() - began:.1f} s", flush=True)
+    head, small = train_head(model, crops, states, recipe), train_draft(model, crops, states, recipe)
+    seconds = time.monotonic() - began
+    of_head, of_small = args.out.with_name(f"mtp-{args.out.name}"), args.out.with_name(f"{args.out.stem}-draft.gguf")
+    with replacing(of_head) as temporary:
+        named = head.named(shape.layers)
+        write_gguf(temporary, shape, corpus.tokenizer, named, args.quant, "pshard demo head", heads=1)
+    with replacing(of_small) as temporary:
+        write_gguf(temporary, small.shape, corpus.tokenizer, small.state_dict(), args.quant, "pshard demo draft")
+    report = {
+        "model": {"file": args.out.name, **describe_file(args.out)},
+        "head": {"file": of_head.name, **describe_file(of_head), "parameters": count_parameters(head)},
+        "draft_model": {"file": of_small.name, **describe_file(of_small), "parameters": count_parameters(small)},
+        "draft_shape": asdict(small.shape),
+        "quant_type": args.quant,
+        "heldout_first_drafts": measure_first_drafts(model, head, small, corpus.heldout_tokens, recipe.crop),
+        "heldout_protocol": f"share of held-out tokens behind which the drafter's likeliest token is the model's, "
+        f"{MEASURED} windows of {recipe.crop} tokens, float32",
+        "recipe": asdict(recipe),
+        "seconds": round(seconds, 1),
+        **describe_run(args, corpus),
+    }
+    write_report(args.out.with_name(f"{args.out.stem}-drafters.json"), report)
+    print(f"first drafts as the model tells, of held-out text: {report['heldout_first_drafts']}")
+    print(f"wrote {of_head} and {of_small} after {seconds:.1f} s")
+
+
+@torch.inference_mode()
+def measure_first_drafts(model: Llama, head: Head, small: Llama, tokens: Tensor, crop: int) -> dict[str, float]:
+    """By drafter: behind which share of these tokens its likeliest one is the model's."""
+    crops = tokens[: MEASURED * crop].view(-1, crop)
+    states = collect_states(model, crops)
+    right = model.output(states).argmax(-1)
+    drafted = model.output(head(model.token_embd(crops), states, *model.angles(crop)))
+    found = {"head": drafted, "draft_model": small(crops)}
+    return {name: round((logits.argmax(-1) == right).float().mean().item(), 4) for name, logits in found.items()}
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def describe_file(path: Path) -> dict[str, object]:
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def describe_run(args: argparse.Namespace, corpus: Corpus) -> dict[str, object]:
+    """What a report says of the seed, the text, the programs and the command."""
+    return {
+        "seed": args.seed,
+        "text": {"name": args.text.name, "sha256": hashlib.sha256(corpus.whole.encode()).hexdigest()},
+        "torch": torch.__version__,
+        "tokenizers": tokenizers.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": re.sub(r"[^\s='\"]*/", "", shlex.join(sys.argv)),  # folders mean nothing to another reader
+    }
+
+
+def write_report(path: Path, report: dict[str, object]) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def write_model(args: argparse.Namespace, corpus: Corpus, shape: Shape) -> Llama:
+    """Train the model and write it to OUT, with a report; returns it with the weights that the file has."""
+    recipe, began, device = Recipe(), time.monotonic(), open_device(args.device)
+    report_path: Path = args.report or args.out.with_suffix(".json")
+    report_path.parent.mkdir(parents=True, exist_ok=True)
+    data = encode_with_dropout(corpus.tokenizer, corpus.training, recipe).to(device)
+    heldout_tokens, heldout_bytes = corpus.heldout_tokens.to(device), len(corpus.heldout.encode())
+    print(f"{len(data)} training tokens (all encodings), {len(heldout_tokens) - 1} held out", flush=True)
 
     def evaluate(model: nn.Module) -> HeldOut:
-        return measure_heldout(model, heldout_tokens, shape.context, len(heldout_text.encode()))
+        return measure_heldout(model, heldout_tokens, shape.context, heldout_bytes)
 
     model = Llama(shape, recipe.dropout).to(device)
-    parameters = sum(weight.numel() for weight in model.parameters())
+    parameters = count_parameters(model)
     print(f"{parameters} parameters on {name_device(device)}", flush=True)
     weights, best_step, steps_done = train(model, data, evaluate, recipe, args.steps, args.max_seconds)
     seconds = time.monotonic() - began
     model.eval().load_state_dict(weights)
     float_result = evaluate(model)
     with replacing(args.out) as temporary:
-        write_gguf(temporary, shape, tokenizer, weights, args.quant)
+        write_gguf(temporary, shape, corpus.tokenizer, weights, args.quant)
     model.load_state_dict(read_weights(args.out))
     file_result = evaluate(model)
-    sample = sample_text(model, tokenizer, "ROMEO:\n", count=200, temperature=0.8)
+    sample = sample_text(model, corpus.tokenizer, "ROMEO:\n", count=200, temperature=0.8)
     report = {
         "model": args.out.name,
-        "bytes": args.out.stat().st_size,
-        "sha256": hashlib.sha256(args.out.read_bytes()).hexdigest(),
+        **describe_file(args.out),
         "parameters": parameters,
         "shape": asdict(shape),
         "quant_type": args.quant,
         "heldout_float32": asdict(float_result),
         "heldout_quantised": asdict(file_result),
-        "heldout_bytes": len(heldout_text.encode()),
-        "heldout_tokens": len(heldout_ids) - 1,
+        "heldout_bytes": heldout_bytes,
+        "heldout_tokens": len(heldout_tokens) - 1,
         "heldout_protocol": f"last tenth of the text after one {END_OF_TEXT}, windows of {shape.context} tokens, no "
         "overlap, every token scored, float32; the best step was chosen on the same held-out text",
         "recipe": asdict(recipe),
         "best_step": best_step,
         "steps_done": steps_done,
         "steps": args.steps,
-        "seed": args.seed,
         "seconds": round(seconds, 1),
-        "text": {"name": args.text.name, "sha256": hashlib.sha256(text.encode()).hexdigest()},
         "device": name_device(device),
-        "torch": torch.__version__,
-        "tokenizers": tokenizers.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": re.sub(r"[^\s='\"]*/", "", shlex.join(sys.argv)),  # folders mean nothing to another reader
+        **describe_run(args, corpus),
         "sample": sample,
     }
-    with replacing(report_path) as temporary:
-        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(report_path, report)
     print(sample)
     print(f"held-out perplexity per token: float32 {float_result.perplexity_per_token:.4f}, ", end="")
     print(f"{args.quant} {file_result.perplexity_per_token:.4f} ({file_result.bits_per_byte:.4f} bits per byte)")
     print(f"wrote {args.out} ({report['bytes']} bytes) and {report_path} after {seconds:.1f} s")
+    return model
+
+
+def train_and_write(args: argparse.Namespace) -> None:
+    """Do what the command line asks for; raises ValueError or OSError with a sentence for the user."""
+    if args.steps < 1:
+        raise ValueError(f"--steps is {args.steps}; give at least 1")
+    shape = Shape()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    corpus = read_corpus(args.text, shape.vocab_size)
+    model = read_model(args.out, corpus, shape) if args.drafters_only else write_model(args, corpus, shape)
+    write_drafters(args, model.cpu().eval().requires_grad_(False), corpus)
 
 
 def main(argv: list[str] | None = None) -> int:

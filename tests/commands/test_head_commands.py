@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_world import World
+from cli_world import World, made_up_profile
 from head_files import make_headed_world
 
 from pshard.commands import cli_bench, cli_plan, cli_run
+from pshard.paths import bundled_model
+from pshard.registries.profile_store import save_profile
 from pshard.session.open_plan import open_plan
 from pshard.session.run_request import RunRequest
 from pshard.speculation import AUTO, MTP
@@ -98,3 +100,23 @@ def test_a_heads_plan_that_does_not_fit_the_head_is_refused_before_anything_is_l
         capsys.readouterr()
         assert cli_run.main(["-m", str(world.model), "-p", "hello", "-n", "4", "-no-cnv", "--spec", "mtp"]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_what_is_recorded_of_the_bundled_head_decides_how_many_drafts_the_next_plan_has(tmp_path: Path, capsys) -> None:
+    """Real acceptance: what published heads of large models reach would ask for more drafts than this one pays for."""
+    save_profile(made_up_profile(), tmp_path / "cache" / "profile.json")
+    words = ["-m", str(bundled_model()), "--registry", str(tmp_path / "plans.json")]
+    plan = [*words, "--vram", "64", "-c", "256", "--no-validate", "--json"]
+    run = [*words, "-p", "ROMEO:\nGood morrow, cousins.\n", "-n", "60", "-no-cnv", "--temp", "0", "--json"]
+    assert cli_run.main([*run, "--vram", "64", "-c", "256"]) == 0
+    alone = json.loads(capsys.readouterr().out)["text"]
+    assert cli_plan.main([*plan, "--spec", "mtp", "--spec-n", "3"]) == 0
+    capsys.readouterr()
+    assert cli_run.main([*run, "--spec", "mtp", "--record-acceptance"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == alone
+    assert cli_plan.main([*plan, "--spec", "auto", "--spec-n", "3"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["drafts"]
+    own = table["acceptances"][table["own"]]
+    assert own["source"] == "recorded" and 0.4 < own["rates"][0] < 0.88
+    best = max(table["rows"], key=lambda row: row["rates"][table["own"]])
+    assert table["chosen"] == best["drafts"] > 0

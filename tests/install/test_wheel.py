@@ -59,7 +59,8 @@ def test_a_wheel_says_which_commit_it_is_made_from(wheel: Path, tmp_path: Path) 
 
 def test_a_wheel_has_what_the_package_reads_and_no_sources_of_the_library(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    read = {"examples/demo.gguf", "registries/FORMAT.md", "reports/page.html", "reports/page.css", "reports/page.js"}
+    read = {"registries/FORMAT.md", "reports/page.html", "reports/page.css", "reports/page.js"}
+    read |= {f"examples/{name}" for name in ("demo.gguf", "mtp-demo.gguf", "demo-draft.gguf")}
     assert {f"pshard/{name}" for name in read} <= names
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
 

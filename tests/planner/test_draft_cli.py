@@ -60,7 +60,7 @@ def test_an_acceptance_that_was_recorded_is_taken_and_a_given_one_before_it(plan
 
 def test_explain_shows_what_each_number_of_drafts_brings_and_from_where_on_it_pays(plan):
     _, out, _ = plan("--spec", "auto", "--spec-n", "2", "--spec-rates", ".8,.6", "--explain")
-    assert "Drafts of lookup, each number with a plan of its own" in out
+    assert "Drafts of lookup,mtp, each number with a plan of its own" in out
     assert "tok/s at .8,.6" in out and "tok/s at .7,.455" in out and "tok/s at .9,.765" in out
     assert "Planned by .8,.6: chances that the first, the first two, ... drafts are all accepted; given." in out
     assert "pays from" in out
