@@ -51,7 +51,6 @@ def compare_quants(
     """An outlook for each model, one after another. `ask`: the machine, and what is planned for. `known`: plans that
     were made already, by label; the others are planned quickly, without refining unit by unit."""
     from pshard.models import open_model
-    from pshard.planner.make_plan import plan_roughly
 
     for model in models:
         header = headers[model.label]
@@ -61,11 +60,19 @@ def compare_quants(
             with open_model(header) as file:
                 machine = ask(file) if model.label not in known else None
                 spec = file.spec
-            variant = plan_roughly(spec, *machine, QUICK_SECONDS).variant if machine else known[model.label]
+            variant = _plan_quickly(spec, *machine) if machine else known[model.label]
         except UserError as error:
             yield QuantOutlook(model.label, model.nbytes, why_not=_strip_paths(str(error), header))
             continue
         yield describe_quant(model, spec, variant)
+
+
+def _plan_quickly(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> Variant:
+    from pshard.planner.make_plan import plan_roughly
+    from pshard.planner.routing.plan_disk_slots import lives_on_disk, plan_disk_slots
+
+    variant = plan_roughly(spec, profile, workload, QUICK_SECONDS).variant
+    return plan_disk_slots(spec, profile, variant, None) if lives_on_disk(spec, variant) else variant
 
 
 def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantOutlook:

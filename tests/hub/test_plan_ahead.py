@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -15,14 +16,18 @@ from model_files import write_gguf
 
 from pshard.commands.cli_plan import main as plan
 from pshard.errors import UserError
-from pshard.hub.compare_quants import QuantOutlook
+from pshard.hub.compare_quants import QuantOutlook, compare_quants
 from pshard.hub.fetch_headers import FIRST, fetch_headers
 from pshard.hub.fetch_model import fetch_model
-from pshard.hub.repository import HubModel, list_repository
+from pshard.hub.repository import HubFile, HubModel, list_repository
 from pshard.hub.show_quants import print_quants
+from pshard.machine import DiskTiming
 from pshard.models import open_model
+from pshard.planner.make_plan import plan_roughly
 from pshard.planner.price import host_limits
+from pshard.predicted_times import decode_rate
 from pshard.registries.profile_store import default_profile_path, save_profile
+from pshard.workload import Workload
 
 REPO = "someone/small-GGUF"
 QUANTS = ("Q4_0", "Q8_0", "F16")
@@ -279,3 +284,15 @@ def test_a_folder_of_one_gguf_file_is_planned_as_the_file(hub, capsys, tmp_path)
     assert "small-Q4_0.gguf.pshard.json" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"a folder of GGUF files; give one of them: small-Q4_0.gguf"):
         open_model(tmp_path / "q")
+
+
+def test_the_outlook_of_a_mixture_beyond_ram_has_slots_for_experts_on_disk(tmp_path: Path) -> None:
+    """Whole layers of experts would take several times as long to decode."""
+    path, mib = write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=4, n_experts=16, d_expert=128), 1 << 20
+    disk = tuple(DiskTiming("drive", True, 0, 0, n, 1e-4 + n / 1e9) for n in (1 << 16, 1 << 26))
+    profile = replace(made_up_profile(), disks=disk, ram_bytes=host_limits.PROCESS["cpu"] + 22 * mib)
+    asked = Workload((22,), 128, type_k="f32", type_v="f32", max_ubatch=32, prompt=40, generated=60, ram_mib=470)
+    model = HubModel("m", (HubFile("m.gguf", path.stat().st_size),))
+    whole = plan_roughly(open_model(path).spec, profile, asked).variant
+    (outlook,) = compare_quants([model], {"m": path}, lambda _: (profile, asked), {})
+    assert not outlook.why_not and outlook.disk_mib and outlook.decode_rate > 2 * decode_rate(whole)
