@@ -58,6 +58,15 @@ class Outline:
         return fixed + self.header + struct.pack(f"<{len(sums)}I", *sums)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a file of a text has of who drafts beside it: the name, cells of how many tokens, and bytes of its parts."""
+
+    name: str
+    cells: int
+    sizes: tuple[int, ...]
+
+
 def _find_offsets(header: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(sizes, initial=_FIXED.size + header + 4 * len(sizes)))
 

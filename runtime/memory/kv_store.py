@@ -9,6 +9,8 @@ layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells). Its parts
         on where what the next token sees begins
     of a model with a gated delta net, whose fields have `states`: the lengths of checkpoints, the last one the text's;
         of each for every such layer and key head a part, see checkpoints/saved_states.py
+    with who drafted beside the text, whose fields have `drafter`, its name, and `drafter_cells`, of how many of the
+        text's tokens: what that keeps, see speculation/; who has another drafter, or none, leaves it out
 
 Every rank writes and reads the heads it holds, at their place; a head that several ranks hold is the lowest one's to
 write. The ranks must see the same file.
@@ -17,7 +19,7 @@ write. The ranks must see the same file.
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +37,7 @@ from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.kv_codec import put_head, take_head
 from pshard.runtime.memory.kv_cache import read_cells, write_cells
-from pshard.runtime.memory.kv_file import DAMAGED, KVFile, Outline, WrongFile, begin_file, finish_file
+from pshard.runtime.memory.kv_file import DAMAGED, Beside, KVFile, Outline, WrongFile, begin_file, finish_file
 from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.units.attention import QKV
@@ -44,6 +46,7 @@ from pshard.units.latent_attention import KV_A
 from pshard.units.state import CellState, FixedState, LatentState, StateShape
 from pshard.units.unit import Unit
 
+TakeBeside = Callable[[Sequence[int], Beside | None, Callable[[int], bytearray]], None]
 SAMPLE_BYTES = 256  # of every tensor, for the fingerprint: a fine-tuned model may differ in few of them
 
 
@@ -88,17 +91,26 @@ class KVStore:
         self._states = find_states(source.spec, self._held)
         self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
 
-    def save(self, path: Path, held: Segment, tokens: Sequence[int], states: Sequence[Checkpoint] = ()) -> None:
+    def save(
+        self,
+        path: Path,
+        held: Segment,
+        tokens: Sequence[int],
+        states: Sequence[Checkpoint] = (),
+        kept: tuple[Beside, Iterable[bytes]] | None = None,
+    ) -> None:
         """Write the cells of a sequence with these tokens, which lie where `held` says, and its checkpoints, the last
-        one of all tokens; the file is there whole or not at all.
+        one of all tokens; the file is there whole or not at all. kept: of who drafts.
 
         Raises UserError.
         """
         self._check_states()
-        outline = self._outline(tokens, [one.length for one in states])
+        beside, parts = kept or (None, ())
+        outline = self._outline(tokens, [one.length for one in states], beside)
         temporary = self._begin(path, outline)
         try:
             sums, problem = self._write_parts(temporary, held, outline, states), None
+            sums += _write_beside(temporary, outline, parts)
         except OSError as error:
             sums, problem = [], error.strerror
         said = self._group.gather((problem, sums))
@@ -129,8 +141,11 @@ class KVStore:
         if problem := self._group.broadcast(problem):
             raise UserError(f"cannot write the KV cache to {path}: {problem}; give another file")
 
-    def load(self, path: Path, take: Callable[[int], Segment]) -> tuple[tuple[int, ...], list[Checkpoint]]:
+    def load(
+        self, path: Path, take: Callable[[int], Segment], drafter: TakeBeside
+    ) -> tuple[tuple[int, ...], list[Checkpoint]]:
         """Fill cells from a file, where `take` says that so many lie; returns their token ids, and checkpoints.
+        drafter: takes what the file has of who drafts, of the tokens that it is given.
 
         Raises UserError: not such a file, damaged, of another model or KV type, longer than the context, not the same
         on all ranks; or as `take`.
@@ -140,7 +155,7 @@ class KVStore:
         tokens: tuple[int, ...] = ()
         states: list[Checkpoint] = []
         try:
-            tokens, states = self._read(path, take)
+            tokens, states = self._read(path, take, drafter)
         except UserError as error:
             problem = str(error)
         except WrongFile as error:
@@ -178,8 +193,8 @@ class KVStore:
         held = json.dumps(to_json(self._held), sort_keys=True)
         return hashlib.sha256(f"{self.fingerprint} {held}".encode()).hexdigest()
 
-    def _outline(self, tokens: Sequence[int], states: Sequence[int]) -> Outline:
-        """Of a file of these tokens, and checkpoints of these lengths."""
+    def _outline(self, tokens: Sequence[int], states: Sequence[int], beside: Beside | None = None) -> Outline:
+        """Of a file of these tokens, and checkpoints of these lengths, and what is kept beside them."""
         config = self._source.spec.config
         fields = {
             "fingerprint": self.fingerprint,
@@ -202,6 +217,9 @@ class KVStore:
         if config.rope.long_factors:  # keys of a short context are turned by other angles
             longest = longest_sequence(config, self._kv.context)
             fields["angles"] = "long" if longest > config.rope.original_context else "short"
+        if beside:
+            fields |= {"drafter": beside.name, "drafter_cells": beside.cells}
+            sizes += beside.sizes
         return Outline("text", fields, tuple(sizes))
 
     def _block_bytes(self, window: int, what: str, cells: int, dim: int) -> int:
@@ -235,10 +253,12 @@ class KVStore:
                 sums += [(first + number, crc) for number, crc in written]
         return sums
 
-    def _read(self, path: Path, take: Callable[[int], Segment]) -> tuple[tuple[int, ...], list[Checkpoint]]:
+    def _read(
+        self, path: Path, take: Callable[[int], Segment], drafter: TakeBeside
+    ) -> tuple[tuple[int, ...], list[Checkpoint]]:
         with open_regular(path) as opened:
             file = KVFile(opened, "text")
-            tokens, lengths = self._check_outline(path, file.outline)
+            tokens, lengths, beside = self._check_outline(path, file.outline)
             held = take(len(tokens))
             for unit, heads in self._by_unit().items():
                 memory = self._read_cells(unit, held)
@@ -248,15 +268,17 @@ class KVStore:
                         put_head(memory[block.what], block.head, block.dim, values)
                 write_cells(self._executor.residents.state_now(unit), self._place(unit, held)[0], memory)
                 self._executor.device.synchronize()
+            behind = len(file.outline.sizes) - (len(beside.sizes) if beside else 0)
+            drafter(tokens, beside, lambda n: file.read_part(behind + n, "what drafts"))
             if not self._states or not lengths:
                 return tokens, []
             like, first = self._executor.residents.read_fixed(0), self._first_state
             found = self._states.read(lambda n, what: file.read_part(first + n, what), lengths, like)
             return tokens, list(found)
 
-    def _check_outline(self, path: Path, found: Outline) -> tuple[tuple[int, ...], list[int]]:
-        """The tokens and the lengths of checkpoints of a file that this engine can take. Raises UserError, WrongFile
-        for others."""
+    def _check_outline(self, path: Path, found: Outline) -> tuple[tuple[int, ...], list[int], Beside | None]:
+        """The tokens and the lengths of checkpoints of a file that this engine can take, and what it has of who drafts.
+        Raises UserError, WrongFile for others."""
         config, fields = self._source.spec.config, found.fields
         wanted = self._outline((), ()).fields
         if not isinstance(fields.get("tokens"), list):
@@ -271,9 +293,11 @@ class KVStore:
         if len(tokens) > (longest := longest_sequence(config, self._kv.context)):
             raise UserError(f"the KV cache {path} has {len(tokens)} cells, the context {longest}: give a larger -c")
         lengths = _check_lengths(fields.get("states"), len(tokens)) if self._states else []
-        if found.sizes != self._outline(tokens, lengths).sizes:
+        own = self._outline(tokens, lengths).sizes
+        beside = _find_beside(fields, found.sizes[len(own) :], len(tokens))
+        if found.sizes != own + (beside.sizes if beside else ()):
             raise WrongFile(DAMAGED)
-        return tokens, lengths
+        return tokens, lengths, beside
 
     def _read_cells(self, unit: str, held: Segment) -> dict[str, torch.Tensor]:
         self._executor.device.synchronize()
@@ -292,6 +316,30 @@ class KVStore:
         for block in self._blocks:
             units.setdefault(block.unit, []).append(block)
         return units
+
+
+def _find_beside(fields: Mapping[str, Any], sizes: tuple[int, ...], tokens: int) -> Beside | None:
+    """What a file has of who drafts. Raises WrongFile where it cannot be so."""
+    name, cells = fields.get("drafter"), fields.get("drafter_cells")
+    if name is None and cells is None:
+        return None
+    if type(name) is not str or type(cells) is not int or not 0 < cells <= tokens:
+        raise WrongFile("has a header that says nothing of who drafts: remove it")
+    return Beside(name, cells, sizes)
+
+
+def _write_beside(path: Path, outline: Outline, parts: Iterable[bytes]) -> list[tuple[int, int]]:
+    """Write what is kept beside a text, the last parts; returns (number, CRC) of each. Raises OSError."""
+    if "drafter" not in outline.fields:
+        return []
+    written, made = list[tuple[int, int]](), list(parts)
+    first = len(outline.sizes) - len(made)
+    with open(path, "r+b") as file:
+        for number, raw in enumerate(made, first):
+            file.seek(outline.offsets[number])
+            file.write(raw)
+            written.append((number, zlib.crc32(raw)))
+    return written
 
 
 def _check_lengths(lengths: Any, cells: int) -> list[int]:

@@ -1,7 +1,7 @@
 """A draft model as a second program beside the model, over the same texts and KV blocks: its cells lie at the places of
 the model's, so texts that share blocks share them too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pshard.batch import PROMPT
@@ -69,6 +69,12 @@ class DraftProgram(SecondProgram):
     def forget(self, text: Text) -> None:
         """See Follower."""
         self._made.pop(text, None)
+
+    def _settle(self, text: Text) -> int:
+        return min(self._made[text].right, len(text.ids)) if text in self._made else 0
+
+    def _begin_at(self, text: Text, tokens: int, cells: int, read: Callable[[int], bytearray]) -> None:
+        self._made[text] = Made(cells)  # it reads the rest when a draft is asked for
 
     # --- drafts ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ cells are still to be made: few while drafts are verified, those of a whole micr
 made at once. docs/speculation.md has the formulas.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ from pshard.buffers import STATES
 from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
-from pshard.runtime.speculation.second_program import Ask, Rows, SecondProgram
+from pshard.runtime.memory.kv_file import Beside
+from pshard.runtime.speculation.second_program import Ask, Rows, SecondProgram, as_bytes, from_bytes
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
@@ -75,7 +76,7 @@ class HeadProgram(SecondProgram):
                 new = max(0, held.known - segment.past)  # tokens that are computed again are those that were known
                 if new < segment.tokens:
                     rows = found[segment.start + new : segment.start + segment.tokens]
-                    held.states = torch.cat([held.states, rows])
+                    held.states = torch.cat([held.states.to(rows.device), rows])
                     self._keep_ends(segment, new, found)
                 if span.kind == PROMPT or held.known - held.cells >= self._most:
                     due.append(text)
@@ -133,6 +134,34 @@ class HeadProgram(SecondProgram):
         """See Follower."""
         yield from super().caches()
         yield self._ends
+
+    def _list_sizes(self, cells: int) -> tuple[int, ...]:
+        """Further parts have the model's state after the last token, and after the last one of each block."""
+        row = self._ends[0].nbytes
+        return *super()._list_sizes(cells), row, row * (cells // KV_BLOCK)
+
+    def _list_parts(self, text: Text, beside: Beside) -> Iterator[bytes]:
+        yield from super()._list_parts(text, beside)
+        yield as_bytes(self._held[text].states[-1].to(self._ends.dtype))
+        yield as_bytes(self._ends[text.blocks[: beside.cells // KV_BLOCK]])
+
+    @torch.inference_mode()
+    def _settle(self, text: Text) -> int:
+        held = self._held.get(text)
+        if held is None or held.known != len(text.ids):
+            return 0
+        self._catch_up([text])
+        return held.cells
+
+    def _begin_at(self, text: Text, tokens: int, cells: int, read: Callable[[int], bytearray]) -> None:
+        row = torch.zeros_like(self._ends[0])
+        if cells == tokens:
+            first = sum(1 for _ in self._copies.caches(window=False))
+            row = from_bytes(read(first), row.dtype, row.shape)
+            blocks = text.blocks[: cells // KV_BLOCK]
+            self._ends[blocks] = from_bytes(read(first + 1), row.dtype, (len(blocks), *row.shape))
+        # of a file without its cells it can make none: what it drafts then depends on what follows
+        self._held[text] = Held(tokens, tokens - 1, row[None])
 
     # --- drafts ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A program that drafts beside the model, over the same texts and KV blocks: how tokens of texts become its
 micro-batches, and a chain of its likeliest tokens a draft. What it keeps of texts is each program's own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from math import exp
@@ -11,10 +11,12 @@ import torch
 from pshard.batch import DECODE, PROMPT, Batch, Span
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
+from pshard.runtime.memory.kv_file import DAMAGED, Beside, WrongFile
 from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.texts.text import Piece, Text
 from pshard.runtime.texts.text_blocks import TextBlocks
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,48 @@ class SecondProgram:
     def close(self) -> None:
         """See Follower."""
         self._program.close()
+
+    def keep(self, text: Text) -> tuple[Beside, Iterator[bytes]] | None:
+        """See Follower."""
+        beside = self._outline(text)
+        return (beside, self._list_parts(text, beside)) if beside else None
+
+    def _outline(self, text: Text) -> Beside | None:
+        cells = self._settle(text)
+        return Beside(self.name, cells, self._list_sizes(cells)) if cells else None
+
+    def _list_sizes(self, cells: int) -> tuple[int, ...]:
+        """Bytes of the parts of a file that has so many cells."""
+        return tuple(part[0].nbytes // KV_BLOCK * cells for part in self._copies.caches(window=False))
+
+    def _list_parts(self, text: Text, beside: Beside) -> Iterator[bytes]:
+        self._program.device.synchronize()
+        for cache in self._copies.caches(window=False):
+            yield as_bytes(cache[text.blocks[: kv_blocks(beside.cells, 1)]].flatten(0, 1)[: beside.cells])
+
+    def take(self, text: Text, tokens: Sequence[int], beside: Beside | None, read: Callable[[int], bytearray]) -> None:
+        """See Follower."""
+        cells = beside.cells if beside and beside.name == self.name else 0
+        if beside and cells and beside.sizes != self._list_sizes(cells):
+            raise WrongFile(DAMAGED)
+        self._program.device.synchronize()
+        with self._program.device.current(), self._program.device.computing(), torch.inference_mode():
+            for number, cache in enumerate(self._copies.caches(window=False) if cells else ()):
+                blocks = text.blocks[: kv_blocks(cells, 1)]
+                own = cache[blocks]
+                part = own.flatten(0, 1)[:cells]
+                part.copy_(from_bytes(read(number), part.dtype, part.shape))
+                cache[blocks] = own
+        self._begin_at(text, len(tokens), cells, read)
+
+    def _settle(self, text: Text) -> int:
+        """Make a text's cells as far as can be; of how many of its tokens they are right."""
+        raise NotImplementedError
+
+    def _begin_at(self, text: Text, tokens: int, cells: int, read: Callable[[int], bytearray]) -> None:
+        """A text of so many tokens is there, of which the first so many cells are right. read: further parts of its
+        file."""
+        raise NotImplementedError
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
@@ -152,3 +196,14 @@ class SecondProgram:
 
     def _make_ready(self, rows: Sequence[Rows], tokens: int) -> None:
         """Put what a micro-batch takes beside its tokens in place."""
+
+
+def as_bytes(values: torch.Tensor) -> bytes:
+    """Of numbers wherever they are."""
+    return values.to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(raw: bytearray, kind: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Numbers on the host, of which `as_bytes` made these."""
+    values = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return values.view(kind).view(tuple(shape))

@@ -1,10 +1,11 @@
 """What a pool of texts tells a program that drafts beside it: which tokens were computed, and what was cut."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from pshard.runtime.memory.kv_file import Beside
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens
 
@@ -38,6 +39,15 @@ class Follower(Protocol):
         """What it keeps of every block, [blocks, ...]."""
         ...
 
+    def keep(self, text: Text) -> tuple[Beside, Iterator[bytes]] | None:
+        """What a file is to have of a text, and its parts; None where nothing is worth it."""
+        ...
+
+    def take(self, text: Text, tokens: Sequence[int], beside: Beside | None, read: Callable[[int], bytearray]) -> None:
+        """A text will have these tokens, of a file with this of who drafts, maybe somebody else; None: it has nothing
+        of it. read: a part's bytes. Raises WrongFile for parts of another shape."""
+        ...
+
     def close(self) -> None:
         """Give back what it has."""
         ...
@@ -64,6 +74,13 @@ class NoFollower:
     def caches(self) -> Iterator[torch.Tensor]:
         """None: see Follower."""
         return iter(())
+
+    def keep(self, text: Text) -> tuple[Beside, Iterator[bytes]] | None:
+        """Nothing: see Follower."""
+        return None
+
+    def take(self, text: Text, tokens: Sequence[int], beside: Beside | None, read: Callable[[int], bytearray]) -> None:
+        """Nothing: see Follower."""
 
     def close(self) -> None:
         """Nothing: see Follower."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -103,11 +103,11 @@ class TextPool:
         return self._blocks.open(None, number)
 
     def load(self, path: Path, salt: str | None = None, number: int | None = None) -> Text:
-        """A text with what a file of `save` has of it. Raises UserError for a file that is damaged, of another model or
-        KV type, or too long, and as `begin`."""
+        """The text of a file of `save`. Raises UserError for one that is damaged, too long or not this model's."""
         text = self._blocks.open(salt, number)
         try:
-            tokens, states = self._store.load(path, lambda cells: self._blocks.begin(text, cells))
+            take = partial(self._blocks.begin, text), partial(self._commits.follower.take, text)
+            tokens, states = self._store.load(path, *take)
             self._checkpoints.replace(text.number, states)
             text.ids[:], text.committed = tokens, len(tokens)
             if salt is not None:
@@ -121,8 +121,8 @@ class TextPool:
         """Write what is computed of a text to a file that an engine over any number of ranks can load. Raises
         UserError when it cannot be written, and leaves no new file then; or for drafts."""
         _check_no_drafts(text)
-        kept = self._checkpoints.up_to(text.number, len(text.ids))
-        self._store.save(path, self._blocks.whole(text), text.ids, kept)
+        kept = self._checkpoints.up_to(text.number, len(text.ids)), self._commits.follower.keep(text)
+        self._store.save(path, self._blocks.whole(text), text.ids, *kept)
 
     def close(self, text: Text, keep: bool = True) -> None:
         """Let a text go; may be called twice. Its full blocks stay until their room is needed; keep=False: those that

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from draft_engines import open_with
 from engines import open_engine
 from fuzz.bases import TINY, write_hybrid_bases
 from fuzz.mutate_bytes import Mutant, mutate_bytes
@@ -41,9 +42,11 @@ def _mutate_header(data: bytes) -> Callable[[random.Random], Mutant]:
 
 
 def fuzz_kv_files(name: str, folder: Path) -> Target:
-    """KV files of a model with cells only, and of one with states that do not grow too."""
-    models = [write_gguf(folder / "a.gguf", **TINY), write_hybrid_bases(folder)[0]]
-    engines = [open_engine(model, tokens=(1, 16), context=16) for model in models]
+    """KV files of a model with cells only, of one with states that do not grow too, and of one with a draft model."""
+    plain, drafted = (write_gguf(folder / f"{name}.gguf", **TINY) for name in "ab")
+    models = [plain, write_hybrid_bases(folder)[0], drafted]
+    engines = [open_engine(model, tokens=(1, 16), context=16) for model in models[:2]]
+    engines.append(open_with(drafted, drafted, context=64))
     path, files, right = folder / "mutant", list[bytes](), list[torch.Tensor]()
     for engine in engines:
         engine.forward(IDS)

@@ -1,6 +1,10 @@
 """A draft model beside a model: the text stays what it is, and what cannot draft is named."""
 
+import json
 import random
+import struct
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +104,49 @@ def test_a_draft_ends_before_the_first_token_that_is_less_likely_than_asked_for(
             assert drafts == whole[: likely.index(False)]
         both = engine.drafter.draft([Ask(text, (5,), 3), Ask(engine.texts.begin(), (9,), 3, 1.0)])
         assert both == [whole[:3], ()]
+
+
+def test_a_saved_text_is_drafted_behind_as_before_or_read_by_the_draft_model_first(model: Path, tmp_path: Path) -> None:
+    ids, file, wanted = some_ids(150, 4), tmp_path / "text", DraftSettings(DRAFT, 3, fixed=True)
+    with open_with(model, model, sequences=2) as engine:
+        engine.forward(ids)
+        engine.save(file)
+    with open_engine(model, context=CONTEXT, tokens=TOKENS, kernels="fast") as engine:
+        engine.load(file)
+        told = list(engine.generate([5], 30, GREEDY, text=False))
+        engine.load(file)
+        engine.save(tmp_path / "alone")
+    for name in ("text", "alone"):
+        with open_with(model, model) as engine:
+            engine.load(tmp_path / name)
+            counted, read = replace(wanted, record=AcceptanceRecord(DRAFT)), list[int]()
+            program = engine.drafter._program
+
+            def run(ids, *more, call=program.run, read=read, **kept):
+                read.append(len(ids))
+                return call(ids, *more, **kept)
+
+            program.run = run
+            assert list(engine.generate([5], 30, GREEDY, text=False, speculation=counted)) == told
+            assert counted.record.held == counted.record.tried and sum(counted.record.tried) > 15
+            assert (sum(read) > 150) == (name == "alone")
+
+
+@pytest.mark.parametrize(("field", "value"), [("drafter", 3), ("drafter_cells", 0), ("drafter_cells", 151)])
+def test_a_saved_text_that_cannot_say_who_drafted_is_refused(
+    model: Path, tmp_path: Path, field: str, value: int
+) -> None:
+    ids, file = some_ids(150, 4), tmp_path / "text"
+    with open_with(model, model) as engine:
+        engine.forward(ids)
+        engine.save(file)
+        raw = file.read_bytes()
+        (length,) = struct.unpack_from("<I", raw, 12)
+        header = json.dumps(json.loads(raw[20 : 20 + length]) | {field: value}).encode()
+        told = struct.pack("<II", len(header), zlib.crc32(header))
+        file.write_bytes(raw[:12] + told + header + raw[20 + length :])
+        with pytest.raises(UserError, match="says nothing of who drafts"):
+            engine.load(file)
 
 
 def test_plans_of_a_model_with_a_draft_model_are_others_than_of_it_alone(model: Path, other: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from head_engines import HeadedEngines, record_logits
+from head_engines import HeadedEngines, open_headed, record_logits
 from head_files import HEADED
 from head_forward import LATER, MISTAKES, OF_OWN, head_logits
 
@@ -109,3 +109,35 @@ def test_drafts_do_not_depend_on_how_a_text_came(tmp_path: Path) -> None:
         again = texts.cut(adopted, 100)
         texts.extend([(adopted, [*again, *ids[100:140]])])
         check(adopted)
+
+
+@pytest.mark.parametrize("length", [140, 128])
+def test_a_saved_text_is_drafted_behind_as_it_was_and_by_a_head_alone(tmp_path: Path, length: int) -> None:
+    """Also after drafts that did not hold, in blocks that another text adopts, and after it is saved again."""
+    engines, ids, file = HeadedEngines(tmp_path / "m.gguf", "latent"), some_ids(150, 4), tmp_path / "text"
+    with engines.open(kernels="plain", sequences=2) as engine:
+        text = engine.texts.begin()
+        engine.texts.extend([(text, ids[: length - 2])])
+        engine.drafter.draft([Ask(text, (ids[length - 2],), 7)])
+        engine.texts.step([Piece(text, (*ids[length - 2 : length], 5, 6), "all", best=1, kind=VERIFY)])
+        engine.texts.commit(text, length)
+        engine.texts.save(text, file)
+        right = drafts_behind(engine, text, ids[length])
+    for _ in range(2):
+        with engines.open(kernels="plain", sequences=2, on_acc=False) as engine:
+            loaded = engine.texts.load(file, salt="")
+            engine.texts.save(loaded, file)
+            adopted = engine.texts.open(ids[:length])
+            engine.texts.extend([(adopted, ids[adopted.cached : length])])
+            for text in (loaded, adopted):
+                drafts, logits = drafts_behind(engine, text, ids[length])
+                assert drafts == right[0] and torch.allclose(logits, right[1], atol=1e-4)
+    with open_headed(engines.path, head=False) as engine:  # who has no head needs none, and saves none
+        assert engine.load(file) == tuple(ids[:length])
+        engine.save(file)
+    with engines.open() as engine:
+        assert engine.load(file) == tuple(ids[:length])
+        told = [
+            list(engine.generate([5], 9, Sampling(temperature=0), False, None, s)) for s in (DraftSettings(MTP, 3),)
+        ]
+        assert len(told[0]) == 9
