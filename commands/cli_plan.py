@@ -155,6 +155,8 @@ def _prepare_output(args: argparse.Namespace, planned: Planned, elsewhere: bool,
     profile = planned.profile
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
+    from pshard.planner.price.prompt_math import describe_no_int8
+
     asked = answer(planned, args.steps, args.why)
     emitted = emit_arguments(planned, args.emit) if args.emit else []
     for line in list_unsaid_of(planned) if args.emit else ():
@@ -162,6 +164,8 @@ def _prepare_output(args: argparse.Namespace, planned: Planned, elsewhere: bool,
     free = None if elsewhere or args.profile else free_host_bytes()
     for line in list_tight(planned, free):
         tell(f"note: {line}")
+    if note := describe_no_int8(planned.spec, profile):
+        tell(f"note: {note}")
     for gap in list_gaps(profile, args.split_mode != "none", planned.spec.config.experts is not None):
         tell(f"note: {gap}")
 
@@ -219,7 +223,7 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
             tell(f"note: {note}")
         if args.why:
             find_layer(model.spec, args.why)  # a name that there is not is told before minutes of planning
-        profile = see_machine(args, model, profile, elsewhere, tell)
+        profile = see_machine(args, model, replace(profile, prompt_math=args.prompt_math), elsewhere, tell)
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:

@@ -76,6 +76,8 @@ def _ask_model(
 ) -> "tuple[list[Timeline], list[ExpertMap], list[HitCourse]]":
     """Timelines of the decode tier and the largest tier of every plan, on rank 0, and where routed experts lie; where a
     registry has plans that were made by the profile, of these. records: of runs, whose hits are followed over time."""
+    from dataclasses import replace
+
     from pshard.errors import UserError
     from pshard.models import open_model
     from pshard.planner.explain import simulate_timelines
@@ -98,7 +100,7 @@ def _ask_model(
         if {place.unit for each in v.ranks for place in each.tiers[0].placements} != units:
             raise UserError(other)
         try:
-            timelines = simulate_timelines(spec, profile, v)
+            timelines = simulate_timelines(spec, replace(profile, prompt_math=v.workload.prompt_math), v)
         except ValueError:  # names of units agree, and not the number of experts
             raise UserError(other) from None
         decode = rank.tiers.index(rank.covering(v.workload.answer_rows))

@@ -20,6 +20,7 @@ from pshard.commands.command_line import (
 )
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.draft_flags import add_draft_flags, read_draft_flags
+from pshard.commands.parsing.math_flags import add_math_flag
 from pshard.commands.parsing.model_flags import add_model_flags
 from pshard.commands.split_flags import (
     add_split_flags,
@@ -55,12 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="host memory for all that runs, in MiB (6G); the rest of the model stays on disk (default: all there is)",
     )  # fmt: skip
     p.add_argument(
-        "-c",
-        "--ctx-size",
-        type=parse_context,
-        metavar="N",
+        "-c", "--ctx-size", type=parse_context, metavar="N",
         help="KV cells of all sequences (8192); 0: the model's context",
-    )
+    )  # fmt: skip
     p.add_argument("-np", "--parallel", type=parse_count, metavar="N", help="sequences at once (default: 1)")
     p.add_argument(
         "-ub",
@@ -82,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
     add_split_flags(p, otherwise="equal", reduce_dtype=Workload.reduce_dtype)
+    add_math_flag(p, Workload.prompt_math)
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
     add_card_flag(p)
     p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
@@ -201,6 +200,7 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         reduce_dtype=args.reduce_dtype,
         concurrency=args.concurrency or 0,
         ram_mib=args.ram,
+        prompt_math=args.prompt_math,
     )
     if first.sequences > first.max_ubatch:
         raise UserError(

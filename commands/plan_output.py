@@ -183,6 +183,7 @@ def print_plans(planned: Planned, explained: Explained | None, asked: Asked = NO
     could be alone, the published strategies beside them, and what a server can promise. Last what was `asked`."""
     from rich.console import Console
 
+    from pshard.planner.price.prompt_math import describe_math
     from pshard.planner.routing.show_routing import print_replay
     from pshard.planner.serving.show_promise import print_promises
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
@@ -197,6 +198,9 @@ def print_plans(planned: Planned, explained: Explained | None, asked: Asked = NO
         print_summary(variant, uses[i], words, out)
         print_trials(trials, out, words)
         print_variant(variant, out, words)
+        if math := describe_math(planned.spec, planned.profile):
+            said = f"{math} (--prompt-math {variant.workload.prompt_math})"
+            out.print(f"Prompts are multiplied {said}.", highlight=False, soft_wrap=True)
         if explained:
             gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())
             print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant), words)

@@ -14,6 +14,7 @@ from pshard.commands.command_line import (
 )
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.draft_flags import find_draft_model
+from pshard.commands.parsing.math_flags import add_math_flag
 from pshard.commands.parsing.model_flags import add_model_flags, choose_model
 from pshard.commands.parsing.spec_flags import read_spec_flags
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
@@ -57,6 +58,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
     )
     add_split_flags(group, otherwise="those of the plan that fits")
+    add_math_flag(group)
     group.add_argument("--registry", type=Path, help="plan registry (default: beside the model, else the cache)")
     group.add_argument("--profile", type=Path, help="machine profile (default: this machine's, in the cache)")
     add_card_flag(group)
@@ -83,6 +85,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
         model=model,
         vram_mib=args.vram,
         ram_mib=args.ram,
+        prompt_math=args.prompt_math,
         context=args.ctx_size,
         sequences=sequences,
         type_k=args.cache_type_k,

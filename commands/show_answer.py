@@ -115,6 +115,7 @@ def show_plan(variant: "Variant") -> dict[str, Any]:
         "sequences": w.sequences,
         "split": w.split_mode,
         "way": variant.way,
+        "prompt_math": w.prompt_math,
         "predicted": predicted,
     }
 

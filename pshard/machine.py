@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.times.gpu_tiles import TileChoice
+from pshard.times.gpu_tiles import AUTO, TileChoice, settle_math
 
 PROFILE_VERSION = 1
 MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
@@ -326,6 +326,7 @@ class MachineProfile:
     ranks_per_host: int = 0
     disks: tuple[DiskTiming, ...] = ()
     ram_bytes: int = 0  # of host memory that plans may take on each host, where --ram says so
+    prompt_math: str = AUTO  # one of PROMPT_MATHS, where --prompt-math says so: timings are of "auto"
     version: int = PROFILE_VERSION
 
     @property
@@ -374,9 +375,10 @@ class MachineProfile:
         return next((r.nbytes for r in self.reserves if r.device == timed), None)
 
     def tiles_of(self, index: int) -> tuple[TileChoice, ...]:
-        """The tiles with which the matmuls were timed that are those of accelerator `index`."""
+        """The tiles with which the matmuls were timed that are those of accelerator `index`; LIBRARY for products in
+        int8 that `prompt_math` does not use."""
         timed = self.sources(index)[ACCELERATOR_TABLES.index("matmuls")]
-        return tuple(choice for choice in self.tiles if choice.device == timed)
+        return settle_math((choice for choice in self.tiles if choice.device == timed), self.prompt_math)
 
 
 def _rows_of(rows: tuple, device: str) -> tuple:

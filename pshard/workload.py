@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pshard.speculation import NO_DRAFTS, Acceptance, Drafting
+from pshard.times.gpu_tiles import AUTO
 from pshard.times.running_requests import DECODE_WIDTHS, running_shares
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.state import StateShape
@@ -67,7 +68,7 @@ class Workload:
     of the sequences run on average (`running_shares`); 0 where all of them always do. drafting: who drafts, and how
     many drafts a text's step has; acceptance: how likely they hold, where there are drafts. drafter_mib: of each
     budget, what a second program takes that drafts. ram_mib: of host memory that all of it may take on a host; 0: what
-    there is.
+    there is. prompt_math: how a GPU multiplies prompts' weights; auto: each type as it was timed to be faster.
     """
 
     vram_mib: tuple[int, ...]
@@ -88,6 +89,7 @@ class Workload:
     acceptance: Acceptance | None = None
     drafter_mib: int = 0
     ram_mib: int = 0
+    prompt_math: str = AUTO  # one of PROMPT_MATHS
 
     def under(self, split: Split) -> "Workload":
         """The same with another split."""
@@ -105,9 +107,10 @@ class Workload:
         users += f", of which {self.concurrency} run on average" if self.concurrency else ""
         kv = self.type_k if self.type_k == self.type_v else f"{self.type_k} keys and {self.type_v} values"
         drafts = f", {self.drafting} accepted by {self.acceptance}" if self.drafting.drafts else ""
+        math = f", prompts in {self.prompt_math}" if self.prompt_math != AUTO else ""
         return (
             f"context {self.context}{users}, KV {kv}, ubatch {self.max_ubatch}, prompts of {self.prompt}, "
-            f"answers of {self.generated}{drafts}"
+            f"answers of {self.generated}{drafts}{math}"
         )
 
     @property

@@ -33,6 +33,8 @@ def plan_command(model_path: str, want: Workload) -> str:
         words += ["--serve", "--concurrency", str(want.concurrency)]
     if want.reduce_dtype != standard.reduce_dtype:
         words += ["--reduce-dtype", want.reduce_dtype]
+    if want.prompt_math != standard.prompt_math:
+        words += ["--prompt-math", want.prompt_math]
     return shlex.join(words)
 
 
@@ -73,6 +75,7 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
                 -v.workload.sequences,
                 v.workload.max_ubatch == want.max_ubatch,
                 _rank_context(v, want),
+                v.workload.prompt_math == want.prompt_math,
                 v.workload.max_ubatch,
                 -_round(v, want),
             ),
@@ -168,5 +171,6 @@ def _describe(made: Workload) -> str:
     split += " -ts " + ",".join(f"{share:.4g}" for share in made.tensor_split) if made.tensor_split else ""
     split += f" --max-tp {format_limits(made.max_tp)}" if made.max_tp else ""
     split += f" --serve --concurrency {made.concurrency}" if made.concurrency else ""
+    split += f" --prompt-math {made.prompt_math}" if made.prompt_math != Workload.prompt_math else ""
     budget = "any number of" if made.vram_mib[0] >= UNLIMITED_MIB else ",".join(map(str, made.vram_mib))
     return f"{budget} MiB -c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"

@@ -10,6 +10,7 @@ from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
 from pshard.speculation import Speculation
+from pshard.times.gpu_tiles import PROMPT_MATHS
 from pshard.times.running_requests import MOST_CONCURRENCY
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.moe.expert_cache import check_cache
@@ -83,7 +84,8 @@ def _check_speculation(said: Speculation, workload: Workload, where: str) -> Non
 
 
 def _check_workload(workload: Workload, where: str) -> None:
-    for name, allowed in (("split_mode", SPLIT_MODES), ("reduce_dtype", REDUCE_DTYPES)):
+    settings = (("split_mode", SPLIT_MODES), ("reduce_dtype", REDUCE_DTYPES), ("prompt_math", PROMPT_MATHS))
+    for name, allowed in settings:
         if (value := getattr(workload, name)) not in allowed:
             raise ValueError(f"{where}.{name} is {value!r}, not one of {', '.join(allowed)}")
     if not 1 <= workload.sequences <= workload.context:

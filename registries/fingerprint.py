@@ -52,7 +52,7 @@ def digest_profile(profile: MachineProfile) -> str:
     are refused or what torch takes were kept, are what they were.
     """
     data = to_json(profile)
-    for apart in ("lockable_bytes", "disks", "ram_bytes"):
+    for apart in ("lockable_bytes", "disks", "ram_bytes", "prompt_math"):
         del data[apart]
     for later in ("ranks_per_host", "experts", "routes", "deltas", "in_place", "refused", "reserves"):
         if not data[later]:

@@ -157,7 +157,7 @@ def variant_key(variant: Variant, drafts: bool | None = None) -> tuple:
     w = variant.workload
     split = (w.split_mode, w.tensor_split, w.max_tp, w.device)
     load = (w.sequences, w.concurrency, w.drafting.drafts > 0 if drafts is None else drafts)
-    return (w.vram_mib, w.context, load, w.type_k, w.type_v, w.max_ubatch, *split, w.ram_mib)
+    return (w.vram_mib, w.context, load, w.type_k, w.type_v, w.max_ubatch, *split, w.ram_mib, w.prompt_math)
 
 
 def _list_replaced(variant: Variant) -> tuple[tuple, ...]:

@@ -110,6 +110,7 @@ def run_test(
         command=setting.command,
         split_mode=w.split_mode,
         reduce_dtype=w.reduce_dtype if w.split_mode == "tensor" else "",
+        prompt_math=w.prompt_math,
         rank_peaks_mib=peaks,
         same_as=setting.same_as,
         slot_hits=slots.found.share if slots.found.chosen else None,

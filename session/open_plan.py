@@ -49,6 +49,7 @@ def open_plan(request: RunRequest) -> Opened:
     Raises UserError: no profile, a stale plan, no plan that can be made; and where none is to be made, NotPlanned.
     """
     from pshard.models.attach_draft import open_drafted
+    from pshard.planner.price.prompt_math import describe_no_int8
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
     from pshard.registries.store import describe_other_locks, load_registry, own_plans, registry_path
@@ -57,7 +58,7 @@ def open_plan(request: RunRequest) -> Opened:
     check_kv_types(file.spec.config, request.type_k, request.type_v)
     profile = load_profile(request.profile)
     check_machine(profile, request.profile)
-    profile = limit_ram(profile, request.ram_mib)
+    profile = replace(limit_ram(profile, request.ram_mib), prompt_math=request.prompt_math or Workload.prompt_math)
     profile = use_disk(file, profile, request.ranks, request.profile, tell_once)
     want = wanted_workload(request, profile)
     path = registry_path(request.model, request.registry)
@@ -74,10 +75,7 @@ def open_plan(request: RunRequest) -> Opened:
     def choose() -> "Choice":
         registry = load_registry(path, command)
         plans = own_plans(registry, inputs, f"{command} (or add --replan)")
-        small = [v for v in plans.variants if request.ubatch is None or v.workload.max_ubatch <= request.ubatch]
-        if plans.variants and not small:
-            raise NotPlanned(f"no plan keeps its micro-batches to {request.ubatch} tokens; run: {command}")
-        found = _choose_for(request.drafts, replace(plans, variants=tuple(small)), want, command)
+        found = _choose_for(request.drafts, _keep_asked(plans, request, command), want, command)
         if other := describe_other_locks(registry, found.variant, inputs):
             tell_once(f"note: the plan was made for another limit ({other}); for a plan for this one run: {command}")
         return found
@@ -107,8 +105,23 @@ def open_plan(request: RunRequest) -> Opened:
     file.spec = order_experts(file.spec, choice.variant.popularity)  # predictions are made by it too
     note_model(request.model)
     workload = choice.variant.workload
+    profile = replace(profile, prompt_math=workload.prompt_math)
+    if note := describe_no_int8(file.spec, profile):
+        tell_once(f"note: {note}")
     workload = replace(workload, reduce_dtype=request.reduce_dtype or workload.reduce_dtype)
     return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
+
+
+def _keep_asked(plans: PlanSet, request: RunRequest, command: str) -> PlanSet:
+    """The plans with micro-batches, and products of prompts, as the request wants them. Raises NotPlanned where there
+    are none."""
+    small = [v for v in plans.variants if request.ubatch is None or v.workload.max_ubatch <= request.ubatch]
+    if plans.variants and not small:
+        raise NotPlanned(f"no plan keeps its micro-batches to {request.ubatch} tokens; run: {command}")
+    alike = tuple(v for v in small if request.prompt_math in (None, v.workload.prompt_math))
+    if small and not alike:
+        raise NotPlanned(f"no plan has --prompt-math {request.prompt_math}; run: {command}")
+    return replace(plans, variants=alike)
 
 
 def _choose_for(drafts: str, plans: PlanSet, want: Workload, command: str) -> "Choice":

@@ -48,6 +48,7 @@ class RunRequest:
     drafts: str = NONE  # who is to draft, as --spec says
     draft_model: Path | None = None  # that drafts
     ram_mib: int = 0  # of host memory in all; 0: what there is
+    prompt_math: str | None = None  # how prompts are multiplied; a plan for another way does not serve
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
     @property
@@ -110,6 +111,7 @@ def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
         reduce_dtype=request.reduce_dtype or Workload.reduce_dtype,
         concurrency=request.concurrency,
         ram_mib=request.ram_mib,
+        prompt_math=request.prompt_math or Workload.prompt_math,
     )
 
 

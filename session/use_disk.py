@@ -62,7 +62,7 @@ def use_disk(
     profile = replace(profile, disks=(*profile.disks, *found))
     say(describe_disk(profile.of_disk(disk)))
     try:
-        save_profile(replace(profile, ram_bytes=0), given)
+        save_profile(replace(profile, ram_bytes=0, prompt_math=Workload.prompt_math), given)
     except CannotWrite as error:
         say(f"note: the timings of the disk are for this run only: {error}")
     return profile.of_disk(disk)

@@ -19,6 +19,7 @@ from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
+from pshard.planner.price.prompt_math import price_math
 from pshard.quant import packed_nbytes
 from pshard.times.curves import Curve, interpolate
 from pshard.times.curves import curve_through as _curve
@@ -42,7 +43,7 @@ class Tables:
         self.vector_tokens = (TILE_TOKENS if tiles else SMALL_BATCH) if native else 0
         self._matmul: dict[tuple[str, str], dict[tuple[int, int], Curve]] = defaultdict(dict)
         rows = defaultdict(list)
-        for m in profile.matmuls:
+        for m in price_math(profile).matmuls:
             rows[m.device, m.qtype, m.rows, m.cols].append((m.tokens, m.seconds))
         for (device, qtype, r, c), points in rows.items():
             self._matmul[device, qtype][r, c] = _curve(points)
@@ -56,7 +57,7 @@ class Tables:
         for (device, kv_type, heads, sequences, tokens), points in cells.items():
             by, count = (self._attention, tokens) if sequences == 1 else (self._together, sequences)
             by[device, kv_type].setdefault(heads, {})[count] = _curve(points)
-        self.routed, self.deltas = ExpertTables(profile), DeltaTables(profile)
+        self.routed, self.deltas = ExpertTables(price_math(profile)), DeltaTables(profile)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
         timed = [((c.direction, c.memory), c.nbytes, c.seconds) for c in copies]

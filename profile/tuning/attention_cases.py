@@ -10,9 +10,8 @@ from pshard.profile.timed.kernel_jobs import KV_TYPE
 from pshard.profile.timed.time_experts import deal_routes, rotate_layers
 from pshard.profile.timed.time_kernels import KernelBench, attention_buffers, index_rows
 from pshard.profile.tuning.tile_cases import TileCase
-from pshard.runtime.kernels.gpu.default_tiles import pairs_together
 from pshard.runtime.memory.workspace import view_buffers
-from pshard.times.gpu_tiles import ANY_BATCH
+from pshard.times.gpu_tiles import ANY_BATCH, pairs_together
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.latent_attention import latent_pieces
 from pshard.units.moe.routed import scratch_of

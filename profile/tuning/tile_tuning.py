@@ -15,7 +15,7 @@ from pshard.profile.tuning.attention_cases import calls_of_attention, calls_of_e
 from pshard.profile.tuning.compile_ahead import Request, compile_ahead, count_processes, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.runtime.kernels.api import TiledKernels
-from pshard.times.gpu_tiles import INT8_KERNEL, Tile, TileChoice
+from pshard.times.gpu_tiles import AUTO, INT8_EXPERTS, INT8_KERNELS, Tile, TileChoice, settle_math
 
 NOISE = 0.03  # a tile must be faster than the default by more than this
 NO_ROOM = KernelRefused, torch.OutOfMemoryError  # of a card that has no tile, or no memory, for a case
@@ -53,7 +53,7 @@ def tune_tiles(bench: KernelBench, kernels: TiledKernels, cases: list[TileCase],
         ready = [tile for tile in reached if all(compiled[r] is None for r in needs[trial.case][tile])]
         untried += len(others) - len(reached)
         choices += trial.choose(ready if broken else [default, *ready]) if ready else []
-    kernels.use_tiles(choices)
+    kernels.use_tiles(settle_math(choices, AUTO))
     failures = [_describe(error) for error in compiled.values() if error is not None]
     return Tuned(tuple(choices), untried, tuple(failures + [f for trial in trials for f in trial.failures]))
 
@@ -102,7 +102,7 @@ class _Trial:
             default = best = next(iter(seconds))
             totals = {tile: totals[tile] + more for tile, more in seconds.items()}
             faster = [t for t in totals if totals[t] < (1 - NOISE) * totals[default]]
-            if self.case.kernel == INT8_KERNEL:  # the times of both ways are kept, whichever is faster
+            if self.case.kernel in INT8_KERNELS:  # the times of both ways are kept, whichever is faster
                 faster = [t for t in totals if t != default]
             if not faster:
                 break
@@ -138,7 +138,7 @@ class _Trial:
         return dict(zip(runs, times))
 
     def _calls(self, on: tuple[Any, ...]) -> tuple[Callable[[int], None], torch.Tensor]:
-        if self.case.kernel.startswith("grouped"):
+        if self.case.kernel.startswith("grouped") or self.case.kernel == INT8_EXPERTS:
             return calls_of_experts(self.bench, *on)
         if self.case.kernel.startswith("latent"):
             return calls_of_latents(self.bench, *on)

@@ -3,6 +3,8 @@
 import statistics
 from dataclasses import dataclass
 
+from pshard.times.gpu_tiles import AUTO
+
 
 @dataclass(frozen=True)
 class TimelineEvent:
@@ -85,6 +87,7 @@ class Measurement:
     timeline: tuple[TimelineEvent, ...] = ()
     split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
     reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.collectives; "" where nothing was
+    prompt_math: str = AUTO  # how prompts were multiplied: one of PROMPT_MATHS
     rank_peaks_mib: tuple[float, ...] = ()
     same_as: str = ""  # a strategy of the same bench whose plan does the same work on this machine: one plan, two names
     slot_hits: float | None = None  # share of decoding's choices of experts that were found in slots that follow use

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pshard.jsonio import to_json
 from pshard.reports.tables.batched_table import format_batched
 from pshard.reports.tables.markdown_table import draw_table
+from pshard.times.gpu_tiles import AUTO
 from pshard.times.measurement import Measurement
 
 FORMATS = ("md", "batched", "csv", "json", "jsonl")
@@ -55,6 +56,7 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
     ]
     slots: list[Column] = [("in slots", _describe_hits, True)]
     sums: list[Column] = [("sums", lambda m: m.reduce_dtype or "-", False)]
+    math: list[Column] = [("prompts in", lambda m: m.prompt_math, False)]
     drafts: list[Column] = [("drafts", describe_drafts, False)]
     return [
         ("model", lambda m: m.model, False),
@@ -64,6 +66,7 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
         *(column for column in optional if len({column[1](m) for m in measurements}) > 1),
         *(slots if any(m.slot_hits is not None for m in measurements) else []),
         *(sums if any(m.reduce_dtype for m in measurements) else []),
+        *(math if any(m.prompt_math != AUTO for m in measurements) else []),
         ("test", lambda m: m.test, False),
         ("t/s", lambda m: f"{m.avg_ts:.2f} ± {m.stddev_ts:.2f}", True),
         *(drafts if any(m.drafts for m in measurements) else []),

@@ -151,7 +151,7 @@ def _distance(variant: Variant, load: int) -> int:
 
 def _serves_alike(variant: Variant, chosen: Variant) -> bool:
     one, other = variant.workload, chosen.workload
-    same: Callable = lambda w: (w.type_k, w.type_v, w.split_mode, w.device, len(w.vram_mib))  # noqa: E731
+    same: Callable = lambda w: (w.type_k, w.type_v, w.split_mode, w.device, len(w.vram_mib), w.prompt_math)  # noqa: E731
     return same(one) == same(other) and one.context >= other.context and one.sequences >= other.sequences
 
 

@@ -24,7 +24,7 @@ from pshard.profile.checked.kernel_cases import _random, _weight, list_cases  # 
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Routes, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS, CardLimits, card_limits  # noqa: E402
 from pshard.runtime.kernels.gpu.cuda import CudaKernels  # noqa: E402
-from pshard.runtime.kernels.gpu.default_tiles import grouped_tiles, pairs_together  # noqa: E402
+from pshard.runtime.kernels.gpu.default_tiles import grouped_tiles  # noqa: E402
 from pshard.runtime.kernels.gpu.tiles.attention_tiles import (  # noqa: E402
     decode_tiles,
     latent_decode_tiles,
@@ -36,7 +36,12 @@ from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
 from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
 from pshard.runtime.memory.kv_cache import KV_DTYPES  # noqa: E402
 from pshard.runtime.memory.workspace import view_buffers  # noqa: E402
-from pshard.times.gpu_tiles import ANY_BATCH, Tile, TileChoice  # noqa: E402
+from pshard.times.gpu_tiles import (  # noqa: E402
+    ANY_BATCH,
+    Tile,
+    TileChoice,
+    pairs_together,
+)
 from pshard.units.attention import decode_pieces  # noqa: E402
 from pshard.units.kv_cells import KV_BLOCK  # noqa: E402
 from pshard.units.latent_attention import latent_pieces  # noqa: E402

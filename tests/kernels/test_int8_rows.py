@@ -17,7 +17,7 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_int8_rows
 
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
 from pshard.runtime.kernels.gpu.products import int8_rows, many_rows  # noqa: E402
-from pshard.times.gpu_tiles import INT8_KERNEL, INT8_TYPES, Tile, TileChoice  # noqa: E402
+from pshard.times.gpu_tiles import INT8_KERNEL, INT8_TYPES, Tile, TileChoice, settle_math  # noqa: E402
 
 if READY and DEVICE == "cpu":
     mend_interpreter()
@@ -33,7 +33,7 @@ def test_int8_rows_in_the_interpreter() -> None:
 
 def kernels_with(qtypes: tuple[str, ...], tile: Tile = TILE, gain: float = 2.0) -> cuda.CudaKernels:
     choices = [TileChoice("acc", INT8_KERNEL, qtype, 128, tile, 1.0, gain) for qtype in qtypes]
-    return cuda.CudaKernels(DEVICE, 128, choices)
+    return cuda.CudaKernels(DEVICE, 128, settle_math(choices, "auto"))
 
 
 def numpy64(tensor: torch.Tensor) -> np.ndarray:

@@ -32,6 +32,7 @@ from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
+from pshard.times.gpu_tiles import PROMPT_MATHS
 from pshard.units.moe.expert_cache import ExpertCache, pack_hits
 from pshard.workload import Workload
 
@@ -53,6 +54,7 @@ CHOICES = {
     **{(Workload, name): st.integers(1, 1 << 53) for name in ("max_ubatch", "prompt", "generated")},
     (Workload, "split_mode"): st.sampled_from(["none", "tensor"]),
     (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
+    (Workload, "prompt_math"): st.sampled_from(PROMPT_MATHS),
     (Workload, "concurrency"): st.sampled_from([0, 1]),
     (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
     (Variant, "speculation"): st.none(),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
-from pshard.times.gpu_tiles import Tile
+from pshard.times.gpu_tiles import INT8_EXPERTS, INT8_GATED, INT8_KERNEL, Tile
 
 PROCESSORS = 132  # of the card that the defaults' programs are counted for; others run their share of these
 MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU
@@ -68,6 +68,10 @@ INT8_TILES = (
     Tile(128, 2, 4, 1, tokens=64),
     Tile(128, 1, 8, 1, registers=128, tokens=128),
 )
+# Of gate and up at once, which keep half a register for each sum of the gate; without a stage: one after the other
+INT8_GATED_TILES = (*INT8_TILES[:3], *(replace(tile, stages=0) for tile in INT8_TILES[:3]))
+INT8_EXPERT_TILES = (INT8_TILES[1], Tile(64, 1, 2, 1, registers=160, tokens=32), INT8_TILES[2], INT8_TILES[0])
+INT8_WAYS = {INT8_KERNEL: INT8_TILES, INT8_GATED: INT8_GATED_TILES, INT8_EXPERTS: INT8_EXPERT_TILES}
 _ROOMY = 160 << 10  # bytes of shared memory a block of cards that have room for these too: up to 131072 with BF16
 _GROUPED_ROOMY: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("grouped gate", 16): (Tile(16, 64, 4, 4, tokens=128),),
@@ -91,14 +95,6 @@ def default_tile(kernel: str, qtype: str, tokens: int, limits: CardLimits) -> Ti
 def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
     """Which tiles gate and up of so many rows take: "gated" or "gated few"."""
     return "gated few" if tokens == 1 and rows < MANY_ROWS and qtype not in DP4A_TYPES else "gated"
-
-
-def pairs_together(pairs: int, experts: int) -> int:
-    """Pairs (token, chosen expert) of a tile, of so many in all: with room for twice an expert's even share, as
-    decoding an expert's weights for a second tile takes longer than rows that are empty. 64 pairs go to the tensor
-    cores in larger pieces than 32, and take less time."""
-    room = -(-2 * pairs // experts)
-    return 16 if room <= 16 else 64 if room <= 64 else 128
 
 
 def grouped_tiles(kernel: str, together: int, limits: CardLimits) -> tuple[Tile, ...]:

@@ -7,13 +7,12 @@ import triton
 
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
-from pshard.runtime.kernels.gpu.default_tiles import pairs_together
 from pshard.runtime.kernels.gpu.experts import triton_grouped
 from pshard.runtime.kernels.gpu.experts.picked import Picked
 from pshard.runtime.kernels.gpu.products.places import places
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
-from pshard.times.gpu_tiles import Tile
+from pshard.times.gpu_tiles import Tile, pairs_together
 
 
 class Kinds(NamedTuple):

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pshard.errors import KernelRefused
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
-from pshard.runtime.kernels.gpu.default_tiles import INT8_TILES, candidate_tiles, default_tile, grouped_tiles
+from pshard.runtime.kernels.gpu.default_tiles import INT8_WAYS, candidate_tiles, default_tile, grouped_tiles
 from pshard.runtime.kernels.gpu.tiles.kernel_failures import describe_failure, is_kernel_failure, name_card, refuse
-from pshard.times.gpu_tiles import INT8_KERNEL, LIBRARY, Tile, TileChoice
+from pshard.times.gpu_tiles import INT8_EXPERTS, INT8_GATED, INT8_KERNEL, LIBRARY, Tile, TileChoice, choose_bucket
 
 Key = tuple[str, str, int]  # kernel, quant type or that of cells, bucket of tokens; as of a `TileChoice`
 
@@ -28,11 +28,11 @@ class TilePicker:
     def use(self, choices: Iterable[TileChoice]) -> None:
         """See `TiledKernels.use_tiles`."""
         choices = tuple(choices)
-        self._chosen = {(c.kernel, c.qtype, c.tokens): c.tile for c in choices if c.is_faster}
-        self._counts: dict[str, list[int]] = {}
+        self._chosen = {(c.kernel, c.qtype, c.tokens): c.tile for c in choices}
+        self._counts: dict[tuple[str, str], list[int]] = {}
         for choice in choices:
-            if choice.kernel == INT8_KERNEL:
-                self._counts.setdefault(choice.qtype, []).append(choice.tokens)
+            if choice.is_int8:
+                self._counts.setdefault((choice.kernel, choice.qtype), []).append(choice.tokens)
         self._only: Key | None = None
         self._ways.clear()
         self._of_32.clear()
@@ -68,8 +68,19 @@ class TilePicker:
 
         As a profile found for the largest batch of up to `tokens`, or for the smallest one.
         """
-        counts = self._counts.get(qtype, ())
-        key = INT8_KERNEL, qtype, max((n for n in counts if n <= tokens), default=min(counts, default=0))
+        return self._int8_or_library(INT8_KERNEL, qtype, tokens)
+
+    def many_rows_gated(self, qtype: str, tokens: int) -> tuple[Key, tuple[Tile, ...]]:
+        """The same for gate and up of an FFN at once."""
+        return self._int8_or_library(INT8_GATED, qtype, tokens)
+
+    def many_pairs(self, qtype: str, together: int) -> tuple[Key, tuple[Tile, ...]]:
+        """The same for experts of many tokens, by their type and pairs of a tile in bfloat16."""
+        key = INT8_EXPERTS, qtype, together
+        return key, self.ways(key, lambda: (LIBRARY,))
+
+    def _int8_or_library(self, kernel: str, qtype: str, tokens: int) -> tuple[Key, tuple[Tile, ...]]:
+        key = kernel, qtype, choose_bucket(self._counts.get((kernel, qtype), ()), tokens)
         return key, self.ways(key, lambda: (LIBRARY,))
 
     def fixed(self, kernel: str, qtype: str, tokens: int) -> Tile:
@@ -80,8 +91,8 @@ class TilePicker:
         """See `TiledKernels.tiles_of`."""
         if kernel.startswith(("matvec", "gated")):
             return self.few_rows(kernel, qtype, tokens)
-        if kernel == INT8_KERNEL:
-            return LIBRARY, *INT8_TILES
+        if kernel in INT8_WAYS:
+            return LIBRARY, *INT8_WAYS[kernel]
         return self._ways.get((kernel, qtype, tokens), ())
 
     def ways(self, key: Key, tiles: Callable[[], Sequence[Tile]]) -> tuple[Tile, ...]:

@@ -1,0 +1,96 @@
+"""--prompt-math: prompts are priced, planned and run the way that is asked for, and what has no such way is named."""
+
+from dataclasses import replace
+
+import pytest
+from cli_world import World, make_world
+from planner_cases import DESKTOP, make_model
+
+from pshard.errors import NotPlanned
+from pshard.machine import ExpertTiming
+from pshard.model_config import Experts
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.prompt_math import describe_math, describe_no_int8, price_math
+from pshard.registries.fingerprint import digest_profile
+from pshard.session.open_plan import open_plan
+from pshard.session.run_request import RunRequest
+from pshard.times.gpu_tiles import INT8_EXPERTS, INT8_KERNEL, LIBRARY, Tile, TileChoice
+
+TILE = Tile(64, 1, 2, 1, tokens=64)
+TIMED = (  # Q4_0 is twice as fast in int8 from 512 tokens on, and slower below
+    TileChoice("acc", INT8_KERNEL, "Q4_0", 128, TILE, 1.25, 1.0),
+    TileChoice("acc", INT8_KERNEL, "Q4_0", 512, TILE, 1.0, 2.0),
+    TileChoice("acc", INT8_EXPERTS, "Q4_0", 128, TILE, 1.0, 1.5),
+)
+EXPERTS = ExpertTiming("acc", "Q4_0", "Q4_0", 8, 2, 64, 64, 4096, 3.0)
+PROFILE = replace(profile_from_datasheet(DESKTOP), tiles=TIMED, experts=(EXPERTS,))
+
+
+def under(math: str):
+    return replace(PROFILE, prompt_math=math)
+
+
+@pytest.mark.parametrize(
+    ("math", "few", "some", "many"), [("auto", 1.0, 1.0, 1.0), ("bf16", 1.0, 1.0, 2.0), ("int8", 1.0, 1.25, 1.0)]
+)
+def test_products_are_priced_in_the_way_that_is_asked_for(math: str, few: float, some: float, many: float) -> None:
+    for tokens, factor in ((64, few), (128, some), (4096, many)):
+        auto, asked = (Tables(under(m)).matmul("acc", "Q4_0", 4096, 4096, tokens) for m in ("auto", math))
+        assert asked == pytest.approx(factor * auto)
+        assert Tables(under(math)).matmul("acc", "Q6_K", 4096, 4096, tokens) == pytest.approx(
+            Tables(PROFILE).matmul("acc", "Q6_K", 4096, 4096, tokens)
+        )
+
+
+def test_experts_are_priced_in_the_way_that_is_asked_for_where_tiles_have_room() -> None:
+    few = replace(EXPERTS, tokens=300)  # 75 pairs an expert: tiles of 64 have no room, whatever is asked for
+    for math, factor in (("auto", 1.0), ("bf16", 1.5), ("int8", 1.0)):
+        priced = price_math(replace(under(math), experts=(EXPERTS, few))).experts
+        assert [e.seconds for e in priced] == [factor * 3.0, 3.0]
+
+
+def test_a_run_takes_the_tiles_of_the_way_that_is_asked_for() -> None:
+    used = {math: [c.tile for c in under(math).tiles_of(0)] for math in ("auto", "bf16", "int8")}
+    assert used == {"auto": [LIBRARY, TILE, TILE], "bf16": [LIBRARY] * 3, "int8": [TILE] * 3}
+
+
+def test_the_way_that_is_asked_for_is_no_other_profile() -> None:
+    assert digest_profile(under("int8")) == digest_profile(PROFILE)
+
+
+def test_types_are_named_by_the_way_they_are_multiplied() -> None:
+    spec = make_model(layers=2, odd_qtype="Q2_K")
+    assert describe_math(spec, under("auto")) == "in int8: Q4_0 from 512 tokens; in bf16: Q2_K"
+    assert describe_math(spec, under("bf16")) == "in bf16: Q2_K, Q4_0"
+    routed = make_model(layers=1, experts=Experts(8, 2, 64))
+    assert describe_math(routed, under("int8")) == "in int8: Q4_0 from 128 tokens, experts of Q4_0"
+
+
+def test_types_without_a_way_in_int8_are_named_once_and_only_where_int8_is_asked_for() -> None:
+    spec = make_model(layers=4, odd_qtype="Q2_K")
+    assert "Q2_K stay in bf16" in (describe_no_int8(spec, under("int8")) or "")
+    assert describe_no_int8(spec, under("auto")) is None
+    assert describe_no_int8(make_model(layers=2), under("int8")) is None
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
+    return make_world(tmp_path, n_layers=1)
+
+
+def test_a_run_takes_no_plan_that_was_made_for_another_way(world: World, capfd) -> None:
+    request = RunRequest(world.model, (world.roomy,), 256, 1, profile=world.profile, plans=True)
+    opened = open_plan(request)
+    opened.file.close()
+    with pytest.raises(NotPlanned, match=r"no plan has --prompt-math int8; run: .* --prompt-math int8"):
+        open_plan(replace(request, prompt_math="int8", plans=False))
+    capfd.readouterr()
+    opened = open_plan(replace(request, prompt_math="int8"))
+    opened.file.close()
+    assert opened.variant.workload.prompt_math == opened.profile.prompt_math == "int8"
+    assert capfd.readouterr().err.count("note: --prompt-math int8 is for GPUs") == 1
+    again = open_plan(replace(request, plans=False))
+    again.file.close()
+    assert again.variant.workload.prompt_math == "auto"
