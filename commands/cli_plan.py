@@ -223,7 +223,7 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
             tell(f"note: {note}")
         if args.why:
             find_layer(model.spec, args.why)  # a name that there is not is told before minutes of planning
-        profile = see_machine(args, model, replace(profile, prompt_math=args.prompt_math), elsewhere, tell)
+        profile = see_machine(args, model, profile, elsewhere, tell)
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:

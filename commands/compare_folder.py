@@ -28,7 +28,8 @@ def see_machine(
 ) -> MachineProfile:
     """The machine as a model's plans may use it: under --ram, and with the timings of a disk where they may need it."""
     ranks = 1 if args.split_mode == "none" else 2
-    return assume_disk(file, limit_ram(profile, args.ram), ranks, args.profile, elsewhere, tell)
+    profile = replace(limit_ram(profile, args.ram), prompt_math=args.prompt_math)
+    return assume_disk(file, profile, ranks, args.profile, elsewhere, tell)
 
 
 def ask_outlook(

@@ -11,7 +11,7 @@ from pshard.profile.timed.time_experts import deal_routes, rotate_layers
 from pshard.profile.timed.time_kernels import KernelBench, attention_buffers, index_rows
 from pshard.profile.tuning.tile_cases import TileCase
 from pshard.runtime.memory.workspace import view_buffers
-from pshard.times.gpu_tiles import ANY_BATCH, pairs_together
+from pshard.times.gpu_tiles import ANY_BATCH, INT8_EXPERTS, INT8_TYPES, experts_type, pairs_together
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.latent_attention import latent_pieces
 from pshard.units.moe.routed import scratch_of
@@ -20,6 +20,7 @@ from pshard.units.operations import Attend, AttendLatent
 PROMPTS = ((2048, 4096), (512, 512))  # new tokens, cells in all: on the second nothing may be lost
 DECODING = ((1, 4096), (1, 1024))
 ROOMS = (12, 48, 200)  # pairs of an expert, twice, of which tiles have 16, 64 and 128
+INT8_PAIRS = 256  # of an expert, for which every tile in int8 has room
 Calls = tuple[Callable[[int], None], torch.Tensor]
 
 
@@ -53,6 +54,10 @@ def _experts(shapes: Shapes) -> Iterator[TileCase]:
             on = ((gate, down, width, rule, tokens),)
             yield TileCase("grouped gate", gate, together, on)
             yield TileCase("grouped down", down, together, on)
+        if {gate, down} <= set(INT8_TYPES):
+            tokens = INT8_PAIRS * rule.count // rule.used
+            together = pairs_together(tokens * rule.used, rule.count)
+            yield TileCase(INT8_EXPERTS, experts_type(gate, down), together, ((gate, down, width, rule, tokens),))
 
 
 def _power(n: int) -> int:

@@ -12,7 +12,7 @@ from pshard.profile.effort import Shapes
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.kernels.api import Kernels, Packed
 from pshard.runtime.kernels.gpu.default_tiles import gated_kernel
-from pshard.times.gpu_tiles import INT8_KERNEL, INT8_TYPES, Tile, TileChoice
+from pshard.times.gpu_tiles import INT8_GATED, INT8_KERNEL, INT8_TYPES, Tile, TileChoice
 
 INT8_TOKENS = (128, 512, 4096)  # of products of many rows, each up to the next
 
@@ -59,13 +59,15 @@ def tile_cases(shapes: Shapes, tokens: tuple[int, ...], most: int) -> list[TileC
 
 
 def int8_cases(shapes: Shapes, most: int) -> list[TileCase]:
-    """Products of many rows, in int8 or by a library: each type of these shapes and INT8_TOKENS."""
-    found: dict[str, set[tuple[int, int]]] = {}
+    """Products of many rows, and gates with ups, in int8 or by a library: each type of these shapes and INT8_TOKENS."""
+    found: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for qtype, rows, cols in shapes.matmuls:
         if qtype in INT8_TYPES:
-            found.setdefault(qtype, set()).add((rows, cols))
-    largest = {qtype: _take_largest(matrices, most) for qtype, matrices in sorted(found.items())}
-    return [TileCase(INT8_KERNEL, qtype, n, matrices) for n in INT8_TOKENS for qtype, matrices in largest.items()]
+            found.setdefault((INT8_KERNEL, qtype), set()).add((rows, cols))
+            if (cols, rows) in shapes.widths:
+                found.setdefault((INT8_GATED, qtype), set()).add((rows, cols))
+    largest = {key: _take_largest(matrices, most) for key, matrices in sorted(found.items())}
+    return [TileCase(*key, n, matrices) for n in INT8_TOKENS for key, matrices in largest.items()]
 
 
 def _take_largest(matrices: set[tuple[int, int]], most: int) -> tuple[tuple[int, int], ...]:
@@ -76,7 +78,7 @@ def calls_of(
     kernels: Kernels, case: TileCase, weights: list[Packed], x: torch.Tensor
 ) -> tuple[Callable[[int], None], torch.Tensor]:
     """A function of i that makes the case's product of x [tokens, cols] with copy i of a matrix, and where it goes."""
-    room = DEQUANT_BYTES if case.kernel == INT8_KERNEL else 0
+    room = DEQUANT_BYTES if case.kernel in (INT8_KERNEL, INT8_GATED) else 0
     out, none = x.new_empty(x.shape[0], weights[0].rows), torch.empty(room, dtype=torch.uint8, device=x.device)
     if case.kernel in ("matvec", INT8_KERNEL):
         return lambda i: kernels.linear(x, weights[i % len(weights)], out, none), out

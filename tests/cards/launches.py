@@ -21,6 +21,7 @@ from pshard.profile.timed.time_kernels import (
 )
 from pshard.profile.timed.time_latent import time_latent
 from pshard.profile.timing_loop import Pace
+from pshard.profile.tuning.attention_cases import calls_of_experts
 from pshard.profile.tuning.compile_ahead import Request, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.quant import QUANT_TYPES
@@ -28,12 +29,12 @@ from pshard.runtime.kernels.api import AS_THEY_ARE, DeltaWeights, Packed, RopeTa
 from pshard.runtime.kernels.gpu import triton_copy, triton_flags
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
-from pshard.runtime.kernels.gpu.default_tiles import INT8_TILES, gated_kernel
+from pshard.runtime.kernels.gpu.default_tiles import INT8_WAYS, gated_kernel
 from pshard.runtime.kernels.gpu.exchange import triton_exchange, triton_many_rows
-from pshard.runtime.kernels.gpu.products import int8_rows, many_rows
+from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key
 from pshard.runtime.ranks.peer_memory import PeerExchange
-from pshard.times.gpu_tiles import INT8_TYPES, Tile, TileChoice
+from pshard.times.gpu_tiles import INT8_EXPERTS, INT8_TYPES, Tile, TileChoice, pairs_together
 from pshard.units.attention import ATTENTION_PIECES
 from pshard.units.kv_cells import CODED, KV_BLOCK, kv_blocks
 from pshard.units.operations import Attend, AttendLatent
@@ -156,11 +157,18 @@ def _calls(bench: KernelBench, brief: bool) -> Iterator[tuple[str, Callable[[], 
         for tokens in (4, 256):
             for act in (torch.bfloat16, torch.float32):
                 yield f"delta net {shape}, {tokens} tokens", partial(_run_delta, bench, shape, tokens, act), False
-    for qtype in [q for q in INT8_TYPES if q in types]:
-        for tile in INT8_TILES[:1] if brief else INT8_TILES:
-            yield f"int8 products {qtype}, {tile}", partial(_multiply_in_int8, bench, qtype, tile), False
+    yield from _int8_calls(bench, types, brief)
     for call_label, call in _other_calls(bench):
         yield call_label, call, False
+
+
+def _int8_calls(
+    bench: KernelBench, types: Sequence[str], brief: bool
+) -> Iterator[tuple[str, Callable[[], object], bool]]:
+    for qtype in [q for q in INT8_TYPES if q in types]:
+        for kernel, tiles in INT8_WAYS.items():
+            for tile in tiles[:1] if brief else tiles:
+                yield f"{kernel} {qtype}, {tile}", partial(_multiply_in_int8, bench, kernel, qtype, tile), False
 
 
 def _expert_calls(bench: KernelBench, types: Sequence[str]) -> Iterator[tuple[str, Callable[[], object], bool]]:
@@ -199,10 +207,20 @@ def _few_rows(bench: KernelBench) -> Iterator[Named]:
                 yield f"{kernel} {qtype}, {tokens} tokens", partial(call, 0)
 
 
-def _multiply_in_int8(bench: KernelBench, qtype: str, tile: Tile) -> None:
-    (weight,), x = bench.pool.rotate_weights(qtype, 4096, 4096)[:1], bench.activations(128, 4096)
-    target = int8_rows.Target(weight, x.new_empty(128, 4096), None)
-    int8_rows.multiply(x, [target], tile, torch.empty(1 << 20, dtype=torch.uint8))
+def _multiply_in_int8(bench: KernelBench, kernel: str, qtype: str, tile: Tile) -> None:
+    """A product, gate and up, or experts: those of gpt-oss, which have biases, where they have the type."""
+    few = qtype == "MXFP4"
+    width, rule, tokens = (2880, FEW_LARGE, 1024) if few else (2048, MANY_SMALL, 4096)
+    together = pairs_together(tokens * rule.used, rule.count) if kernel == INT8_EXPERTS else 128
+    bench.kernels.try_tile(TileChoice("acc", kernel, qtype, together, tile, 1.0, 1.0))
+    if kernel == INT8_EXPERTS:
+        call, _ = calls_of_experts(bench, qtype, qtype, width, rule, tokens)
+    else:
+        weights = bench.pool.rotate_weights(qtype, 4096, 4096)
+        call, _ = calls_of(
+            bench.kernels, TileCase(kernel, qtype, 128, ((4096, 4096),)), weights, bench.activations(128, 4096)
+        )
+    call(0)
 
 
 def _attend_window(

@@ -16,7 +16,7 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_filling_r
 from pshard.model_config import Experts  # noqa: E402
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.gpu.cuda import CudaKernels  # noqa: E402
-from pshard.runtime.kernels.gpu.experts.grouped import _sort  # noqa: E402
+from pshard.runtime.kernels.gpu.experts.sorted_pairs import sort_pairs  # noqa: E402
 from pshard.runtime.kernels.kv_codec import encode_cells  # noqa: E402
 from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
 from pshard.runtime.memory.kv_cache import KV_DTYPES  # noqa: E402
@@ -138,7 +138,7 @@ def test_no_tile_of_a_launch_before_is_left_where_theirs_would_be(kernels: CudaK
     ids = torch.full((40, 2), -1, dtype=torch.int32)
     ids[:3] = torch.tensor([[0, 3], [3, 5], [3, 7]])
     routes, memory = Routes(ids.to(DEVICE), torch.ones(40, 2)), torch.full((512,), 6, dtype=torch.int32, device=DEVICE)
-    found = _sort(routes, torch.ones(3, 8, dtype=torch.int64, device=DEVICE), memory)
+    found = sort_pairs(routes, torch.ones(3, 8, dtype=torch.int64, device=DEVICE), memory, 64)
     experts, first, end = found.tiles.view(3, found.slots).tolist()
     tiles = {expert: (at, to) for expert, at, to in zip(experts, first, end) if expert >= 0}
     assert sorted(e for e in experts if e >= 0) == [0, 3, 5, 7]

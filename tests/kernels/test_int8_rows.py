@@ -4,6 +4,7 @@ On a GPU where there is one, else in Triton's interpreter: see test_triton_kerne
 """
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +16,24 @@ pytest.importorskip("triton", reason="Triton is installed with the CUDA build of
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_int8_rows_in_the_interpreter")
 
+from pshard.model_config import Experts  # noqa: E402
+from pshard.runtime.kernels.api import ExpertWeights, Routes  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
+from pshard.runtime.kernels.gpu.experts import grouped, int8_pairs  # noqa: E402
 from pshard.runtime.kernels.gpu.products import int8_rows, many_rows  # noqa: E402
-from pshard.times.gpu_tiles import INT8_KERNEL, INT8_TYPES, Tile, TileChoice, settle_math  # noqa: E402
+from pshard.runtime.memory.workspace import view_buffers  # noqa: E402
+from pshard.times.gpu_tiles import (  # noqa: E402
+    INT8_EXPERTS,
+    INT8_GATED,
+    INT8_KERNEL,
+    INT8_TYPES,
+    Tile,
+    TileChoice,
+    experts_type,
+    pairs_together,
+    settle_math,
+)
+from pshard.units.moe.routed import scratch_of  # noqa: E402
 
 if READY and DEVICE == "cpu":
     mend_interpreter()
@@ -31,8 +47,10 @@ def test_int8_rows_in_the_interpreter() -> None:
     expect_interpreted_to_pass(__file__)
 
 
-def kernels_with(qtypes: tuple[str, ...], tile: Tile = TILE, gain: float = 2.0) -> cuda.CudaKernels:
-    choices = [TileChoice("acc", INT8_KERNEL, qtype, 128, tile, 1.0, gain) for qtype in qtypes]
+def kernels_with(
+    qtypes: tuple[str, ...], tile: Tile = TILE, gain: float = 2.0, kernel: str = INT8_KERNEL, tokens: int = 128
+) -> cuda.CudaKernels:
+    choices = [TileChoice("acc", kernel, qtype, tokens, tile, 1.0, gain) for qtype in qtypes]
     return cuda.CudaKernels(DEVICE, 128, settle_math(choices, "auto"))
 
 
@@ -114,3 +132,99 @@ def test_a_type_that_is_slower_in_int8_stays_with_the_library() -> None:
     kernels_with(()).linear(x, weight, without, room)
     assert torch.equal(slower, without)
     assert error(slower, numpy64(x) @ values.T) < 0.006
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gate_and_up_are_one_launch_that_gives_what_both_products_give(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gate, g), (up, u) = (random_weight("Q4_K", 48, 256, seed=i) for i in (12, 13))
+    x = random_tensor(70, 256, seed=14)
+    out, both = x.new_full((70, 48), float("nan")), x.new_empty(70, 96)
+    monkeypatch.setattr(cuda.CudaKernels, "gate_mul", None)
+    kernels = kernels_with(("Q4_K",), kernel=INT8_GATED)
+    kernels.gate_up(x, gate, up, out, both, scratch(1 << 16), activation)
+    gates, ups = (torch.from_numpy(numpy64(x) @ w.T) for w in (g, u))
+    scale = float(gates.std())
+    act = torch.nn.functional.silu if activation == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
+    assert scale > 0 and error(out, (act(gates) * ups).numpy()) < 0.02
+
+
+def make_experts(qtypes: tuple[str, str], rule: Experts, width: int) -> tuple[ExpertWeights, list[list[np.ndarray]]]:
+    """A layer's packed experts, some of which are not on this side, and the values of their gates, ups and downs."""
+    shapes = ((rule.d_expert, width), (rule.d_expert, width), (width, rule.d_expert))
+    packed, values = [], []
+    for i, (rows, cols) in enumerate(shapes):
+        made = [random_weight(qtypes[i // 2], rows, cols, seed=100 * i + e) for e in range(rule.count)]
+        packed.append(tuple(weight for weight, _ in made))
+        values.append([value for _, value in made])
+    addresses = torch.tensor([[m.data.data_ptr() for m in stack] for stack in packed], device=DEVICE)
+    biases = [random_tensor(rule.count, rows, seed=20 + i, dtype=torch.float32) for i, (rows, _) in enumerate(shapes)]
+    return ExpertWeights(*packed, addresses, tuple(biases) if rule.biases else None), values
+
+
+def expected_of(x: torch.Tensor, routes: Routes, weights: ExpertWeights, values: list, rule: Experts) -> np.ndarray:
+    """float64, one expert and token after the other."""
+    found = np.zeros((x.shape[0], values[2][0].shape[0]))
+    for token, row in enumerate(numpy64(x)):
+        for expert, weight in zip(routes.ids[token].tolist(), routes.weights[token].tolist()):
+            biases = [numpy64(b[expert]) if weights.biases else 0.0 for b in weights.biases or (None,) * 3]
+            gate, up = (values[i][expert] @ row + biases[i] for i in (0, 1))
+            if rule.activation == "clamped":
+                low = np.minimum(gate, 7.0)
+                inner = low / (1 + np.exp(-1.702 * low)) * (np.clip(up, -7.0, 7.0) + 1)
+            else:
+                inner = gate / (1 + np.exp(-gate)) * up
+            found[token] += weight * (values[2][expert] @ inner + biases[2])
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("qtypes", "activation", "tile"),
+    [
+        (("Q4_0", "Q4_0"), "silu", Tile(64, 1, 2, 1, tokens=32)),
+        (("MXFP4", "MXFP4"), "clamped", Tile(64, 1, 4, 1, tokens=64)),
+        (("Q4_K", "Q6_K"), "silu", Tile(64, 1, 2, 1, tokens=64)),
+    ],
+)
+def test_experts_in_int8_are_the_products_of_rounded_activations(
+    qtypes: tuple[str, str], activation: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = 256 if "Q6_K" in qtypes else 96  # of which 96 is no whole tile of rows
+    rule = Experts(4, 2, inner, "chosen", normed=False, activation=activation, biases=activation == "clamped")
+    width, tokens = 256 if "Q4_K" in qtypes else 64, 4 * tile.tokens + 50
+    weights, values = make_experts(qtypes, rule, width)
+    generator = torch.Generator().manual_seed(3)
+    first = torch.randint(0, 2, (tokens,), generator=generator) * 3  # expert 1 is nobody's first choice
+    second = torch.where(torch.arange(tokens) % 7 == 0, 1, 2)
+    routes = Routes(
+        torch.stack([first, second], 1).int().contiguous().to(DEVICE),
+        torch.rand(tokens, 2, generator=generator).to(DEVICE),
+    )
+    x, out = random_tensor(tokens, width, seed=15), torch.ones(tokens, width, device=DEVICE)
+    buffers = scratch_of(rule, width, tokens)
+    memory = torch.empty(sum(b.nbytes(2) for b in buffers), dtype=torch.uint8, device=DEVICE)
+    room, _ = view_buffers(memory, buffers, torch.bfloat16)
+    kernels = kernels_with((experts_type(*qtypes),), tile, kernel=INT8_EXPERTS, tokens=pairs_together(2 * tokens, 4))
+    monkeypatch.setattr(grouped, "_multiply_in_bf16", None)
+    kernels.experts(x, routes, weights, rule, out, room, True)
+    assert not kernels.passed_over
+    assert error(out - 1, expected_of(x, routes, weights, values, rule)) < 0.02
+
+
+@needs_kernels
+def test_few_pairs_without_room_for_their_tiles_stay_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Experts(4, 2, 64)
+    weights, values = make_experts(("Q4_0", "Q4_0"), rule, 64)
+    ids = torch.tensor([[0, 1]] * 20, dtype=torch.int32, device=DEVICE)
+    routes = Routes(ids, torch.full((20, 2), 0.5, device=DEVICE))
+    x, out = random_tensor(20, 64, seed=16), torch.zeros(20, 64, device=DEVICE)
+    buffers = scratch_of(rule, 64, 20)
+    memory = torch.empty(sum(b.nbytes(2) for b in buffers), dtype=torch.uint8, device=DEVICE)
+    room, _ = view_buffers(memory, buffers, torch.bfloat16)
+    kernels = kernels_with(("Q4_0",), kernel=INT8_EXPERTS, tokens=pairs_together(40, 4))
+    monkeypatch.setattr(int8_pairs, "multiply", None)
+    kernels.experts(x, routes, weights, rule, out, room, False)
+    assert error(out, expected_of(x, routes, weights, values, rule)) < 0.02

@@ -42,7 +42,16 @@ from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.session.open_plan import Opened
 from pshard.session.start_engine import start_engine
-from pshard.times.gpu_tiles import ANY_BATCH, INT8_KERNEL, LIBRARY, Tile, TileChoice
+from pshard.times.gpu_tiles import (
+    ANY_BATCH,
+    INT8_EXPERTS,
+    INT8_GATED,
+    INT8_KERNEL,
+    LIBRARY,
+    Tile,
+    TileChoice,
+    settle_math,
+)
 from pshard.units.operations import Attend, AttendLatent
 from pshard.workload import Workload
 
@@ -211,7 +220,7 @@ def test_times_of_products_in_int8_are_kept_beside_the_librarys_and_the_faster_w
     tuned, _ = tune(FakeKernels(), lambda tile, rows: seconds.get(tile, 3.0), case=case)
     assert [(c.kernel, c.tokens, c.tile) for c in tuned.choices] == [(INT8_KERNEL, 512, best)]
     assert tuned.choices[0].gain == pytest.approx(gain)
-    picker = TilePicker(H100, tuned.choices)
+    picker = TilePicker(H100, settle_math(tuned.choices, "auto"))
     for tokens in (65, 512, 4096):
         ways = picker.many_rows("Q4_0", tokens)[1]
         assert ways == ((best, LIBRARY) if gain > 1.1 else (LIBRARY,))
@@ -222,7 +231,7 @@ def test_numbers_of_rows_have_ways_of_their_own() -> None:
     choices = [
         TileChoice("acc", INT8_KERNEL, "Q4_0", n, INT8_TILES[0], 1.0, gain) for n, gain in ((128, 0.8), (512, 2))
     ]
-    picker = TilePicker(H100, choices)
+    picker = TilePicker(H100, settle_math(choices, "auto"))
     ways = {n: picker.many_rows("Q4_0", n)[1][0] for n in (65, 200, 511, 512, 9000)}
     assert ways == {65: LIBRARY, 200: LIBRARY, 511: LIBRARY, 512: INT8_TILES[0], 9000: INT8_TILES[0]}
 
@@ -230,9 +239,13 @@ def test_numbers_of_rows_have_ways_of_their_own() -> None:
 def test_products_in_int8_are_tried_for_the_types_that_have_them() -> None:
     matmuls = (("Q4_0", 64, 64), ("Q4_0", 128, 64), ("BF16", 64, 64), ("IQ2_S", 64, 256), ("MXFP4", 64, 64))
     cases = int8_cases(Shapes(matmuls, (("Q6_K", 999, 256),), (), ((64, 64),), (), 64), 1)
-    assert [(c.qtype, c.tokens, c.matrices) for c in cases] == [
-        (qtype, n, (matrix,)) for n in INT8_TOKENS for qtype, matrix in (("MXFP4", (64, 64)), ("Q4_0", (128, 64)))
-    ]
+    found = {(c.kernel, c.qtype, c.matrices) for c in cases}
+    square = ((64, 64),)
+    assert found == {
+        (INT8_KERNEL, "MXFP4", square), (INT8_KERNEL, "Q4_0", ((128, 64),)), (INT8_GATED, "MXFP4", square),
+        (INT8_GATED, "Q4_0", square),
+    }  # fmt: skip
+    assert len(cases) == len(found) * len(INT8_TOKENS) and {c.tokens for c in cases} == set(INT8_TOKENS)
 
 
 def test_without_time_for_other_tiles_nothing_is_chosen(tune) -> None:
@@ -458,6 +471,7 @@ def test_cases_of_attention_latents_and_experts_are_the_models(monkeypatch: pyte
         ("prompt 128", "bf16", ANY_BATCH), ("decode 128x16", "bf16", ANY_BATCH), ("decode 128x32", "bf16", ANY_BATCH),
         ("latent prompt 512", "bf16", ANY_BATCH), ("latent decode 512", "bf16", ANY_BATCH),
         *((f"grouped {part}", kind, n) for n in (16, 64, 128) for part, kind in (("gate", "MXFP4"), ("down", "Q8_0"))),
+        (INT8_EXPERTS, "MXFP4+Q8_0", 128),
     ]  # fmt: skip
     assert cases[0].matrices == ((Attend(32, 8, 128), 2048, 4096), (Attend(32, 8, 128), 512, 512))
 
@@ -470,10 +484,10 @@ def test_a_profile_with_a_tile_of_every_case_is_read_back(tmp_path: Path) -> Non
     cases = [*tile_cases(shapes, BUCKETS, 1), *attention_cases(shapes)]
     choices = [case.choose(Tile(16, 64, 4, 2), "acc", 1.0, 1.5) for case in cases]
     profile = profile_with(*choices)
-    assert {c.kernel.split()[0] for c in choices} == {"matvec", "prompt", "decode", "latent", "grouped"}
+    assert {c.kernel.split()[0] for c in choices} == {"matvec", "prompt", "decode", "latent", "grouped", "int8"}
     assert load_profile(save_profile(profile, tmp_path / "profile.json")) == profile
     console = Console(record=True, width=160, file=io.StringIO())
-    print_profile(profile_with(choices[len(cases) - 1], cases[-7].choose(DEFAULT, "acc", 1.0, 1.2)), console)
+    print_profile(profile_with(choices[len(cases) - 2], cases[-8].choose(DEFAULT, "acc", 1.0, 1.2)), console)
     text = " ".join(console.export_text().split())
     assert "(grouped down Q8_0, 128 pairs: 1.50 times as fast; latent decode 512 bf16: 1.20 times as fast)" in text
 

@@ -195,8 +195,15 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
             quantised = self._activations.quantise(x)
             self._few_rows.gate_up(quantised, gate, up, out, self._activations.hand_over(out), activation)
             return
-        self.linear_group(x, (gate, up), both[:, : 2 * gate.rows], tile, (None, None))
-        self.gate_mul(both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows], out, activation)
+        gates, ups = both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows]
+        if x.shape[0] > SMALL_BATCH:
+            self._activations.ready = None
+            targets = Target(gate, gates, None), Target(up, ups, None)
+            if many_rows.gate_up(x, targets, out, tile, self._picker, activation):
+                return
+        else:
+            self.linear_group(x, (gate, up), both[:, : 2 * gate.rows], tile, (None, None))
+        self.gate_mul(gates, ups, out, activation)
 
     def ffn(self, *arguments: Any, **settings: Any) -> bool:
         """See `Kernels.ffn`: it would save nothing."""

@@ -7,10 +7,11 @@ from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, NextNorm, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import Activations
 from pshard.runtime.kernels.gpu.default_tiles import share_programs
-from pshard.runtime.kernels.gpu.experts.grouped import Kinds, add_up, find_kinds, multiply_sorted
+from pshard.runtime.kernels.gpu.experts.grouped import add_up, multiply_sorted
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.picked import Picked
 from pshard.runtime.kernels.gpu.experts.route_tokens import PROGRAMS, route_tokens
+from pshard.runtime.kernels.gpu.experts.sorted_pairs import Kinds, find_kinds
 from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
 from pshard.runtime.kernels.gpu.norms import NormsOnGpu
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows

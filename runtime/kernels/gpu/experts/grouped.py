@@ -1,43 +1,19 @@
 """Experts of many tokens: sorts pairs (token, chosen expert) by expert, multiplies tiles of them, sums per token."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
-from pshard.runtime.kernels.gpu.experts import triton_grouped
+from pshard.runtime.kernels.gpu.experts import int8_pairs, triton_grouped
 from pshard.runtime.kernels.gpu.experts.picked import Picked
+from pshard.runtime.kernels.gpu.experts.sorted_pairs import Kinds, Sorted, sort_pairs
 from pshard.runtime.kernels.gpu.products.places import places
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
-from pshard.times.gpu_tiles import Tile, pairs_together
-
-
-class Kinds(NamedTuple):
-    """One expert's matrices, for their types and shapes: those of a layer are all alike."""
-
-    gate: Packed
-    up: Packed
-    down: Packed
-
-
-class Sorted(NamedTuple):
-    """Pairs by expert, see `sort_kernel`: int32 [pairs] and [3, slots], tiles of up to `together` pairs."""
-
-    order: torch.Tensor
-    tiles: torch.Tensor
-    slots: int
-    together: int
-
-
-def find_kinds(weights: ExpertWeights) -> Kinds | None:
-    """The first expert on this side; None where there is none."""
-    for gate, up, down in zip(weights.gate, weights.up, weights.down, strict=True):
-        if gate is not None and up is not None and down is not None:
-            return Kinds(gate, up, down)
-    return None
+from pshard.times.gpu_tiles import LIBRARY, Tile, experts_type, pairs_together
 
 
 def multiply_sorted(
@@ -49,19 +25,44 @@ def multiply_sorted(
     scratch: dict[str, torch.Tensor],
     picker: TilePicker,
 ) -> Picked:
-    """See `Kernels.experts`, for any number of tokens: all but adding up. Three launches."""
-    tokens, used = routes.ids.shape
-    pairs, inner, width = tokens * used, kinds.gate.rows, kinds.down.rows
-    gated = scratch["gated"].view(-1)[: pairs * inner].view(pairs, inner)
-    picked = scratch["picked"].view(-1)[: pairs * width].view(pairs, width)
-    by_expert = _sort(routes, weights.addresses, scratch["order"])
+    """See `Kernels.experts`, for any number of tokens: all but adding up. Three launches, four in int8."""
+    pairs, experts = routes.ids.numel(), weights.addresses.shape[1]
+    picked = scratch["picked"].view(-1)[: pairs * kinds.down.rows].view(pairs, kinds.down.rows)
+    type_ = experts_type(kinds.gate.qtype, kinds.down.qtype)
+    key, ways = picker.many_pairs(type_, pairs_together(pairs, experts))
+    ways = tuple(t for t in ways if t == LIBRARY or int8_pairs.fits(kinds, pairs, experts, t))
+
+    def start(tile: Tile) -> None:
+        if tile == LIBRARY:
+            _multiply_in_bf16(x, routes, weights, kinds, rule, scratch, picked, picker)
+        else:
+            by_expert = sort_pairs(routes, weights.addresses, scratch["order"], tile.tokens)
+            int8_pairs.multiply(x, by_expert, kinds, weights, rule, scratch, picked, tile)
+
+    picker.launch(key, ways or (LIBRARY,), start)
+    return Picked(picked, routes.ids, routes.weights, weights.addresses[2])
+
+
+def _multiply_in_bf16(
+    x: torch.Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    kinds: Kinds,
+    rule: Experts,
+    scratch: dict[str, torch.Tensor],
+    picked: torch.Tensor,
+    picker: TilePicker,
+) -> None:
+    (tokens, used), inner = routes.ids.shape, kinds.gate.rows
+    gated = scratch["gated"].view(-1)[: tokens * used * inner].view(tokens * used, inner)
+    together = pairs_together(tokens * used, weights.addresses.shape[1])
+    by_expert = sort_pairs(routes, weights.addresses, scratch["order"], together)
     gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
     gate_at, up_at, down_at = weights.addresses
     both = {"bias": gate_bias, "second_bias": up_bias, "ACTIVATION": rule.activation}
     _multiply(by_expert, used, x, (kinds.gate, kinds.up), (gate_at, up_at), gated, both, picker=picker)
     down = {"bias": down_bias, "second_bias": None, "ACTIVATION": "silu"}
     _multiply(by_expert, used, gated, (kinds.down,), (down_at,), picked, down, picker=picker)
-    return Picked(picked, routes.ids, routes.weights, down_at)
 
 
 def add_up(pairs: Picked, out: torch.Tensor, accumulate: bool) -> None:
@@ -71,20 +72,6 @@ def add_up(pairs: Picked, out: torch.Tensor, accumulate: bool) -> None:
         **pairs.arguments(), picked=pairs.rows, out=out, out_stride=out.stride(0), cols=cols, ACCUMULATE=accumulate,
         BLOCK=1024, num_warps=4,
     )  # fmt: skip
-
-
-def _sort(routes: Routes, addresses: torch.Tensor, memory: torch.Tensor) -> Sorted:
-    """Pairs by expert, in int32 [4 * pairs + 4 * experts] of memory or less."""
-    (tokens, used), experts = routes.ids.shape, addresses.shape[1]
-    pairs = tokens * used
-    together = pairs_together(pairs, experts)
-    slots = pairs // together + experts
-    order, tiles = memory[:pairs], memory[pairs : pairs + 3 * slots]
-    triton_grouped.sort_kernel[(experts,)](
-        ids=routes.ids.view(-1), pairs=pairs, addresses=addresses[2], order=order, tiles=tiles, slots=slots,
-        BM=together, LINES=min(512, triton.cdiv(triton.next_power_of_2(pairs), 32)), EACH=32, num_warps=8,
-    )  # fmt: skip
-    return Sorted(order, tiles, slots, together)
 
 
 def _multiply(

@@ -9,7 +9,7 @@ from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Quantised
 from pshard.runtime.kernels.gpu.experts import triton_pairs
-from pshard.runtime.kernels.gpu.experts.grouped import Kinds
+from pshard.runtime.kernels.gpu.experts.sorted_pairs import Kinds
 from pshard.runtime.kernels.gpu.next_norm import NO_NORM, Unscaled
 from pshard.runtime.kernels.gpu.products.places import places
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS

@@ -8,8 +8,8 @@ at slot s // BM + e, with s pairs of experts before it: never where another one'
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.experts.triton_gate import activate
 from pshard.runtime.kernels.gpu.experts.triton_tiles import load_tile
+from pshard.runtime.kernels.gpu.products.triton_gates import activate
 
 
 @triton.jit(do_not_specialize=["pairs", "slots"])

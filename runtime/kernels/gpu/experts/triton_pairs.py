@@ -8,8 +8,8 @@ start.
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.experts.triton_gate import activate
 from pshard.runtime.kernels.gpu.next_norm import factor_of
+from pshard.runtime.kernels.gpu.products.triton_gates import activate
 from pshard.runtime.kernels.gpu.products.triton_matvec import arrive, multiply_chunks
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
 

@@ -1,6 +1,6 @@
 """Products of more than SMALL_BATCH rows in int8, straight from packed weights: see triton_many."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ GROUP = 32  # tokens whose activations lie together
 CHUNK_NBYTES = GROUP * (32 + 4 + 4)  # of a group's 32 columns: codes, scales, sums
 BAND = 8  # tiles of rows that share their activations in L2
 WITH_ADDENDS = ("Q4_1", "Q5_1")  # eight chunks of theirs at a time
+
+
+Room = tuple[torch.Tensor, ...]  # codes, scales and sums of quantised activations
 
 
 class Target(NamedTuple):
@@ -40,30 +43,50 @@ def multiply(
 
     The activations are quantised once, into `scratch` (uint8): as many tokens at a time as have room there.
     """
+    for room, some in _quantise(x, tile, scratch):
+        for target in targets:
+            _launch(room, (target.weight, None), target.out[some], tile, accumulate)
+
+
+def multiply_gated(
+    x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, tile: Tile, scratch: torch.Tensor, activation: str
+) -> None:
+    """out[M, rows] = act(x @ gate.T) * (x @ up.T), of matrices of one type and shape, in one launch."""
+    for room, some in _quantise(x, tile, scratch):
+        _launch(room, (gate, up), out[some], tile, False, activation)
+
+
+def _quantise(x: torch.Tensor, tile: Tile, scratch: torch.Tensor) -> Iterator[tuple[Room, slice]]:
+    """As many tokens at a time as have room: where they lie quantised, and which they are."""
     chunks = x.shape[1] // 32
     step = _tokens_at_once(x.shape[1], tile, scratch)
     for first in range(0, x.shape[0], step):
         some = x[first : first + step]
         tokens = some.shape[0]
         groups = -(-tokens // tile.tokens) * (tile.tokens // GROUP)
-        room = _cut(scratch, groups * chunks)
+        room = cut_room(scratch, groups * chunks)
         triton_many.quantise_many_kernel[(chunks, groups)](some, some.stride(0), *room, tokens, chunks)
-        for target in targets:
-            _launch(room, target.weight, target.out[first : first + step], tile, chunks, accumulate)
+        yield room, slice(first, first + step)
 
 
 def _launch(
-    room: tuple[torch.Tensor, ...], weight: Packed, out: torch.Tensor, tile: Tile, chunks: int, accumulate: bool
+    room: Room,
+    weights: tuple[Packed, Packed | None],
+    out: torch.Tensor,
+    tile: Tile,
+    accumulate: bool,
+    activation: str = "",
 ) -> None:
+    weight, second = weights
     encoding, across = ENCODINGS[weight.qtype], tile.rows // 32
     along = tile.warps // across
     grid = (triton.cdiv(weight.rows, tile.rows) * triton.cdiv(out.shape[0], tile.tokens),)
     triton_many.many_rows_kernel[grid](
-        weight.data, *room, out, *out.shape, chunks, out.stride(0), *places(weight),
+        weight.data, None if second is None else second.data, *room, out, *out.shape, weight.cols // 32, out.stride(0),
+        *places(weight),
         WR=across, WT=along, GROUPS=tile.tokens // GROUP // along, UNIT=tile.depth, AHEAD=tile.stages > 1, BAND=BAND,
-        QTYPE=weight.qtype, LOW=encoding.low,
-        HIGH=encoding.high, FACTOR=FACTORS.get(weight.qtype, 1), ACCUMULATE=accumulate, num_warps=tile.warps,
-        maxnreg=tile.registers,
+        QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high, FACTOR=FACTORS.get(weight.qtype, 1),
+        ACCUMULATE=accumulate, ACTIVATION=activation, num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
 
 
@@ -73,7 +96,7 @@ def _tokens_at_once(cols: int, tile: Tile, scratch: torch.Tensor) -> int:
     return groups * GROUP // tile.tokens * tile.tokens
 
 
-def _cut(scratch: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+def cut_room(scratch: torch.Tensor, count: int) -> Room:
     """Codes, scales and sums of so many groups' chunks."""
     codes, scales = 32 * GROUP * count, 36 * GROUP * count
     used = scratch[: CHUNK_NBYTES * count]

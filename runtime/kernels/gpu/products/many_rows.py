@@ -39,6 +39,30 @@ def multiply(
             )
 
 
+def gate_up(
+    x: torch.Tensor,
+    targets: tuple[Target, Target],
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    picker: TilePicker,
+    activation: str,
+) -> bool:
+    """out[M, rows] = act(x @ gate.T) * (x @ up.T), of matrices of one type and shape. False where `targets` have both
+    products instead."""
+    gate, up = targets[0].weight, targets[1].weight
+    key, ways = picker.many_rows_gated(gate.qtype, x.shape[0])
+    alike = (gate.qtype, gate.rows) == (up.qtype, up.rows)
+    ways = tuple(tile for tile in ways if tile != LIBRARY and alike and int8_rows.fits(gate, tile, scratch))
+    if not ways:
+        multiply(x, targets, scratch, picker)
+        return False
+    if ways[0].stages:
+        picker.launch(key, ways, lambda tile: int8_rows.multiply_gated(x, gate, up, out, tile, scratch, activation))
+    else:
+        picker.launch(key, ways[:1], lambda tile: int8_rows.multiply(x, targets, tile, scratch))
+    return ways[0].stages > 0
+
+
 def _multiply_by(
     x: torch.Tensor, targets: Sequence[Target], scratch: torch.Tensor, accumulate: bool, tile: Tile
 ) -> None:

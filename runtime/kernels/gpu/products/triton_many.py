@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.gpu.products.triton_fragments import decode, load_codes, load_floats, load_halves
+from pshard.runtime.kernels.gpu.products.triton_gates import activate
 from pshard.runtime.kernels.gpu.products.triton_mma import add_products, dot16_floats, dot32, load4, signed_byte_of
 from pshard.runtime.kernels.gpu.products.triton_quantise import round_codes
 from pshard.runtime.kernels.gpu.products.triton_records import addends, scales_of_rows
@@ -30,12 +31,18 @@ def quantise_many_kernel(x, x_stride, words, scale, sums, tokens, chunks):
     column = n * 32 + tl.arange(0, 32)
     at = x + m.to(tl.int64)[:, None] * x_stride + column[None, :]
     value = tl.load(at, mask=(m < tokens)[:, None], other=0.0).to(tl.float32)
+    store_group(value, (group * chunks + n).to(tl.int64), words, scale, sums)
+
+
+@triton.jit
+def store_group(value, base, words, scale, sums):
+    """A chunk of 32 tokens, f32 [32, 32], as number `base` of those there are."""
+    t = tl.arange(0, 32)
     peak = tl.max(tl.abs(value), axis=1)
     inverse = 127.0 / tl.maximum(peak, 1e-30)  # of nothing but zeros: some number
     code, word = round_codes(value, inverse, 32)
     c = tl.arange(0, 8)[None, :]
     b, g = t // 8, t % 8
-    base = (group * chunks + n).to(tl.int64)
     lane = g[:, None] * 4 + c % 4
     tl.store(words + base * 256 + (b // 2 * 128)[:, None] + lane * 4 + (b % 2 * 2)[:, None] + c // 4, word)
     s = peak / 127.0
@@ -111,41 +118,24 @@ def _add_chunk(totals, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS:
 
 
 @triton.jit
-def many_rows_kernel(
-    weight, words, scale, sums, out, tokens, rows, chunks, out_stride, record, high, scales, mins, d, dmin,
-    WR: tl.constexpr, WT: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr,
-    BAND: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+def sum_chunks(
+    mine, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin,
+    THREADS: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr, QTYPE: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """out[tokens, rows] (+)= activations @ weight.T: a program takes WR * 32 rows and WT * GROUPS * 32 tokens.
+    """Sums over all chunks of 32 rows times GROUPS groups of tokens: of token 8b + 2q + side of all, that of row
+    4 (g % 4) + r of the thread's record is number 8b + 2r + side.
 
-    UNIT chunks are loaded at once, a divisor of `chunks`; of types with superblocks or addends, of 8. AHEAD: those of
-    the next turn are loaded before this turn's are multiplied. BAND: so many tiles of rows next to each other share
-    their activations in L2.
+    mine: the thread's record, int32*; words, scale, sums: of the first of the groups, whose chunks lie one after the
+    other.
     """
-    thread = tl.arange(0, 32 * WR * WT)
-    lane, warp = thread % 32, thread // 32
-    g, q = lane // 4, lane % 4
-    four = g % 4 * 4
-    tiles = tl.cdiv(rows, WR * 32)
-    columns = tl.cdiv(tokens, WT * GROUPS * 32)
-    program = tl.program_id(0)
-    band = program // (BAND * columns)
-    wide = tl.minimum(tiles - band * BAND, BAND)
-    inside = program - band * BAND * columns
-    tile = band * BAND + inside % wide
-    first_group = (inside // wide * WT + warp // WR) * GROUPS
-    group = (tile * WR + warp % WR) * 2 + lane // 16
-    exists = group * 16 < rows
-    mine = weight.to(tl.pointer_type(tl.int32), bitcast=True) + tl.where(exists, group, 0).to(tl.int64) * record
     halves = mine.to(tl.pointer_type(tl.float16), bitcast=True)
-    there = first_group.to(tl.int64) * chunks
-    words += there * 256 + lane * 4
-    scale += there * 32 + q * 8
-    sums += there * 32 + g * 4
+    words += (g * 4 + q) * 4
+    scale += q * 8
+    sums += g * 4
     totals: tl.tuple = ()
     for _ in tl.static_range(GROUPS * 32):
-        totals = totals + (tl.zeros((32 * WR * WT,), tl.float32),)  # noqa: RUF005
+        totals = totals + (tl.zeros((THREADS,), tl.float32),)  # noqa: RUF005
     SUPER: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS"
     ADDED: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
     TURN: tl.constexpr = 8 if SUPER or ADDED else UNIT
@@ -161,7 +151,7 @@ def many_rows_kernel(
             later = addends(mine, start + q + 4, four, scales, mins, dmin, QTYPE)
             if SUPER:
                 less = load_halves(halves + dmin // 2 + start // 8 * 16 + four)
-            zero = tl.zeros((32 * WR * WT,), tl.float32)
+            zero = tl.zeros((THREADS,), tl.float32)
             more: tl.tuple = ()
             for part in tl.static_range(GROUPS):
                 at = sums + part * chunks * 32 + (start + q) * 32
@@ -194,13 +184,91 @@ def many_rows_kernel(
                     raw, x, xs = taken[k]
                     totals = _add_chunk(totals, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
                                         HIGH)  # fmt: skip
+    return totals
+
+
+@triton.jit
+def pack_halves(totals, COUNT: tl.constexpr, factor):
+    """Sums times the factor as bfloat16, two in a word: number 2i is the lower half of word i."""
+    packed: tl.tuple = ()
+    for i in tl.static_range(COUNT // 2):
+        low = (totals[2 * i] * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        up = (totals[2 * i + 1] * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        packed = packed + ((low & 0xFFFF) | (up << 16),)  # noqa: RUF005
+    return packed
+
+
+@triton.jit
+def four_of(totals, packed, block: tl.constexpr, side: tl.constexpr, factor, ACTIVATION: tl.constexpr):
+    """What the thread has of token 8 block + 2q + side: four rows; with an ACTIVATION of `packed` gates and of ups."""
+    four: tl.tuple = ()
+    for row in tl.static_range(4):
+        value = totals[8 * block + 2 * row + side] * factor
+        if ACTIVATION != "":
+            if side:
+                bits = packed[4 * block + row] & -65536
+            else:
+                bits = packed[4 * block + row] << 16
+            value = activate(bits.to(tl.float32, bitcast=True), value, ACTIVATION)
+        four = four + (value,)  # noqa: RUF005
+    return four
+
+
+@triton.jit
+def as_columns(four, THREADS: tl.constexpr):
+    """Four numbers a thread as [THREADS, 4]."""
+    return tl.reshape(tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3])), (THREADS, 4))
+
+
+@triton.jit
+def many_rows_kernel(
+    weight, second, words, scale, sums, out, tokens, rows, chunks, out_stride, record, high, scales, mins, d, dmin,
+    WR: tl.constexpr, WT: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr,
+    BAND: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out[tokens, rows] (+)= activations @ weight.T: a program takes WR * 32 rows and WT * GROUPS * 32 tokens.
+
+    With a `second` matrix of that type: out = act(activations @ weight.T) * (activations @ second.T), gates rounded to
+    bfloat16.
+
+    UNIT chunks are loaded at once, a divisor of `chunks`; of types with superblocks or addends, of 8. AHEAD: those of
+    the next turn are loaded before this turn's are multiplied. BAND: so many tiles of rows next to each other share
+    their activations in L2.
+    """
+    thread = tl.arange(0, 32 * WR * WT)
+    lane, warp = thread % 32, thread // 32
+    g, q = lane // 4, lane % 4
+    four = g % 4 * 4
+    tiles = tl.cdiv(rows, WR * 32)
+    columns = tl.cdiv(tokens, WT * GROUPS * 32)
+    program = tl.program_id(0)
+    band = program // (BAND * columns)
+    wide = tl.minimum(tiles - band * BAND, BAND)
+    inside = program - band * BAND * columns
+    tile = band * BAND + inside % wide
+    first_group = (inside // wide * WT + warp // WR) * GROUPS
+    group = (tile * WR + warp % WR) * 2 + lane // 16
+    exists = group * 16 < rows
+    place = tl.where(exists, group, 0).to(tl.int64) * record
+    there = first_group.to(tl.int64) * chunks
+    words += there * 256
+    scale += there * 32
+    sums += there * 32
+    mine = weight.to(tl.pointer_type(tl.int32), bitcast=True) + place
+    packed: tl.tuple = ()
+    if second is not None:
+        totals = sum_chunks(mine, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin, 32 * WR * WT,
+                            GROUPS, UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
+        packed = pack_halves(totals, 32 * GROUPS, 1.0 / FACTOR)
+        mine = second.to(tl.pointer_type(tl.int32), bitcast=True) + place
+    totals = sum_chunks(mine, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin, 32 * WR * WT, GROUPS,
+                        UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
     row = (group * 16 + four)[:, None] + tl.arange(0, 4)[None, :]
     for block in tl.static_range(4 * GROUPS):
         for side in tl.static_range(2):
             m = (first_group + block // 4) * 32 + block % 4 * 8 + 2 * q + side
-            low = tl.join(totals[8 * block + side], totals[8 * block + 4 + side])
-            up = tl.join(totals[8 * block + 2 + side], totals[8 * block + 6 + side])
-            value = tl.reshape(tl.join(low, up), (32 * WR * WT, 4)) * (1.0 / FACTOR)
+            value = as_columns(four_of(totals, packed, block, side, 1.0 / FACTOR, ACTIVATION), 32 * WR * WT)
             at = out + m.to(tl.int64)[:, None] * out_stride + row
             mask = (m < tokens)[:, None] & (row < rows)
             if ACCUMULATE:

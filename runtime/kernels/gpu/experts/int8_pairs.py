@@ -1,0 +1,76 @@
+"""Experts of many tokens in int8, straight from packed weights: see triton_int8. Three launches, behind the sorting."""
+
+from typing import Any
+
+import torch
+import triton
+
+from pshard.model_config import Experts
+from pshard.runtime.kernels.api import ExpertWeights, Packed
+from pshard.runtime.kernels.gpu.experts import triton_int8
+from pshard.runtime.kernels.gpu.experts.sorted_pairs import Kinds, Sorted
+from pshard.runtime.kernels.gpu.products.int8_rows import GROUP, WITH_ADDENDS, cut_room
+from pshard.runtime.kernels.gpu.products.places import places
+from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
+from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
+from pshard.times.gpu_tiles import INT8_TYPES, Tile, holds_pairs
+
+
+def fits(kinds: Kinds, pairs: int, experts: int, tile: Tile) -> bool:
+    """Whether so many pairs can be computed in int8: tiles of quantised inputs lie where results will."""
+    gate, up, _ = kinds
+    alike = (gate.qtype, gate.rows) == (up.qtype, up.rows) and gate.rows % 32 == 0
+    whole = all(m.qtype in INT8_TYPES and (m.qtype not in WITH_ADDENDS or m.cols % 256 == 0) for m in kinds)
+    return alike and whole and holds_pairs(tile, pairs, experts)
+
+
+def multiply(
+    x: torch.Tensor,
+    by_expert: Sorted,
+    kinds: Kinds,
+    weights: ExpertWeights,
+    rule: Experts,
+    scratch: dict[str, torch.Tensor],
+    picked: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """picked[pair] = the pair's expert of its token's row of x. Uses "picked" and "gated" of the scratch on the way."""
+    slots = by_expert.slots
+    groups, chunks = slots * tile.tokens // GROUP, kinds.gate.cols // 32
+    room, inner = _take_room(scratch["picked"], groups, kinds.gate), _take_room(scratch["gated"], groups, kinds.down)
+    where = {"order": by_expert.order, "tiles": by_expert.tiles, "slots": slots}
+    triton_int8.quantise_pairs_kernel[(chunks, groups)](
+        x, x.stride(0), *where.values(), rule.used, *room, chunks, BM=tile.tokens
+    )
+    gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
+    gate_at, up_at, down_at = weights.addresses
+    out = {"out": inner[0], "out_stride": 0, "out_scale": inner[1], "out_sums": inner[2]}
+    biases = {"bias": gate_bias, "second_bias": up_bias, "ACTIVATION": rule.activation}
+    _launch(kinds.gate, room, (gate_at, up_at), tile, slots, **where, **out, **biases)
+    out = {"out": picked, "out_stride": picked.stride(0), "out_scale": None, "out_sums": None}
+    biases = {"bias": down_bias, "second_bias": None, "ACTIVATION": ""}
+    _launch(kinds.down, inner, (down_at, down_at), tile, slots, **where, **out, **biases)
+
+
+def _launch(
+    matrix: Packed,
+    room: tuple[torch.Tensor, ...],
+    addresses: tuple[torch.Tensor, torch.Tensor],
+    tile: Tile,
+    count: int,
+    **more: Any,
+) -> None:
+    encoding, across = ENCODINGS[matrix.qtype], tile.rows // 32
+    along = tile.warps // across
+    words, scale, sums = room
+    triton_int8.pairs_many_kernel[(triton.cdiv(matrix.rows, tile.rows), count)](
+        words=words, scale=scale, sums=sums, addresses=addresses[0], second_addresses=addresses[1], rows=matrix.rows,
+        chunks=matrix.cols // 32, places=places(matrix), WR=across, WT=along, GROUPS=tile.tokens // GROUP // along,
+        UNIT=tile.depth, AHEAD=tile.stages > 1, QTYPE=matrix.qtype, LOW=encoding.low, HIGH=encoding.high,
+        FACTOR=FACTORS.get(matrix.qtype, 1), num_warps=tile.warps, maxnreg=tile.registers, **more,
+    )  # fmt: skip
+
+
+def _take_room(scratch: torch.Tensor, groups: int, matrix: Packed) -> tuple[torch.Tensor, ...]:
+    """Where so many groups of activations for a matrix lie."""
+    return cut_room(scratch.view(-1).view(torch.uint8), groups * (matrix.cols // 32))
