@@ -36,7 +36,7 @@ from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
 from pshard.models.quantised.scheme import read_scheme
-from pshard.models.read_head import find_head_file, may_have_head, read_head, take_folder_head
+from pshard.models.read_head import find_head_file, may_have_head, read_head, refuse_lone_head, take_folder_head
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
@@ -201,6 +201,7 @@ def _open_gguf(path: Path) -> ModelFile:
     arch = find_gguf_architecture(name, where, has_experts=bool(metadata.get(f"{name}.expert_count")))
     stored, unseen = take_gguf_text(attach_factors(header.tensors))
     stored, undrafted = name_gguf(arch, stored)
+    refuse_lone_head(stored, where)
     config = gguf_config(arch, metadata, stored, where)
     tensors, drafting = part_gguf_drafters(arch, config.n_layers, metadata, stored, where)
     tensors, more = _arrange_file(arch, config, tensors)

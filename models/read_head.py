@@ -76,6 +76,12 @@ def read_head(
     return head, arranged, ()
 
 
+def refuse_lone_head(stored: dict[str, StoredTensor], where: str) -> None:
+    """Raise UserError for a file that has a model's head and none of its layers."""
+    if any(name.endswith("." + MATRIX) for name in stored) and not any(name.startswith("blk.0.") for name in stored):
+        raise UserError(f"{where}: has the multi-token head of a model alone; give the model, which finds it beside it")
+
+
 def find_head_file(path: Path, arch: Architecture, layers: int) -> tuple[GgufHeader | None, tuple[str, ...]]:
     """The header of the file beside a model that has its head alone, `mtp-` before the model's name or the only such
     file there; and a note where there is one that is not the model's. layers: of the model."""

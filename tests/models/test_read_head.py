@@ -54,7 +54,9 @@ def test_a_head_may_lie_alone_beside_its_model(tmp_path: Path) -> None:
         inputs = file.fingerprint_inputs()
         with pytest.raises(UserError, match=r"there is no multi-token head to draft with: the file has none"):
             file.of_head()
-    write_alone(folder / "mtp-m.gguf", tensors)
+    alone = write_alone(folder / "mtp-m.gguf", tensors)
+    with pytest.raises(UserError, match=r"mtp-m.gguf: has the multi-token head of a model alone; give the model"):
+        open_model(alone)
     with open_model(path) as file:
         assert file.notes == () and file.fingerprint_inputs() == inputs
         assert expected is not None and file.spec.head is not None
