@@ -73,13 +73,9 @@ class TierCosts:
     def stand_ins(self) -> dict[str, str]:
         """By unit, the first that costs the same wherever it is, and after which ranks sum alike."""
         first: dict[tuple, str] = {}
-        parts = set(self.spec.onto_parts.values())
-        return {
-            u.name: first.setdefault(
-                (u.likeness, u.name in self.staged, u.name in parts, u.name in self._normed), u.name
-            )
-            for u in self.spec.units
-        }
+        sets = self.staged, set(self.spec.onto_parts.values()), self._normed, self.spec.demanded(1)
+        keys = {u.name: (u.likeness, *(u.name in names for names in sets)) for u in self.spec.units}
+        return {name: first.setdefault(key, name) for name, key in keys.items()}
 
     def over_link(self, kind: UnitKind, cost: UnitCost | DividedCost) -> float:
         """Seconds of the link for a streamed unit of the kind, read in place or copied."""

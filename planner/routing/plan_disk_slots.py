@@ -87,7 +87,8 @@ class _Search:
         """The variant with so many layers of experts in memory and all others on disk, `staging` of which have room at
         once on their way, and slots in all that is left; none where that is too little. returns: what else is on disk
         comes back to memory."""
-        far = {unit.name for unit in _list_experts(self.spec)} - set(self._pinned[:staying])
+        movable = {u.name for u in _list_experts(self.spec) if (ON_DISK, None) in places_of_unit(u, False)}
+        far = movable - set(self._pinned[:staying])
         pools = [
             replace(pool, units=own)
             for pool in list_pools(self.spec, self.record, self.variant.workload.sequences)
@@ -118,7 +119,7 @@ class _Search:
         for tier in self._tiers:
             where = {p.unit: ON_DISK if p.unit in far else self._choose_site(p, returns) for p in tier.placements}
             kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
-            shares = {p.unit: p.share for p in tier.placements if p.share}
+            shares = {p.unit: p.share for p in tier.placements if p.share and p.unit not in far}
             found.append(draft_tier(room, tier.tokens, where, kv, staging, shares))
         return tuple(found)
 

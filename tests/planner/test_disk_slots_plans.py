@@ -9,6 +9,7 @@ from routing_samples import make_drifting_record
 from test_three_homes import MIB, make_machine, no_process  # noqa: F401
 
 from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
 from pshard.model_config import Experts
 from pshard.plan import Variant
 from pshard.planner.check_plan import check_variant
@@ -30,12 +31,15 @@ WORKLOAD = Workload((1000,), context=128, type_k="f32", type_v="f32", max_ubatch
 pytestmark = pytest.mark.usefixtures("quick_search")
 
 
-def plan_both(profile: MachineProfile, mib: int, record: RoutingRecord | None = None) -> tuple[Variant, Variant]:
+def plan_both(
+    profile: MachineProfile, mib: int, record: RoutingRecord | None = None, spec: ModelSpec = SPEC, budget: int = 1000
+) -> tuple[Variant, Variant]:
     """The plan of whole layers, and the one to keep."""
-    asked = suggest_budget(replace(WORKLOAD, ram_mib=mib), SPEC, profile)
-    whole = plan_variant(SPEC, profile, asked)
-    found = plan_slots(SPEC, profile, asked, whole, record)
-    check_variant((SPEC,), found, "cpu", usable_bytes(profile, 1))
+    asked = suggest_budget(replace(WORKLOAD, ram_mib=mib, vram_mib=(budget,)), spec, profile)
+    asked = replace(asked, vram_mib=(min(budget, *asked.vram_mib),))
+    whole = plan_variant(spec, profile, asked)
+    found = plan_slots(spec, profile, asked, whole, record)
+    check_variant((spec,), found, "cpu", usable_bytes(profile, 1))
     return whole, found
 
 
@@ -69,6 +73,13 @@ def test_a_record_promises_what_a_replay_finds() -> None:
 def test_more_ram_makes_no_plan_slower(sizes: tuple[int, ...]) -> None:
     rounds = [round_seconds(plan_both(make_machine(mib * MIB), mib)[1]) for mib in sizes]
     assert all(more <= less * 1.001 for less, more in pairwise(rounds)) and rounds[-1] < 0.2 * rounds[0]
+
+
+def test_experts_that_no_file_holds_as_they_are_used_stay_in_memory() -> None:
+    held = next(unit.name for unit in SPEC.units if unit.kind.parts)
+    spec = replace(SPEC, units=tuple(replace(u, stays_in_memory=u.name == held) for u in SPEC.units))
+    (rank,) = plan_both(make_machine(46 * MIB), 46, spec=spec, budget=32)[1].ranks
+    assert len(rank.caches[0].units) == 3 and held not in rank.beyond_host
 
 
 def test_slots_below_what_a_token_uses_are_not_planned() -> None:
