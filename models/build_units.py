@@ -23,7 +23,7 @@ from pshard.units.attention import (
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.enter import LAYER_SCALE
-from pshard.units.ffn import BESIDE_EXPERTS, FFN
+from pshard.units.ffn import FFN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
 from pshard.units.layer_rows import TABLE as ROW_TABLE
@@ -229,14 +229,15 @@ def _ffn(config: ModelConfig, layer: int, biases: set[str], scaled: bool) -> Ite
             yield Expected(f"{block}ffn_{role}.bias", (rows,))
     if config.activation == "xielu":
         yield Expected(block + "ffn_act.weight", (4,))
-    if config.normed_after:
-        yield Expected(block + (BESIDE_EXPERTS if beside else "post_ffw_norm.weight"), (d,))
+    if config.normed_after and not beside:
+        yield Expected(block + "post_ffw_norm.weight", (d,))
     if scaled:
         yield Expected(block + LAYER_SCALE, (1,))
 
 
 def _blend(d_model: int, block: str, scaled: bool) -> Iterator[Expected]:
     """The norms behind experts and the FFN beside them."""
+    yield Expected(block + "post_ffw_norm_1.weight", (d_model,))
     yield Expected(block + "post_ffw_norm_2.weight", (d_model,))
     yield Expected(block + "post_ffw_norm.weight", (d_model,))
     if scaled:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
-from pshard.runtime.blocks.block import ALONE, Block, Laid
+from pshard.runtime.blocks.block import ALONE, Block, Laid, Residual, Work
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.memory.arena import Arena, Carved
 from pshard.runtime.memory.host_side import HostSide
@@ -140,7 +141,8 @@ class Residents:
         is_partial = context.sums and unit.ports.adds
         begun = is_partial and step.unit in self._spec.onto_parts
         if not unit.is_here:
-            return BoundUnit(block.contribute_nothing, is_partial, begun)
+            nothing = partial(_clear_ports, unit.summed) if unit.summed else block.contribute_nothing
+            return BoundUnit(nothing, is_partial, begun)
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         whole = divide_operations(unit, step.share, self._spec.config)
         here = whole.on_cpu if step.on == "cpu" and step.part else whole.after if step.part == "rest" else whole.on_acc
@@ -233,6 +235,12 @@ class Residents:
         law = self._spec.unit(unit).state(self._spec.config, self._shape)
         assert law is not None
         return law
+
+
+def _clear_ports(ports: tuple[str, ...], work: Work, residual: Residual) -> None:
+    """The part of a rank that holds nothing of a unit, in the ports where ranks sum their parts."""
+    for port in ports:
+        work.side.space.rows(port, work.rows.tokens).zero_()
 
 
 def view_rows(stage: torch.Tensor, tokens: int, rows: int) -> torch.Tensor:

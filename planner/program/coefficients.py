@@ -55,7 +55,7 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     logits = costs.load.logit_rows * spec.config.vocab * 4
     enter, leave = costs.handoff("acc", hidden), min(costs.handoff("cpu", hidden), costs.handoff("cpu", logits))
     if spec.neighbours is None:
-        sums = sum(u.ports.adds for u in spec.units) - len(spec.onto_parts)
+        sums = sum(u.ports.adds + len(u.summed) for u in spec.units) - len(spec.onto_parts)
         normed = len(spec.sum_norms) * costs.sum_norm if spec.sum_norms else 0.0
         return costs.turn + sums * costs.all_reduce(hidden) + normed, enter, leave
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits

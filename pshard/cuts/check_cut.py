@@ -95,6 +95,9 @@ def check_cut(spec: ModelSpec, unit: Unit, cut: UnitCut, lender: UnitCut | None 
     for operation in unit.operations(spec.config):
         read = tuple(map(flow.find, operation.reads))
         flow.values.update(zip(operation.writes, flow.follow(operation, read)))
+    for rows, value in flow.values.items():
+        if rows.buffer in unit.summed:
+            flow.expect(value == PARTIAL, unit.tensors[0].role, f"leaves a {value.kind} result where ranks sum parts")
     flow.expect_all_used()
 
 
@@ -151,7 +154,9 @@ class _Flow:
                     self.expect(self.cut(scale.role).axis == "none", scale.role, "needs all of its inputs but is cut")
                 return (self.gated(values[0], gate, up),)
             case ExpertProducts(gate, up, down):  # of tokens that chose alike on all ranks, each sums what it has
-                self.summed(self.linear(self.gated(values[0], gate, up), down), down)
+                out = self.linear(self.gated(values[0], gate, up), down)
+                self.summed(out, down)
+                return (out,)
             case Product(matrix):
                 out = self.linear(values[0], matrix)
                 if operation.adds:

@@ -214,10 +214,14 @@ class StepEmitter:
         grows = name in self._growing
         now.leave(on, unit.ports, grows)
         if stays and on == "cpu" and not kind.gives_logits and not grows:
-            steps.append(_hand_over("acc", self._hidden))
+            if unit.ports.adds or HIDDEN in unit.ports.writes:  # else it had a copy
+                steps.append(_hand_over("acc", self._hidden))
             now.hidden = "acc"
         if self._sums and unit.ports.adds and not grows:
             steps.append(_all_reduce(name, self._hidden))
+        for port in unit.summed if self._sums else ():
+            steps += now.take_back(port) if stays and on == "cpu" else []
+            steps.append(_all_reduce(name, self._hidden, port))
         if place.stages_state:
             steps.append(self._move_state(name)[1])
         return _Piece(tuple(steps), now.at)
@@ -285,6 +289,12 @@ class _Whereabouts:
         if carries == [HIDDEN]:
             return [_hand_over(on, self._nbytes[HIDDEN])]
         return [_hand_over(on, sum(self._nbytes[name] for name in carries), tuple(carries))]
+
+    def take_back(self, port: str) -> list[Step]:
+        """The hand-off of what the CPU has left in a port, for the accelerators to sum it."""
+        self._beside -= {(port, "cpu")}
+        self._beside.add((port, "acc"))
+        return [_hand_over("acc", self._nbytes[port], (port,))]
 
     def leave(self, on: str, ports: Ports, part_grows: bool) -> None:
         """A unit has run there; of a divided one the accelerator has all. part_grows: the next one adds to its part."""

@@ -39,10 +39,12 @@ class Compute(Divisible):
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Sum the ranks' partial outputs of a unit (float32 [tokens, d_model]) into the residual stream."""
+    """Sum the ranks' partial outputs of a unit (float32 [tokens, d_model]) into the residual stream; or, with a port,
+    those that it has left there, in place."""
 
     unit: str
     nbytes: int
+    port: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ else lies in the arena.
 
 from pshard.model_config import ModelConfig
 from pshard.units.enter import LAYER_SCALE, bias_of, enter, leave
-from pshard.units.operands import BRANCH, Rows
-from pshard.units.operations import Bend, GatedProduct, Norm, Operation, PlaceRows, Product
+from pshard.units.operands import Rows
+from pshard.units.operations import Bend, GatedProduct, Operation, PlaceRows, Product
 from pshard.units.ports import DENSE
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
@@ -21,7 +21,6 @@ UP_BIAS, DOWN_BIAS = (f"ffn_{part}.bias" for part in ("up", "down"))
 BENT = "ffn_act.weight"  # numbers of the activation, of a model that has some for each layer
 GATED = "gate_up"  # scratch: gate's and up's products side by side, of which the gated one takes the first half
 AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
-BESIDE_EXPERTS = "post_ffw_norm_1.weight"  # of what joins that of experts: see BLEND
 
 
 def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
@@ -38,9 +37,9 @@ def _inner(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Opera
 
 def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     x = Rows(GATED, 0, tensors[DOWN].cols)
-    if BESIDE_EXPERTS in tensors:
-        norm = Norm(tensors[BESIDE_EXPERTS], config.d_model, x=BRANCH, out=Rows(DENSE))
-        return Product(tensors[DOWN], x=x, out=BRANCH), norm
+    rule = config.experts
+    if rule is not None and rule.apart and rule.are_in(tensors[DOWN].layer):  # see BLEND
+        return (Product(tensors[DOWN], x=x, out=Rows(DENSE)),)
     return leave(tensors[DOWN], tensors.get(DOWN_BIAS), tensors.get(AFTER), x, tensors.get(LAYER_SCALE))
 
 

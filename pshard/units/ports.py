@@ -13,6 +13,7 @@ ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/m
 PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
 DENSE, EXPERTED = "dense", "experted"  # what an FFN and the experts beside it give, float32 [M, d_model]: see BLEND
 LAYERED = "layered"  # what each layer takes of its tokens' own rows, float32 [M, n_layers * row_width]
+SUMMED = (DENSE, EXPERTED)  # of which ranks sum their parts as a unit has left them there
 AS_WIDE = (ENTERED, DENSE, EXPERTED)  # as the residual stream
 # those that stand beside the residual stream until a unit of a later layer writes them anew
 BESIDE = (*AS_WIDE, ROUTED, LAYERED)
@@ -45,5 +46,5 @@ IS_ROUTED = Ports((ROUTED,), adds=True)
 # only an accelerator blends.
 GIVES_DENSE = Ports((HIDDEN, ROUTED), (DENSE,))
 GIVES_EXPERTED = Ports((ROUTED, DENSE), (EXPERTED,))
-BLENDS = Ports((DENSE, EXPERTED), adds=True)
+BLENDS = Ports((HIDDEN, DENSE, EXPERTED), (HIDDEN,))  # as of TAKES_ROWS
 GIVES_LOGITS = Ports((HIDDEN,), (LOGITS,))

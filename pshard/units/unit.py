@@ -15,7 +15,7 @@ from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
 from pshard.units.operands import STREAM
 from pshard.units.operations import Norm, Operation
-from pshard.units.ports import ADDS, ENTERED, HIDDEN, IDS, LOGITS, ROUTED, Ports
+from pshard.units.ports import ADDS, ENTERED, HIDDEN, IDS, LOGITS, ROUTED, SUMMED, Ports
 from pshard.units.ranges import place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import State, StateShape
@@ -182,6 +182,11 @@ class Unit:
     def ports(self) -> Ports:
         """What it reads and writes of what passes between units."""
         return self.own_ports or self.kind.ports
+
+    @cached_property
+    def summed(self) -> tuple[str, ...]:
+        """Ports beside the residual stream where ranks sum what each has left."""
+        return tuple(port for port in self.ports.writes if port in SUMMED)
 
     @cached_property
     def packed_nbytes(self) -> int:

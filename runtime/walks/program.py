@@ -214,7 +214,7 @@ class _Compiler:
         enters = _enters(step) and (isinstance(following, AllReduce) or _is_on(following, ACC))
         if enters and (not self._ahead or _waits(following)):
             self._close()
-        if enters and isinstance(following, AllReduce):  # of which the CPU has made a part
+        if enters and isinstance(following, AllReduce) and not following.port:  # of which the CPU has made a part
             step = replace(step, portion=Activations(("branch",)))
         if not step.is_to_acc:
             self._take_to_host(step, at)

@@ -68,12 +68,15 @@ class UnitRuns:
         entering = part = None
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):
-                part = self._find_part(step) if isinstance(following, AllReduce) else None
+                summed = isinstance(following, AllReduce) and not following.port
+                part = self._find_part(step) if summed else None
                 leaving = None if part is None else self._sum_for(second, part)
                 if leaving is not None and not self._may_leave(leaving.part):
                     leaving = None
                 self.run(step, entering, leaving, self._norm_after(step, following), part)
                 entering = None
+            elif step.port:
+                self.sum_on("acc", step)
             else:
                 part = self._find_branch() if part is None else part
                 entering = self._sum_for(following, part)
@@ -116,6 +119,14 @@ class UnitRuns:
         if exchange is None or not self.bind(following).opens:
             return None
         return PendingSum(exchange, part, group.wire(part))
+
+    def sum_on(self, on: str, step: AllReduce) -> None:
+        """The sum of the ranks' parts on a side: onto the residual stream, or within a port."""
+        if step.port:
+            work = self._work[on]
+            self._context.group.all_reduce(work.side.space.rows(step.port, work.rows.tokens))
+        else:
+            self.add_sum(on, step.unit)
 
     def add_sum(self, on: str, unit: str, part: torch.Tensor | None = None) -> None:
         """The sum of the ranks' parts of a unit onto the residual stream of a side, normalised first where the model

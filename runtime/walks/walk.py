@@ -283,7 +283,7 @@ class Walk:
             self._left = None
 
     def _all_reduce(self, step: AllReduce) -> None:
-        self._units.add_sum(self._side, step.unit)
+        self._units.sum_on(self._side, step)
 
     def _receive(self, step: Receive) -> None:
         self._side = ACC

@@ -12,6 +12,7 @@ import pytest
 import torch
 from experts_file import WAYS
 from flag_relay import open_late_on_flags, open_on_flags
+from gemma4_files import MIXED, SMALL, Gemma4, gemma4_logits, make_gemma4, write_gemma4
 from lane_ranks import use_lanes
 from model_files import write_gguf
 from plan_samples import make_tier
@@ -27,6 +28,7 @@ from pshard.runtime.texts.text import Piece
 from pshard.runtime.walks.walk import Walk
 from pshard.units.attention import ATTENTION
 from pshard.units.moe.experts import EXPERTS
+from pshard.units.unit import places_of
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
 CONTEXT, AT_ONCE = 128, 4
@@ -83,6 +85,35 @@ def test_ranks_that_run_ahead_give_the_bits_and_bytes_of_the_plain_walk(
     assert len(ahead) >= AT_ONCE * sum(share > 0 for share in shares)
     for (logits, nbytes), (wanted, moved) in zip(got, expected, strict=True):
         assert torch.equal(logits, wanted) and nbytes == moved
+
+
+@pytest.mark.parametrize("recipe", [MIXED, SMALL], ids=["experts beside FFNs", "cells of others"])
+@pytest.mark.usefixtures("exact_gelu")
+def test_what_stands_beside_the_stream_is_summed_where_gpus_sum_it(
+    recipe: Gemma4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def place(spec: ModelSpec) -> tuple[TierPlan, ...]:
+        """All that the CPU may have of every second layer is there."""
+        places: dict[str, Any] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+        for unit in spec.units:
+            to_host = "cpu", "host" if unit.kind.state else None
+            if unit.layer > 0 and unit.layer % 2 and unit.tensors and to_host in places_of(unit.kind, True):
+                places[unit.name] = to_host
+        return tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (AT_ONCE, 16))
+
+    ahead, weights = count_walks_ahead(monkeypatch), make_gemma4(recipe)
+    options: Any = {"tiers": place, "kernels": "fast"}
+    wanted = gemma4_logits(recipe, weights, [3, 4, 5, 6, 7, 8, *range(9, 25), 9, 1, 2])
+    exact = write_gemma4(tmp_path / "exact.gguf", recipe, weights)
+    for logits, _ in run_ranks(exact, (1.0, 0.0, 2.0), talk, CONTEXT, **options):
+        assert abs(logits.numpy() - wanted).max() < 3e-5 * wanted.std()
+    small = write_gemma4(tmp_path / "small.gguf", recipe, weights, "Q8_0")  # of F32 the CPU's runs are not one call
+    expected = run_ranks(small, (1.0, 0.0, 2.0), talk, CONTEXT, **options)
+    assert not ahead
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    got = run_ranks(small, (1.0, 0.0, 2.0), talk, CONTEXT, **options)
+    assert ahead
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(got, expected, strict=True))
 
 
 def talk_of_all_kinds(engine: Engine) -> tuple[list[list[float]], int]:
