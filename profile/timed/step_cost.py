@@ -93,7 +93,7 @@ class NoKernels:
 
     forget = look_up = rms_norm = linear = linear_group = gate_up = rope_store = _nothing
 
-    def attention(self, *arguments: Any) -> None:
+    def attention(self, *arguments: Any, **more: Any) -> None:
         if self._reads is not None:
             self._reads()
 
