@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import inf
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.errors import NoPlan
 from pshard.homes import ON_CPU, PINNED, STREAMED, VRAM, Home
 from pshard.on_host import keep_on_host
@@ -14,6 +15,7 @@ from pshard.planner.price.draft import Beyond, Room, draft_tier, simulated_secon
 from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.search.residency_order import spread
+from pshard.planner.search.round_times import plan_seconds
 from pshard.units.share import WHOLE
 from pshard.units.unit import Place, Unit, places_of_unit
 
@@ -39,10 +41,13 @@ def move_beyond(
             why = error
             continue
         if kept_bytes(room, found) <= room.beyond.host:
-            seconds = sum(c.load.weight * simulated_seconds(room, t, c) for t, c in zip(found, costs, strict=True))
-            best, least = (found, seconds) if seconds < least else (best, least)
+            seconds = [simulated_seconds(room, tier, cost) for tier, cost in zip(found, costs, strict=True)]
+            total = plan_seconds(room, found, seconds, costs)
+            best, least = (found, total) if total < least else (best, least)
     if least == inf:
-        raise why or _lack(room, tiers, costs, room.beyond)
+        lacks = kept_bytes(room, tiers) - room.beyond.host
+        lacks -= sum(nbytes for _, nbytes in _list_movable(room, tiers, costs, room.beyond.home))
+        raise why if why and lacks <= 0 else _lack(lacks, room.beyond)
     return best
 
 
@@ -114,10 +119,9 @@ def _take(movable: Sequence[tuple[str, int]], left: int) -> set[str]:
     return moved
 
 
-def _lack(room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCosts], beyond: Beyond) -> NoPlan:
-    """What to say where no set of units suffices."""
-    movable = sum(nbytes for _, nbytes in _list_movable(room, tiers, costs, beyond.home))
-    mib = -(-max(1, kept_bytes(room, tiers) - beyond.host - movable) >> 20)
+def _lack(nbytes: int, beyond: Beyond) -> NoPlan:
+    """What to say where no set of units suffices: so many bytes too few could be moved."""
+    mib = -(-max(1, nbytes) >> 20)
     return NoPlan(f"host memory lacks {mib} MiB for what cannot live in {beyond.home}: give it more, or --vram")
 
 
@@ -139,9 +143,14 @@ def _list_spread(room: Room) -> list[str]:
 
 
 def _list_bare(room: Room, tiers: Sequence[TierPlan]) -> Iterator[tuple[TierPlan, ...]]:
-    """The tiers with nothing pinned: all of it streamed, or where most of its kind are."""
+    """The tiers with nothing pinned: all of it streamed, or where most of its kind are, or, of few tokens, where it
+    lies, so that slots are small and the link is free for what comes from further away."""
     yield tuple(_unpin(room, tier, {}) for tier in tiers)
     yield tuple(_unpin(room, tier, _count_sites(room, tier)) for tier in tiers)
+    if any(tier.tokens <= SMALL_BATCH for tier in tiers):
+        yield tuple(
+            _leave_on_host(room, tier) if tier.tokens <= SMALL_BATCH else _unpin(room, tier, {}) for tier in tiers
+        )
 
 
 def _count_sites(room: Room, tier: TierPlan) -> dict[str, Counter[str]]:
@@ -164,6 +173,15 @@ def _unpin(room: Room, tier: TierPlan, usual: Mapping[str, Counter[str]]) -> Tie
             where[p.unit] = next((site for site in sites if (site, p.kv) in legal), p.where)
     kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
     return draft_tier(room, tier.tokens, where, kv, SLOTS, {}, tier.in_place)
+
+
+def _leave_on_host(room: Room, tier: TierPlan) -> TierPlan:
+    """A tier with nothing divided, and with everything computed by the CPU that may be, but for cells in VRAM."""
+    places = tier.placements
+    where = {p.unit: ON_CPU if (ON_CPU, p.kv) in _legal(room, p.unit) else p.where for p in places}
+    away = {p.unit: STREAMED for p in places if where[p.unit] == PINNED and (STREAMED, p.kv) in _legal(room, p.unit)}
+    kv = frozenset(p.unit for p in places if p.has_state_in_vram)
+    return draft_tier(room, tier.tokens, where | away, kv, SLOTS, {}, tier.in_place)
 
 
 def _fill_arena(room: Room, tiers: Sequence[TierPlan], order: Sequence[str], spare: int = 0) -> tuple[TierPlan, ...]:

@@ -5,12 +5,18 @@ from dataclasses import dataclass, replace
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.planner.make_plan import plan_baseline, plan_variant
+from pshard.planner.make_plan import no_slower, plan_baseline, plan_variant
 from pshard.planner.price.host_limits import binds_host
 from pshard.planner.price_plan import price_plan
-from pshard.planner.remedies.better_machine import double_cores, double_host_memory, double_host_rate, double_link
+from pshard.planner.remedies.better_machine import (
+    double_cores,
+    double_disk,
+    double_host_memory,
+    double_host_rate,
+    double_link,
+)
 from pshard.planner.routing.plan_disk_slots import lives_on_disk, plan_disk_slots
-from pshard.predicted_times import round_seconds, tier_seconds
+from pshard.predicted_times import decode_rate, round_seconds, tier_seconds
 from pshard.routing.followed import under_plan
 from pshard.routing.order_experts import order_experts
 from pshard.steps.label import label_step
@@ -23,11 +29,12 @@ MORE_MIB = 1024
 @dataclass(frozen=True)
 class WhatIf:
     """A change of the machine and how many times as fast the plan made for it is predicted to be, by tier and in a
-    round, which is what plans minimise: a tier may lose where the round gains."""
+    round, which is what plans minimise: a tier may lose where the round gains. decode_rate: tokens per second then."""
 
     change: str
     speedups: tuple[tuple[int, float], ...]
     of_round: float
+    decode_rate: float = 0.0
 
 
 def explain_gains(
@@ -39,10 +46,12 @@ def explain_gains(
     time_limit: float = 5.0,
 ) -> tuple[WhatIf, ...]:
     """Plan again with 1 GiB more VRAM per device, and with a link, host memory or cores that are twice as good, by the
-    strategy that made the variant: "ilp" or a published one's name. Twice the host memory changes nothing where the
-    plan has all that it could use, which needs no planning to say. Slots for experts on disk are chosen anew each time,
-    and compared by what they find of experts that are all chosen alike."""
+    strategy that made the variant: "ilp" or a published one's name; where it leaves units on disk, also with 1 GiB more
+    host memory and a disk twice as fast. Twice the host memory changes nothing where the plan has all that it could
+    use, which needs no planning to say. Slots for experts on disk are chosen anew each time, and compared by what they
+    find of experts that are all chosen alike."""
     by_experts = any(cache.is_on_demand for cache in variant.ranks[0].caches)
+    is_far = any(rank.beyond_host for rank in variant.ranks)
 
     def plan(machine: MachineProfile, load: Workload) -> Variant:
         if by_experts and strategy == "ilp":
@@ -50,7 +59,9 @@ def explain_gains(
             found = plan_variant(ordered, machine, load, time_limit, variant.correction)
             return plan_disk_slots(ordered, machine, found, None) if lives_on_disk(ordered, found) else found
         if strategy == "ilp":  # with as many slots for experts
-            return plan_variant(under_plan(spec, variant), machine, load, time_limit, variant.correction)
+            own = under_plan(spec, variant)
+            found = plan_variant(own, machine, load, time_limit, variant.correction)
+            return no_slower(own, machine, found, variant) if is_far else found
         return plan_baseline(strategy, spec, machine, load, variant.correction)
 
     budgets = tuple(mib + MORE_MIB for mib in workload.vram_mib)
@@ -63,6 +74,9 @@ def explain_gains(
         cases.append(("a link twice as fast", double_link(profile), workload))
     cases.append(("host memory twice as fast", double_host_rate(profile), workload))
     cases.append(("twice the cores", double_cores(profile), workload))
+    if is_far:
+        cases += [("1 GiB more host memory", *_add_host_memory(profile, workload))]
+        cases += [("a disk twice as fast", double_disk(profile), workload)]
     variant = plan(profile, workload) if by_experts else variant
     found = [_compare(change, variant, plan(machine, load)) for change, machine, load in cases]
     more = plan(double_host_memory(profile), workload) if binds_host(spec, profile, workload) else variant
@@ -71,7 +85,17 @@ def explain_gains(
 
 def _compare(change: str, before: Variant, after: Variant) -> WhatIf:
     after = replace(after, speculation=before.speculation)  # what drafts take beside steps is alike
-    return WhatIf(change, _speedups(before, after), round_seconds(before) / round_seconds(after))
+    of_round = round_seconds(before) / round_seconds(after)
+    return WhatIf(change, _speedups(before, after), of_round, decode_rate(after))
+
+
+def _add_host_memory(profile: MachineProfile, workload: Workload) -> tuple[MachineProfile, Workload]:
+    """The machine and the workload with MORE_MIB more host memory, which plans may take."""
+    host = replace(profile.host, memory_bytes=profile.host.memory_bytes + MORE_MIB * MIB)
+    if not profile.ram_bytes:
+        return replace(profile, host=host), workload
+    more = replace(profile, host=host, ram_bytes=profile.ram_bytes + MORE_MIB * MIB)
+    return more, replace(workload, ram_mib=workload.ram_mib + MORE_MIB)
 
 
 def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:

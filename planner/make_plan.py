@@ -77,10 +77,26 @@ def plan_variant(
     refined = refine_ranks(tasks, placed)
     if len(tasks) == 1:
         refined = (_or_unlimited(tasks[0], refined[0], time_limit),)
-    variant = join_ranks(tasks, choose_fastest(tasks, refined))
+    several = [choose_fastest(tasks, refined)]
+    if tasks[0].room.beyond is not None:  # refined as if memory held all: what is not may lose less to the disk
+        several.append(placed)
+    variant = _join_fastest(tasks, several)
     if spec.popularity and not spec.caches and tasks[0].plan_needed and len(tasks) == 1:
         return _or_unrecorded(spec, profile, variant, time_limit)
     return variant
+
+
+def _join_fastest(tasks: tuple[RankTask, ...], several: Sequence[tuple[Candidate, ...]]) -> Variant:
+    """The variant with the shortest round. Raises NoPlan where each lacks memory."""
+    found, why = list[Variant](), NoPlan("")
+    for candidates in several:
+        try:
+            found.append(join_ranks(tasks, candidates))
+        except NoPlan as error:
+            why = error
+    if not found:
+        raise why
+    return min(found, key=round_seconds)
 
 
 def _or_unrecorded(spec: ModelSpec, profile: MachineProfile, variant: Variant, time_limit: float) -> Variant:

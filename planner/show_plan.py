@@ -133,8 +133,9 @@ def print_explanation(
     then what binds each tier, what a better machine would bring, and why a tier is slower than it could be."""
     of_rank = {each.rank: each for each in maps}
     for rank in variant.ranks:
+        far = "".join(f", {home.name[0]} on {home}" for home in {*rank.beyond_host.values()})
         out.print(
-            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x divided; "
+            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x divided{far}; "
             f"KV: V in {words.arena}, h on the host",
             highlight=False,
             soft_wrap=True,
@@ -160,7 +161,7 @@ def print_explanation(
         text = f"tier {tier.tokens}: {words.binds[slowest.prediction.binds]} (busy: {busy})"
         out.print(text + (f"; {worth}" if worth else ""), highlight=False, soft_wrap=True)
     if gains:
-        worth = "; ".join(f"{gain.change}: {_show_gain(gain.of_round)}" for gain in gains)
+        worth = "; ".join(f"{gain.change}: {_show_gain(gain.of_round)}{_show_pace(gain)}" for gain in gains)
         text = f"a round of prompts and answers, which plans minimise: {worth}; a tier may lose where the round gains"
         out.print(text, highlight=False, soft_wrap=True)
     for tier_alone in alone:
@@ -172,6 +173,11 @@ def print_explanation(
 def _show_gain(speedup: float) -> str:
     """How much faster, or slower, in percent."""
     return f"{round(speedup - 1, 2) + 0.0:+.0%}"  # -0.0 + 0.0 is 0.0
+
+
+def _show_pace(gain: WhatIf) -> str:
+    """The rate of answers, where it was planned."""
+    return f", {show_rate(gain.decode_rate)} tok/s" if gain.decode_rate else ""
 
 
 def print_outlook(outlook: Outlook, out: "Console") -> None:

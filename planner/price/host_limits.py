@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.errors import NoPlan
 from pshard.homes import DISK, READ, Home, list_far_homes
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
@@ -57,13 +58,18 @@ def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> 
     """The ranks' rooms with what each may keep in host memory, where that limits them.
 
     What a rank cannot hold in VRAM beside the scratch of its largest tier it gets, and of the rest a share by its
-    bytes; where there is a home beyond host memory, a share of all.
+    bytes; where there is a home beyond host memory, a share of all. Raises NoPlan where arenas in host memory are too
+    large for it, and there is such a home.
     """
     left = _left(rooms, profile, largest)
     totals = [_total(room) for room in rooms]
     if sum(totals) <= left:
         return tuple(rooms)
     if home := find_beyond(profile, len(rooms)):
+        if left < 0:
+            budget = ",".join(map(str, rooms[0].workload.vram_mib))
+            lacks = f"host memory lacks {-left // MIB + 1} MiB for a budget of {budget} in it"
+            raise NoPlan(f"{lacks}; give it more, or less --vram")
         return tuple(replace(r, beyond=Beyond(home, max(0, left * t // sum(totals)))) for r, t in zip(rooms, totals))
     needs = [_needed(room, largest) for room in rooms]
     spare = left - sum(needs)

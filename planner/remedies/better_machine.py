@@ -1,4 +1,4 @@
-"""Profiles of machines that are better in one thing: a faster link, faster host memory, more cores, more memory."""
+"""Profiles of machines that are better in one thing: a faster link, host memory or disk, more cores or memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,8 +54,14 @@ def double_cores(profile: MachineProfile) -> MachineProfile:
 
 
 def double_host_memory(profile: MachineProfile) -> MachineProfile:
-    """The same machine with twice as much host memory."""
-    return replace(profile, host=replace(profile.host, memory_bytes=2 * profile.host.memory_bytes))
+    """The same machine with twice as much host memory, of which plans may take twice as much."""
+    host = replace(profile.host, memory_bytes=2 * profile.host.memory_bytes)
+    return replace(profile, host=host, ram_bytes=2 * profile.ram_bytes)
+
+
+def double_disk(profile: MachineProfile) -> MachineProfile:
+    """The same machine with a disk that brings everything in half the time."""
+    return replace(profile, disks=tuple(replace(row, seconds=row.seconds / 2) for row in profile.disks))
 
 
 def _rescale(profile: MachineProfile, tables: Tables, rescale: Rescale) -> MachineProfile:

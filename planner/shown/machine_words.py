@@ -37,6 +37,7 @@ WITH_GPU = Words(
         "acc": "compute-bound on the accelerator",
         "cpu": "bound by the CPU",
         "link": "link-bound",
+        "disk": "bound by reads from disk",
         "vram": "VRAM-bound: link and CPU are both busy",
     },
 )
@@ -47,6 +48,7 @@ WITHOUT_GPU = Words(
         "acc": "bound by computing in the budget",
         "cpu": "bound by computing beside the budget",
         "link": "bound by copies into the budget",
+        "disk": "bound by reads from disk",
         "vram": "bound by the budget: copies and computing beside it are both busy",
     },
 )

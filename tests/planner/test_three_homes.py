@@ -1,12 +1,14 @@
 """Plans over VRAM, host memory and disk."""
 
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 from latent_files import random_tensors, write_latent_gguf
 from planner_cases import DESKTOP, make_model
+from rich.console import Console
 from toy_kinds import ToyFile
 
 from pshard.errors import NoPlan
@@ -18,11 +20,13 @@ from pshard.models import open_model
 from pshard.on_disk import mark_made
 from pshard.plan import Variant
 from pshard.planner.check_plan import check_variant, count_host_bytes
+from pshard.planner.explain import WhatIf, explain_gains
 from pshard.planner.make_plan import RoughPlan, plan_roughly, plan_variant
 from pshard.planner.price import host_limits
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
-from pshard.predicted_times import round_seconds
+from pshard.planner.show_plan import print_explanation
+from pshard.predicted_times import decode_rate, round_seconds
 from pshard.workload import Workload
 
 MIB = 1 << 20
@@ -117,3 +121,28 @@ def test_answers_of_a_dense_model_come_within_a_fifth_of_the_disks_bound() -> No
     outside = spec.packed_nbytes + sum(room.states.values()) + room.scratch(1) - room.arena - profile.ram_bytes
     assert list_far(plan.variant)
     assert max(outside / 7e9, decoding.bound_seconds) / decoding.seconds > 0.8
+
+
+def test_what_binds_at_the_disk_is_said_in_words() -> None:
+    _, plan = plan_of_disk(make_model(16, d_ffn=2048, experts=Experts(8, 2, 512)), 90, 412, 1e8)
+    out = StringIO()
+    print_explanation(plan.variant, (WhatIf("a disk twice as fast", (), 1.5, 20.0),), (), Console(file=out, width=200))
+    said = out.getvalue()
+    assert "x divided, d on disk; KV" in said and ": bound by reads from disk (busy: " in said
+    assert "a disk twice as fast: +50%, 20 tok/s; " in said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_search")
+def test_memory_and_a_faster_disk_are_worth_something_where_the_disk_binds() -> None:
+    profile, workload = make_machine(8 * MIB, 1e8), replace(WORKLOAD, ram_mib=8)
+    variant = plan_variant(SPEC, profile, workload)
+    gains = {gain.change: gain for gain in explain_gains(SPEC, profile, workload, variant)}
+    assert all(gain.of_round >= 1 - 1e-9 for gain in gains.values())
+    for change in ("1 GiB more host memory", "a disk twice as fast", "twice the host memory"):
+        assert gains[change].of_round > 1.1 and gains[change].decode_rate > 1.1 * decode_rate(variant)
+
+
+def test_a_budget_in_host_memory_that_ram_does_not_hold_is_refused() -> None:
+    with pytest.raises(NoPlan, match=r"host memory lacks \d+ MiB for a budget of 9 in it"):
+        plan_roughly(SPEC, make_machine(8 * MIB), replace(WORKLOAD, vram_mib=(9,), ram_mib=8))
