@@ -1,0 +1,134 @@
+"""What models larger than memory are predicted to reach: `python benchmarks/disk_forecasts.py FILE:RAM:VRAM...`.
+
+FILE is a GGUF file, of which the header is enough; RAM and VRAM are GB. Prints JSON: for each and for drives that bring
+3.5, 7 and 12.5 GB of weights a second, what the plan promises of answers, and of prompts of 4096 and 16384 tokens, and
+which part that is of a bound that no plan beats. Nothing is run. `--table FILE` prints the table of docs/disk.md.
+
+The bound: what memory and compute take at least, or the bytes that VRAM and host memory cannot hold, by the drive's
+rate; of experts that part of these bytes that a token uses, as if all were chosen alike. A prompt reads them once.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pshard.homes import READ
+from pshard.machine import DiskTiming, MachineProfile
+from pshard.model import ModelSpec
+from pshard.models import open_model
+from pshard.on_disk import mark_made
+from pshard.plan import Variant
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.draft import Room
+from pshard.planner.price.example_sheets import MACHINES
+from pshard.planner.price.host_limits import usable_bytes
+from pshard.predicted_times import decode_rate, first_token_seconds
+from pshard.units.moe.experts import EXPERTS
+from pshard.workload import Workload
+
+RATES = (3.5e9, 7e9, 12.5e9)
+SIZES = (1 << 16, 1 << 20, 1 << 28)  # bytes for which a drive has timings
+LATENCY = 1e-4
+PROMPTS = (4096, 16384)
+DESKTOP, LARGE_CARD = MACHINES["rtx4060-ryzen-7700"], MACHINES["rtx5080-xeon-w5-3425"]
+CARD = ("acc_memory", "acc_flops", "acc_attention", "acc_unpack", "card", "accelerator")
+
+
+def make_machine(ram: int, vram: int, rate: float) -> MachineProfile:
+    """A desktop with so many GB: two channels of DDR5, an RTX 5080 from 16 GB on, else an RTX 4060, and a drive."""
+    own = {name: getattr(LARGE_CARD, name) for name in CARD} if vram >= 16 else {}
+    rates = replace(DESKTOP, **own, heads=LARGE_CARD.heads, acc_memory_bytes=vram << 30, host_memory_bytes=ram << 30)
+    disk = tuple(DiskTiming("drive", True, 0, 0, n, LATENCY + n / rate) for n in SIZES)
+    return replace(profile_from_datasheet(rates), disks=disk, ram_bytes=ram << 30)
+
+
+def forecast(spec: ModelSpec, ram: int, vram: int, rate: float) -> dict[str, Any]:
+    """What plans promise, one for each length of prompts, and which parts of the bounds that is."""
+    machine, found = make_machine(ram, vram, rate), dict[str, Any]()
+    for prompt in PROMPTS:
+        workload = Workload((vram * 1000,), prompt + 4096, max_ubatch=prompt, prompt=prompt, ram_mib=ram << 10)
+        variant = plan_variant(spec, machine, workload)
+        (task,) = prepare_ranks(spec, machine, variant.workload)
+        tiers, seconds = variant.ranks[0].tiers, first_token_seconds(variant)
+        outside = count_outside(task.room, tiers[-1].tokens, machine)
+        found[f"passes_{prompt}"] = -(-prompt // variant.workload.max_ubatch)
+        found[f"first_token_{prompt}"] = round(seconds, 2)
+        found[f"first_token_share_{prompt}"] = round(max(outside / rate, _least_first_token(variant)) / seconds, 2)
+        if prompt != PROMPTS[0]:
+            continue
+        answer, least = tiers[0].prediction, count_read(spec, count_outside(task.room, 1, machine))
+        found["disk_gb"] = round(sum(spec.unit(n).packed_nbytes for n in variant.ranks[0].beyond_host) / 1e9, 1)
+        found["token_gb"] = round(dict(answer.busy).get(READ.name, 0.0) * rate / 1e9, 2)
+        found["least_token_gb"] = round(least / 1e9, 2)
+        found["decode_rate"] = round(decode_rate(variant), 3)
+        found["decode_share"] = round(decode_rate(variant) * max(least / rate, answer.bound_seconds), 2)
+    return found
+
+
+def count_outside(room: Room, tokens: int, machine: MachineProfile) -> int:
+    """Bytes of weights that VRAM and host memory do not hold, beside states and the scratch of so many tokens."""
+    room_for_all = usable_bytes(machine, 1) + room.arena - room.scratch(tokens)
+    return max(0, room.spec.packed_nbytes + sum(room.states.values()) - room_for_all)
+
+
+def count_read(spec: ModelSpec, outside: int) -> float:
+    """Bytes that a token needs of those outside, were these experts first: the part of them that it uses."""
+    experts, rule = sum(u.packed_nbytes for u in spec.units if u.kind is EXPERTS), spec.config.experts
+    used = rule.used / rule.count if rule else 1.0
+    return max(0, outside - experts) + min(outside, experts) * used
+
+
+def _least_first_token(variant: Variant) -> float:
+    """Seconds to the first token, did every tier take no more than its bound without a disk."""
+    (rank,) = variant.ranks
+    tiers = (replace(t, prediction=replace(t.prediction, seconds=t.prediction.bound_seconds)) for t in rank.tiers)
+    return first_token_seconds(replace(variant, ranks=(replace(rank, tiers=tuple(tiers)),)))
+
+
+def forecast_all(cases: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of all models, drive by drive."""
+    for case in cases:
+        file, ram, vram = case.rsplit(":", 2)
+        with open_model(Path(file)) as model:
+            spec = mark_made(model)
+        for rate in RATES:
+            head = {"model": Path(file).stem, "gb": round(spec.packed_nbytes / 1e9, 1), "ram": int(ram)}
+            yield head | {"vram": int(vram), "drive": rate / 1e9} | forecast(spec, int(ram), int(vram), rate)
+
+
+def make_table(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/disk.md."""
+    head = "model, RAM + VRAM", "drive GB/s", "on disk GB", "a token reads GB", "tok/s", "of bound"
+    head += tuple(text for prompt in PROMPTS for text in (f"TTFT {prompt} s", "of bound"))
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for r in rows:
+        cells = [f"{r['model']} ({r['gb']:g} GB), {r['ram']} + {r['vram']}", f"{r['drive']:g}", f"{r['disk_gb']:g}"]
+        cells += [f"{r['token_gb']:g}", f"{r['decode_rate']:.3g}", f"{r['decode_share']:.2f}"]
+        for prompt in PROMPTS:
+            cells += [f"{r[f'first_token_{prompt}']:.3g}", f"{r[f'first_token_share_{prompt}']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print JSON of the cases that are given, or the table of a file of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="FILE:RAM:VRAM")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of this file's rows")
+    args = parser.parse_args()
+    if args.table:
+        print(make_table(json.loads(args.table.read_text(encoding="utf-8"))))
+        return
+    print("[")
+    for i, row in enumerate(forecast_all(args.cases)):
+        print((",\n " if i else " ") + json.dumps(row), end="", flush=True)
+    print("\n]")
+
+
+if __name__ == "__main__":
+    main()
