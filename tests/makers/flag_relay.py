@@ -9,6 +9,8 @@ import torch
 from pshard.runtime.devices.device import Device
 from pshard.runtime.devices.relay import LINE, Relay
 
+POLL_SECONDS = 5e-5
+
 
 class FlagKernel:
     """What `act` does with a flag, started as a Triton kernel is."""
@@ -25,7 +27,7 @@ def wait_for(flag: torch.Tensor) -> None:
     end = time.monotonic() + 10
     while not int(flag[0]):
         assert time.monotonic() < end, "the CPU's part was not done"
-        time.sleep(0)  # other threads want Python too
+        time.sleep(POLL_SECONDS)  # other threads want Python, and others the core
     flag[0] = 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from flag_relay import POLL_SECONDS
 from thread_ranks import Meeting, ThreadGroup
 
 from pshard.runtime.devices.device import CpuDevice, CpuEvent
@@ -86,6 +87,7 @@ class LaneDevice(CpuDevice):
     def host_wait(self, event: CpuEvent) -> None:
         while not event.happened:
             self._check()
+            time.sleep(POLL_SECONDS)
         event.wait()
 
     def synchronize(self) -> None:
