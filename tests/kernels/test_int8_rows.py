@@ -11,6 +11,7 @@ import pytest
 import torch
 from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE, random_tensor, random_weight
+from rounded_products import quantise
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,6 +96,14 @@ def test_sums_of_rounded_activations_are_exact(qtype: str) -> None:
     expected = numpy64(hidden) + numpy64(x) @ values.T
     kernels_with((qtype,)).linear(x, weight, hidden, scratch(1 << 16), accumulate=True)
     assert error(hidden, expected) < 1e-6
+
+
+@needs_kernels
+def test_products_are_those_of_the_rounding_by_which_their_cost_is_measured() -> None:
+    weight, values = random_weight("Q4_0", 32, 128, seed=17)
+    x, out = random_tensor(70, 128, seed=18), torch.empty(70, 32, device=DEVICE)
+    kernels_with(("Q4_0",)).linear(x, weight, out, scratch(1 << 16))
+    assert error(out, numpy64(quantise(x.cpu())) @ values.T) < 1e-5
 
 
 @needs_kernels
