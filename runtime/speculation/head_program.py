@@ -6,12 +6,12 @@ cells are still to be made: few while drafts are verified, those of a whole micr
 made at once. docs/speculation.md has the formulas.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pshard.batch import PROMPT
+from pshard.batch import PROMPT, VERIFY
 from pshard.buffers import STATES
 from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
@@ -70,7 +70,7 @@ class HeadProgram(SecondProgram):
     def follow(self, batch: NewTokens) -> None:
         """See Follower."""
         with self._model.device.computing():
-            found, due = _states_of(self._model), list[Text]()
+            found, due = _states_of(self._model), dict[Text, int]()
             for text, segment, span in zip(batch.texts, batch.segments, batch.batch.spans, strict=True):
                 held = self._hold(text, segment)
                 new = max(0, held.known - segment.past)  # tokens that are computed again are those that were known
@@ -79,7 +79,8 @@ class HeadProgram(SecondProgram):
                     held.states = torch.cat([held.states.to(rows.device), rows])
                     self._keep_ends(segment, new, found)
                 if span.kind == PROMPT or held.known - held.cells >= self._most:
-                    due.append(text)
+                    # states of tokens that are drafts stay: the text may be cut back to any of them
+                    due[text] = segment.past if span.kind == VERIFY else held.known
         self._catch_up(due)
 
     def _hold(self, text: Text, segment: Segment) -> Held:
@@ -98,12 +99,12 @@ class HeadProgram(SecondProgram):
             row = segment.start + length - 1 - segment.past
             self._ends[segment.blocks[length // KV_BLOCK - 1]].copy_(found[row])
 
-    def _catch_up(self, texts: Sequence[Text]) -> None:
-        """Make the cells of all tokens that texts have, as far as the states before them are known."""
+    def _catch_up(self, ends: Mapping[Text, int]) -> None:
+        """Make the cells of texts' tokens up to these ends, which they have, and before which states are known."""
         due = list[Rows]()
-        for text in texts:
+        for text, end in ends.items():
             held = self._held[text]
-            end = min(held.known, len(text.ids))
+            end = min(end, len(text.ids))
             if end > held.cells:
                 due.append(Rows(text, tuple(text.ids[held.cells : end]), held.cells, held.take(held.cells, end)))
         self._run(due, wants=False)
@@ -150,7 +151,7 @@ class HeadProgram(SecondProgram):
         held = self._held.get(text)
         if held is None or held.known != len(text.ids):
             return 0
-        self._catch_up([text])
+        self._catch_up({text: held.known})
         return held.cells
 
     def _begin_at(self, text: Text, tokens: int, cells: int, read: Callable[[int], bytearray]) -> None:

@@ -141,3 +141,17 @@ def test_a_saved_text_is_drafted_behind_as_it_was_and_by_a_head_alone(tmp_path: 
             list(engine.generate([5], 9, Sampling(temperature=0), False, None, s)) for s in (DraftSettings(MTP, 3),)
         ]
         assert len(told[0]) == 9
+
+
+def test_a_head_drafts_behind_many_steps_whose_drafts_were_somebody_elses(tmp_path: Path) -> None:
+    """Lookup goes first: its rows are more than a micro-batch of the head before that is asked again."""
+    engines, ids = HeadedEngines(tmp_path / "m.gguf", "latent"), some_ids(150, 4)
+    with engines.open(kernels="plain", sequences=2) as engine:
+        text, alone = engine.texts.begin(), engine.texts.begin()
+        engine.texts.extend([(text, ids[:60])])
+        for start in range(60, 100, 4):
+            engine.texts.step([Piece(text, (*ids[start : start + 4], 5, 6), "all", best=1, kind=VERIFY)])
+            assert engine.texts.commit(text, start + 4) == []
+        engine.texts.extend([(alone, ids[:100])])
+        right, found = (drafts_behind(engine, each, ids[100]) for each in (alone, text))
+        assert found[0] == right[0] and torch.allclose(found[1], right[1], atol=1e-4)
