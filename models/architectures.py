@@ -43,7 +43,7 @@ class Architecture:
     value. `window_every`: of so many layers the first has the sliding window. `latent`: multi-head latent attention.
     `delta`: most layers have a gated delta net, whose value heads stand in GGUF files "grouped" by the key heads that
     they use or "tiled", one of each in turn; the others' attention is gated, and folders have norms' weights less 1.
-    `routing`: its layers have experts.
+    `conv`: most layers have a short convolution instead of attention. `routing`: its layers have experts.
 
     As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own unless the others
     are still, `still_every`, `activation`, `ungated`, `wide_qk_norm`, `norms`, `centred`, `parallel`.
@@ -77,6 +77,7 @@ class Architecture:
     window_every: int = 1
     latent: bool = False
     delta: str = ""
+    conv: bool = False
     routing: Routing | None = None
     hf_pairing: str = "halves"
     full_every: int = 0
@@ -159,6 +160,10 @@ _EXAONE_MOE = _defaults(
 _MINIMAX_M2 = _defaults(rope_theta=5e6)
 _COHERE2 = _defaults(logit_scale=0.0625, sliding_window=4096, layer_norm_eps=1e-5, tie_word_embeddings=True)
 _GEMMA = _defaults(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192, tie_word_embeddings=True)
+_LFM2 = _defaults(
+    norm_eps=1e-5, rope_theta=1e6, tie_word_embeddings=True, block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0
+)
+_LFM2_MOE = _defaults(norm_eps=1e-5, rope_theta=1e6, tie_word_embeddings=True, num_dense_layers=2)
 _GEMMA2 = _defaults(
     **_GEMMA,
     query_pre_attn_scalar=256,
@@ -515,6 +520,16 @@ ARCHITECTURES = (
         norms_less_one=True,
         defaults=_GEMMA2,
     ),
+    Architecture("lfm2", "lfm2", "halves", qk_norm=True, conv=True, defaults=_LFM2),
+    Architecture(
+        "lfm2_moe",
+        "lfm2moe",
+        "halves",
+        qk_norm=True,
+        conv=True,
+        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True),
+        defaults=_LFM2_MOE,
+    ),
     _GEMMA4_DENSE,
     replace(_GEMMA4_DENSE, routing=Routing(norm_fixed=True)),
     Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
@@ -542,7 +557,6 @@ _LACKING = {
     "kimi-linear": "a delta net that decays by channel",
     **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
-    **dict.fromkeys(("lfm2", "lfm2moe", "lfm2-moe"), "short convolutions"),
     **dict.fromkeys(("llama4", "llama4-text"), "attention within chunks and experts whose inputs are weighted"),
     **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
     "arctic": "an FFN beside experts of another input",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pshard.errors import UserError
-from pshard.model_config import Delta, Experts, Latent, ModelConfig
+from pshard.model_config import Delta, Experts, Latent, ModelConfig, ShortConv
 from pshard.models.architectures import Architecture
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
@@ -35,6 +35,8 @@ from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
 from pshard.units.ports import ENTERS, FOLLOWS, GIVES_DENSE, GIVES_EXPERTED, Ports
+from pshard.units.short_conv import PARTS as CONV_PARTS
+from pshard.units.short_conv import SHORT_CONV
 from pshard.units.unit import Cells, Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -104,6 +106,8 @@ class UnitMaker:
             yield unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block))
         elif config.delta and i not in config.delta.full:
             yield unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block))
+        elif config.conv and i not in config.conv.full:
+            yield unit(block + "conv", SHORT_CONV, i, _conv(config.conv, config.d_model, block))
         else:
             kind, ports = _kind(config, i), ENTERS if config.parallel else None
             lender = config.lender(i)
@@ -215,6 +219,15 @@ def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
     yield Expected(block + "ssm_dt.bias", (heads,))
     yield Expected(block + "ssm_a", (heads,))
     yield Expected(block + "ssm_norm.weight", (delta.head,))
+
+
+def _conv(conv: ShortConv, d: int, block: str) -> Iterator[Expected]:
+    """A gated short convolution."""
+    yield Expected(block + "attn_norm.weight", (d,))
+    for role in CONV_PARTS:
+        yield Expected(block + role, (conv.channels, d))
+    yield Expected(block + "conv_taps.weight", (conv.channels * conv.taps,))
+    yield Expected(block + "conv_out.weight", (d, conv.channels))
 
 
 def _ffn(config: ModelConfig, layer: int, biases: set[str], scaled: bool) -> Iterator[Expected]:

@@ -14,6 +14,7 @@ from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS,
 from pshard.models.families.by_layer import NO_TURN
 from pshard.models.families.read_numbers import CAPS, gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
+from pshard.models.hybrid.short_convs import gguf_conv
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
 from pshard.models.read_experts import gguf_experts
@@ -79,6 +80,7 @@ def gguf_config(
         latent=latent,
         gated=bool(arch.delta),
         delta=gguf_delta(arch, keys, n_layers) if arch.delta else None,
+        conv=gguf_conv(keys, n_layers) if arch.conv else None,
         own_head_norms=arch.own_head_norms and "blk.0.attn_q_norm.weight" in stored,
         clamp=keys.factor(_CLAMP),
         **arch.declared | ({"parallel": True} if arch.may_be_parallel and NORM not in stored else {}),
@@ -93,7 +95,9 @@ def _count_kv_heads(arch: Architecture, keys: Keys, n_heads: int) -> int:
         return 1
     if arch.by_layer:  # see gguf_layers
         return n_heads
-    return count_kv_heads(keys, n_heads) if arch.delta else keys.integer("attention.head_count_kv", n_heads)
+    return (
+        count_kv_heads(keys, n_heads) if arch.delta or arch.conv else keys.integer("attention.head_count_kv", n_heads)
+    )
 
 
 def _sliding_window(arch: Architecture, keys: Keys) -> int:

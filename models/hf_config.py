@@ -8,6 +8,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.read_numbers import hf_numbers
 from pshard.models.hybrid.read_delta import hf_delta
+from pshard.models.hybrid.short_convs import adjust_rows, hf_conv
 from pshard.models.keys import EPSILONS, Keys, check_config
 from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
@@ -26,6 +27,8 @@ _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelConfig:
     """The model's numbers from config.json. Raises UserError that names the key."""
     config = {**arch.defaults, **config}
+    if arch.conv and not arch.routing:
+        config = adjust_rows(config, where)
     arch, keys = arch.of_windows(config.get("sliding_window")), Keys(config, where)
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
@@ -65,6 +68,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         latent=latent,
         gated=bool(arch.delta),
         delta=hf_delta(keys, n_layers) if arch.delta else None,
+        conv=hf_conv(keys, n_layers) if arch.conv else None,
         own_head_norms=arch.own_head_norms and any(keys.flag(key, False) for key in _HEAD_NORMS),
         clamp=keys.factor("clip_qkv") if arch.clamped else 0.0,
         **arch.declared | ({"parallel": True} if parallel else {}),
@@ -76,7 +80,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
 
 def _name_eps(arch: Architecture, config: dict[str, Any]) -> str:
     if not arch.centred:
-        return "rms_norm_eps"
+        return "norm_eps" if arch.conv else "rms_norm_eps"
     return next((name for name in _EPSILONS if config.get(name) is not None), _EPSILONS[0])
 
 

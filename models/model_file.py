@@ -32,6 +32,7 @@ from pshard.models.gguf_config import gguf_config, part_gguf_drafters
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import count_hf_drafters, hf_config
 from pshard.models.hybrid.arrange_delta import name_folder, name_gguf, split_hybrid
+from pshard.models.hybrid.short_convs import rename_experts
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
@@ -320,7 +321,7 @@ def _rename(
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
-        key = rename_scales(key)
+        key = rename_experts(rename_scales(key))
         key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key

@@ -11,7 +11,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor")
-_LEADS = ("first_k_dense_replace", "moe_layer_start_index")
+_LEADS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 def gguf_experts(routing: Routing, keys: Keys) -> Experts:

@@ -46,10 +46,10 @@ def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Bu
 
 
 def index_words(spec: ModelSpec, tokens: int, shape: StateShape) -> int:
-    """Words of what says where each row of a micro-batch stands; layers with a window have blocks of their own, and a
-    gated delta net asks for the bounds of sequences."""
+    """Words of what says where each row of a micro-batch stands; layers with a window have blocks of their own, and
+    states of a fixed size ask for the bounds of sequences."""
     words = 3 * tokens + (2 if spec.config.window else 1) * kv_blocks(shape.context, shape.sequences)
-    return words + (2 * min(tokens, shape.sequences) + 1 if spec.config.delta else 0)
+    return words + (2 * min(tokens, shape.sequences) + 1 if spec.config.keeps_fixed else 0)
 
 
 def shared_index_words(spec: ModelSpec, tokens: int, shape: StateShape) -> int:

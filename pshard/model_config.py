@@ -128,6 +128,16 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """Gated short convolutions (LFM2) in all layers but the `full` ones, which have attention: each of `channels`
+    channels sees its last `taps` inputs."""
+
+    taps: int
+    full: tuple[int, ...]
+    channels: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Numbers of a decoder-only transformer that computing and planning need. Sizes in elements.
 
@@ -155,6 +165,7 @@ class ModelConfig:
     latent: Latent | None = None
     gated: bool = False
     delta: Delta | None = None
+    conv: ShortConv | None = None
     full_every: int = 0  # of so many layers the last has full attention, the others the window; 0: see window_every
     window_rope: Rope | None = None  # of layers with a window; None: that of the others
     still_every: int = 0  # of so many layers the last one's heads are not rotated; 0: all are
@@ -181,6 +192,11 @@ class ModelConfig:
     chunked: bool = False  # windows are chunks of a text that follow each other
     borrowers: int = 0  # the last so many layers keep no cells, and read those of others: see `lender`
     row_width: int = 0  # numbers that each layer takes of a token's own row of a second table; 0: there is none
+
+    @property
+    def keeps_fixed(self) -> bool:
+        """Whether some layers keep a state of a fixed size of each sequence."""
+        return self.delta is not None or self.conv is not None
 
     @property
     def normed_before(self) -> bool:
@@ -242,7 +258,7 @@ class ModelConfig:
         return self.sliding_window if 0 < self.sliding_window < self.context else 0
 
     def resize(self, sizes: Mapping[str, int]) -> "ModelConfig":
-        """The same with other numbers, by the names of fields here, in `experts` or in `delta`."""
+        """The same with other numbers, by the names of fields here, in `experts`, `delta` or `conv`."""
 
         def those_of(noun: Any) -> dict[str, Any]:
             names = {f.name for f in fields(noun)} if noun else set()
@@ -250,4 +266,5 @@ class ModelConfig:
 
         experts = replace(self.experts, **those_of(self.experts)) if self.experts else None
         delta = replace(self.delta, **those_of(self.delta)) if self.delta else None
-        return replace(self, **those_of(self), experts=experts, delta=delta)
+        conv = replace(self.conv, **those_of(self.conv)) if self.conv else None
+        return replace(self, **those_of(self), experts=experts, delta=delta, conv=conv)

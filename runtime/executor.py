@@ -159,7 +159,7 @@ class Executor:
                 carved.space.tensors[name].copy_(self.host.side.space.tensors[name])
         side = make_side(self.acc_kernels, carved.space, self.spec.config)
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
-        sequences = self.states.sequences if self.spec.config.delta else 0
+        sequences = self.states.sequences if self.spec.config.keeps_fixed else 0
         first = (u for u in self.spec.units if u.kind.is_looked_up and u.is_here)
         looks_up = any(tier.placement(unit.name).is_on_acc for unit in first)
         in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)

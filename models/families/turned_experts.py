@@ -14,7 +14,7 @@ from pshard.models.hybrid.made_tensors import MadeTensor, freeze
 from pshard.models.stored import StoredTensor
 
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
-_BESIDE = re.compile(r"model\.layers\.(\d+)\.experts\.(gate_up|down)_proj")  # of Gemma 4
+_BESIDE = re.compile(r"model\.layers\.(\d+)\.(?:feed_forward\.)?experts\.(gate_up|down)_proj")  # of Gemma 4, LFM2
 _LINEAR = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 _NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
 

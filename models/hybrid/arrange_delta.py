@@ -15,6 +15,7 @@ from pshard.model_config import Delta, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import DRAFTS_LEFT_OUT
 from pshard.models.hybrid.made_tensors import make_numbers, take_rows
+from pshard.models.hybrid.short_convs import split_convs
 from pshard.models.stored import StoredTensor
 
 _NAME = re.compile(r"(blk\.(\d+)\.)(.+)")
@@ -80,6 +81,8 @@ def _as_gguf(key: str, tensor: StoredTensor) -> StoredTensor:
 
 def split_hybrid(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Tensors by GGUF name, fused ones apart. Raises UserError for one of another shape than the configuration says."""
+    if config.conv:
+        return split_convs(config, config.conv, stored)
     if config.delta is None:
         return stored
     arranged: dict[str, StoredTensor] = {}

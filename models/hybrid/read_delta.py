@@ -20,7 +20,7 @@ def gguf_delta(arch: Architecture, keys: Keys, n_layers: int) -> Delta:
         keys.refuse("ssm.inner_size", f"is {keys.get('ssm.inner_size')}, not {value_heads} value heads of {head}")
     _check_sections(keys)
     keys.refuse_unless("norm_top_k_prob", True)  # Ollama's word for it
-    full = _list_full(keys, n_layers, *_name_recurrent(keys))
+    full = list_full(keys, n_layers, *name_recurrent(keys))
     tiled = keys.flag("ssm.v_head_reordered", arch.delta == "tiled")
     return _check(keys, Delta(key_heads, value_heads, head, tiled, full), "ssm.group_count")
 
@@ -36,7 +36,7 @@ def count_kv_heads(keys: Keys, n_heads: int) -> int:
     return numbers.pop()
 
 
-def _name_recurrent(keys: Keys) -> tuple[str, object]:
+def name_recurrent(keys: Keys) -> tuple[str, object]:
     """Which key says of each layer whether it has no attention, and what; None where none does."""
     key = "attention.recurrent_layers"
     said, counts = keys.values.get(f"{keys.prefix}{key}"), keys.values.get(f"{keys.prefix}{_KV_HEADS}")
@@ -57,7 +57,7 @@ def hf_delta(keys: Keys, n_layers: int) -> Delta:
         if not isinstance(kinds, list) or not set(kinds) <= {"linear_attention", "full_attention"}:
             keys.refuse("layer_types", "has others than linear_attention and full_attention")
         recurrent = [kind == "linear_attention" for kind in kinds]
-    full = _list_full(keys, n_layers, "layer_types", recurrent)
+    full = list_full(keys, n_layers, "layer_types", recurrent)
     heads = keys.integer("linear_num_key_heads"), keys.integer("linear_num_value_heads")
     return _check(keys, Delta(*heads, head, False, full), "linear_num_key_heads")
 
@@ -73,12 +73,17 @@ def _check_sections(keys: Keys) -> None:
         keys.refuse("rope.dimension_sections", f"has {total} pairs, not the {pairs} that are rotated")
 
 
-def _list_full(keys: Keys, n_layers: int, key: str, recurrent: object) -> tuple[int, ...]:
-    """The layers that have attention: those that `key` says are not recurrent, or else the last of every so many."""
-    if n_layers > MOST_LAYERS:  # else listing them takes for ever, before the tensors tell
+def check_layers(keys: Keys, n_layers: int) -> None:
+    """Raise UserError for so many layers that listing them takes for ever, before the tensors tell."""
+    if n_layers > MOST_LAYERS:
         raise UserError(
             f"{keys.where}: {n_layers} layers, where models have a few hundred: the file is damaged; {FETCH_AGAIN}"
         )
+
+
+def list_full(keys: Keys, n_layers: int, key: str, recurrent: object) -> tuple[int, ...]:
+    """The layers that have attention: those that `key` says are not recurrent, or else the last of every so many."""
+    check_layers(keys, n_layers)
     if recurrent is None:
         every = keys.integer("full_attention_interval", 4)
         return tuple(i for i in range(n_layers) if (i + 1) % every == 0)

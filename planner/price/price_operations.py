@@ -14,6 +14,7 @@ from pshard.units.operations import (
     Attend,
     AttendLatent,
     Bend,
+    Convolve,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
@@ -111,6 +112,8 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
         case Bend() | NormHeads():  # reads and writes as much as a norm
             return [(Order.OTHER, _elementwise(by, "norm", operation.width))]
+        case Convolve():  # reads three numbers for each, where the gate of an FFN reads two
+            return [(Order.OTHER, _elementwise(by, "silu_mul", 3 * operation.channels // 2))]
         case GateRows(width) | TimesRows(width):  # reads and writes as much as the gate of an FFN
             return [(Order.OTHER, _elementwise(by, "silu_mul", width))]
         case Rotate():

@@ -69,6 +69,8 @@ def list_cases() -> Iterator[KernelCase]:
         yield KernelCase("products by head", f"Q8_0, {_say(tokens)}", partial(_multiply_heads, tokens))
     for tokens in (1, MANY):
         yield KernelCase("gated delta net", f"{_say(tokens)}", partial(_delta_net, tokens))
+    for tokens in (1, MANY):
+        yield KernelCase("convolution over time", f"{_say(tokens)}", partial(_convolve, tokens))
 
 
 def _list_expert_cases() -> Iterator[KernelCase]:
@@ -203,6 +205,19 @@ def _attend_latent(kind: str, tokens: int, kernels: Kernels, device: torch.devic
         sums = torch.empty(tokens * latent_pieces(tokens, heads), heads, rank + 2, device=device)
     rows = index_rows(device, tokens, CONTEXT)
     return lambda: kernels.attend_latent(q, rank, cells, rows, width**-0.5, out, sums), out[..., :rank].float
+
+
+def _convolve(tokens: int, kernels: Kernels, device: torch.device) -> Made:
+    channels, taps = 2048, 3
+    x = _random(device, tokens, 3 * channels, seed=1).to(kernels.act_dtype)
+    own, tails = _random(device, channels, taps, seed=2), _random(device, 1, taps - 1, channels, seed=3)
+    slots, offsets = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0], [0, tokens]))
+    out = _empty(kernels, device, tokens, channels)
+
+    def convolve() -> None:
+        kernels.short_conv(x, own, tails.clone(), slots, offsets, out=out, longest=tokens)
+
+    return convolve, out.float
 
 
 def _delta_net(tokens: int, kernels: Kernels, device: torch.device) -> Made:

@@ -14,6 +14,7 @@ from pshard.units.operands import Rows
 from pshard.units.operations import (
     Attend,
     Bend,
+    Convolve,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
@@ -144,8 +145,8 @@ class _Flow:
             case Bend() | NormHeads() | GateRows() | TimesRows():
                 self.bend(operation, values)
                 return values[:1]
-            case DeltaNet():
-                return (self.scan(operation, values),)
+            case DeltaNet() | Convolve():
+                return (_recur(self, operation, values),)
             case Route():
                 for tensor in (operation.router, *operation.biases):
                     self.expect(self.cut(tensor.role).axis == "none", tensor.role, "chooses among all but is cut")
@@ -344,3 +345,18 @@ class _Flow:
         self.expect(out != PARTIAL, matrix.role, "is cut over its inputs, but logits are gathered, not summed")
         if out.kind == "split":
             self.expect_tiling(matrix.role, out.ranges, matrix.rows)
+
+
+def _recur(flow: _Flow, operation: DeltaNet | Convolve, values: tuple[Spread, ...]) -> Spread:
+    """What keeps a state of a fixed size of each sequence."""
+    return flow.scan(operation, values) if isinstance(operation, DeltaNet) else _convolve(flow, operation, values)
+
+
+def _convolve(flow: _Flow, conv: Convolve, values: tuple[Spread, ...]) -> Spread:
+    """A short convolution of some channels, which no other reads."""
+    cut, role = flow.cut(conv.taps.role), flow.unit.tensors[0].role
+    flow.expect(len(set(values)) == 1, role, "is of a unit whose inputs are not cut at the same channels")
+    at = tuple((a * conv.each, b * conv.each) for a, b in values[0].ranges)
+    whole = values[0] == MIRRORED and cut.axis == "none"
+    flow.expect(whole or (cut.axis, cut.ranges) == ("rows", at), conv.taps.role, "is not cut where the channels are")
+    return values[0]

@@ -395,6 +395,30 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Convolve:
+    """What a gated short convolution has between its products: what these give of its input, of what gates the result,
+    and of what multiplies the input. taps: of all channels, `each` of them for each."""
+
+    taps: TensorSpec
+    each: int
+    x: Rows = NOWHERE
+    out: Rows = NOWHERE
+
+    @property
+    def channels(self) -> int:
+        """Elements of the result of a token."""
+        return self.taps.cols // self.each
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x.beside(*(3 * (self.channels,)))
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True)
 class Route:
     """Which `chosen` of the rows of `router` take each token, and with which weights."""
 
@@ -453,6 +477,7 @@ Operation = (
     | StoreLatent
     | AttendLatent
     | DeltaNet
+    | Convolve
     | Route
     | ExpertProducts
 )

@@ -3,6 +3,7 @@ carried out from their operations alone."""
 
 from pshard.runtime.blocks.attention_block import AttentionBlock
 from pshard.runtime.blocks.block import Block
+from pshard.runtime.blocks.conv_block import ConvBlock
 from pshard.runtime.blocks.delta_block import DeltaBlock
 from pshard.runtime.blocks.embedding_block import EmbeddingBlock
 from pshard.runtime.blocks.experts_block import ExpertsBlock
@@ -22,6 +23,7 @@ from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
+from pshard.units.short_conv import SHORT_CONV
 from pshard.units.unit import UnitKind
 
 LISTED = ListedBlock()
@@ -32,6 +34,7 @@ BLOCKS: dict[str, Block] = {
     **{kind.name: AttentionBlock() for kind in ATTENTIONS},
     LATENT_ATTENTION.name: LatentBlock(),
     DELTA_NET.name: DeltaBlock(),
+    SHORT_CONV.name: ConvBlock(),
     ROUTER.name: RouterBlock(),
     SHARED_EXPERTS.name: SharedBlock(),
     EXPERTS.name: ExpertsBlock(),

@@ -19,6 +19,7 @@ from pshard.units.operations import (
     Attend,
     AttendLatent,
     Bend,
+    Convolve,
     DeltaNet,
     GatedProduct,
     GateRows,
@@ -238,6 +239,13 @@ class Course:
             scratch=side.space.tensors["delta_room"].view(torch.uint8),
         )  # fmt: skip
 
+    def convolve(self, conv: Convolve) -> None:
+        side, index, taps = self.work.side, self.work.rows.sequences, self.vector(conv.taps.role)
+        assert index is not None
+        x, given = self.at(Rows(conv.x.buffer, conv.x.first, 3 * conv.channels)), taps.view(-1, conv.each)
+        places = index.slots, index.offsets
+        side.kernels.short_conv(x, given, self.state.tails, *places, out=self.at(conv.out), longest=index.longest)
+
     def by_head(self, operand: Rows, heads: int) -> torch.Tensor:
         """An operand as [tokens, heads, numbers of each]."""
         rows = self.at(operand)
@@ -260,6 +268,7 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     StoreLatent: Course.store_latent,
     AttendLatent: Course.attend_latent,
     DeltaNet: Course.scan,
+    Convolve: Course.convolve,
     Rotate: Course.rotate,
     Attend: Course.attend,
     GateRows: Course.gate_rows,

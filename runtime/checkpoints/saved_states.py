@@ -1,7 +1,8 @@
-"""Checkpoints in a KV file: by key head, so that any number of ranks writes and reads its own.
+"""Checkpoints in a KV file: by key head or by some channels, so that any number of ranks writes and reads its own.
 
 A block is what one layer keeps of one key head after some tokens: the matrices of its value heads, then of the
-convolution's last inputs the columns of its queries, keys and values. float32.
+convolution's last inputs the columns of its queries, keys and values; of a short convolution the last inputs of PIECE
+channels. float32.
 """
 
 import zlib
@@ -16,6 +17,7 @@ from pshard.model import ModelSpec
 from pshard.runtime.checkpoints.checkpoints import Checkpoint
 from pshard.runtime.residents import Snapshot
 from pshard.units.delta_net import QUERY_KEY, TAIL, delta_of
+from pshard.units.short_conv import PARTS, PIECE, conv_of
 from pshard.units.unit import Unit
 
 
@@ -30,7 +32,9 @@ class StateHead:
 
 
 def find_states(spec: ModelSpec, held: Ranges) -> "SavedStates | None":
-    """The blocks of a model that a rank has; None of one without a gated delta net."""
+    """The blocks of a model that a rank has; None of one without such states."""
+    if spec.config.conv:
+        return SavedTails(spec, held)
     return SavedStates(spec, held) if any(QUERY_KEY in unit.by_role for unit in spec.units) else None
 
 
@@ -90,3 +94,25 @@ class SavedStates:
         yield from (matrices[value] for value in own)
         columns = [head, place.heads + head, *(2 * place.heads + value for value in own)]
         yield from (tails[:, d * column : d * (column + 1)] for column in columns)
+
+
+class SavedTails(SavedStates):
+    """The blocks of a model with short convolutions that a rank has: PIECE channels each."""
+
+    def __init__(self, spec: ModelSpec, held: Ranges) -> None:
+        self._tail, pieces = conv_of(spec.config).taps - 1, conv_of(spec.config).channels // PIECE
+        units = [unit for unit in spec.units if PARTS[0] in unit.by_role]
+        self.count = len(units) * pieces
+        heads = []
+        for layer, unit in enumerate(units):
+            rows = held[unit.name].get(unit.by_role[PARTS[0]].name, (0, 0))
+            own = range(rows[0] // PIECE, rows[1] // PIECE)
+            heads += [StateHead(layer * pieces + n, unit.name, at, len(own)) for at, n in enumerate(own)]
+        self._heads = tuple(heads)
+
+    @property
+    def block_nbytes(self) -> int:
+        return 4 * self._tail * PIECE
+
+    def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
+        yield states[place.unit][0][:, PIECE * place.head : PIECE * (place.head + 1)]

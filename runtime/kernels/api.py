@@ -247,7 +247,58 @@ class RowKernels(Protocol):
         ...
 
 
-class Kernels(RowKernels, Protocol):
+class StateKernels(Protocol):
+    """What takes and leaves states of a fixed size of each sequence."""
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaWeights,
+        states: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """A gated delta net: convolution of qkv [M, C] over its last inputs, silu, L2 norms of q and k, the recurrence,
+        and out [M, Hv d] = RMSNorm(o) * silu(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
+
+        Columns of qkv are all q, all k, all v. Tokens of sequence i, those from offsets[i] to offsets[i + 1], continue
+        its state states[slots[i]] [Hv, dk, dv], float32, and its last three inputs tails[slots[i]] [3, C], float32, the
+        oldest first; both are changed in place. A sequence without tokens, and rows from offsets[-1] on, touch nothing.
+        Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
+
+        qkv, z, beta, alpha and out: act_dtype or float32, row strides free; out is none of the others. longest: no
+        sequence has more tokens, known to the host, or 0: what is launched, and whether token by token (0 too) or in
+        chunks, depends on it and on shapes alone, so one captured launch serves every batch of these. scratch: uint8,
+        of `DeltaNet.scratch_nbytes`.
+        """
+        ...
+
+    def short_conv(
+        self,
+        x: torch.Tensor,
+        taps: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+    ) -> None:
+        """A gated short convolution: out [M, C] = g * conv(a * b), where x [M, 3 C] has a, g and b side by side, and
+        conv multiplies a channel's last n inputs by its taps [C, n], float32, the newest by the last.
+
+        tails [s, n - 1, C], slots, offsets and longest are as in `delta_net`. x and out act_dtype, row strides free.
+        """
+        ...
+
+
+class Kernels(RowKernels, StateKernels, Protocol):
     """One device's kernels."""
 
     act_dtype: torch.dtype
@@ -459,36 +510,6 @@ class Kernels(RowKernels, Protocol):
 
         q and out act_dtype, contiguous. partial: float32 scratch of n H (R + 2) latent_pieces for any n up to M and
         SMALL_BATCH.
-        """
-        ...
-
-    def delta_net(
-        self,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        beta: torch.Tensor,
-        alpha: torch.Tensor,
-        weights: DeltaWeights,
-        states: torch.Tensor,
-        tails: torch.Tensor,
-        slots: torch.Tensor,
-        offsets: torch.Tensor,
-        out: torch.Tensor,
-        longest: int,
-        scratch: torch.Tensor | None = None,
-    ) -> None:
-        """A gated delta net: convolution of qkv [M, C] over its last inputs, silu, L2 norms of q and k, the recurrence,
-        and out [M, Hv d] = RMSNorm(o) * silu(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
-
-        Columns of qkv are all q, all k, all v. Tokens of sequence i, those from offsets[i] to offsets[i + 1], continue
-        its state states[slots[i]] [Hv, dk, dv], float32, and its last three inputs tails[slots[i]] [3, C], float32, the
-        oldest first; both are changed in place. A sequence without tokens, and rows from offsets[-1] on, touch nothing.
-        Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
-
-        qkv, z, beta, alpha and out: act_dtype or float32, row strides free; out is none of the others. longest: no
-        sequence has more tokens, known to the host, or 0: what is launched, and whether token by token (0 too) or in
-        chunks, depends on it and on shapes alone, so one captured launch serves every batch of these. scratch: uint8,
-        of `DeltaNet.scratch_nbytes`.
         """
         ...
 

@@ -22,7 +22,7 @@ L2_EPS = 1e-6  # of the keys' and queries' norms
 
 
 class PlainDelta:
-    """What `api.Kernels` has for gated delta nets."""
+    """What `api.Kernels` has for gated delta nets and short convolutions."""
 
     def delta_net(
         self,
@@ -55,6 +55,27 @@ class PlainDelta:
             gate = F.silu(z[rows].to(states.dtype)).unflatten(1, (-1, weights.head))
             normed = head_norm(mixed.transpose(0, 1), weights.norm, weights.eps)
             out[rows] = (normed * gate).flatten(1).to(out.dtype)
+
+    def short_conv(
+        self,
+        x: torch.Tensor,
+        taps: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+    ) -> None:
+        """See `Kernels.short_conv`."""
+        bounds, last = offsets.tolist(), taps.shape[1] - 1
+        for slot, first, end in zip(slots.tolist(), bounds, bounds[1:]):
+            if first == end:
+                continue
+            given, gate, by = x[first:end].to(tails.dtype).chunk(3, 1)
+            inputs = torch.cat((tails[slot], given * by))
+            mixed = sum(inputs[j : j + end - first] * taps[:, j] for j in range(last + 1))
+            out[first:end] = (gate * mixed).to(out.dtype)
+            tails[slot] = inputs[end - first :]
 
 
 def key_head_of(weights: DeltaWeights) -> list[int]:

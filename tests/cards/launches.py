@@ -62,6 +62,7 @@ RANKS = (2, 4, 8)
 DECODING = {
     "matvec_kernel", "gate_up_pairs_kernel", "down_pairs_kernel", "rows_kernel", "combine_kernel", "decode_kernel",
     "decode_combine_kernel", "decode_latent_kernel", "combine_latent_kernel", "delta_steps_kernel", "route_kernel",
+    "conv_steps_kernel",
     "quantise_kernel", "rms_norm_kernel", "rope_store_kernel",
 }  # fmt: skip
 
@@ -190,6 +191,8 @@ def _other_calls(bench: KernelBench) -> Iterator[Named]:
         yield f"embedding {qtype}", partial(time_embedding, bench, qtype, 4096, [1, 128])
     for width, inner in ((4096, 14336), (5120, 25600), (16384, 53248)):
         yield f"rows of {width}", partial(time_elementwise, bench, width, inner, Attend(32, 8, 128), [1, 16, 128])
+    for count in (1, 256):
+        yield f"short convolution, {count} tokens", partial(_convolve, bench, count)
     flags = torch.zeros(2, dtype=torch.int32)
     yield "flags", lambda: (triton_flags.tell_kernel[(1,)](flags, num_warps=1),
                             triton_flags.await_kernel[(1,)](flags, num_warps=1))  # fmt: skip
@@ -249,6 +252,13 @@ def _multiply_heads(bench: KernelBench, qtype: str, tokens: int) -> None:
     stack: Packed = bench.pool.rotate_weights(qtype, rows * heads, cols)[0]
     x = torch.zeros(tokens, heads, cols, dtype=torch.bfloat16)
     bench.kernels.head_products(x, stack, torch.zeros(tokens, heads, rows, dtype=torch.bfloat16))
+
+
+def _convolve(bench: KernelBench, tokens: int, channels: int = 2048, taps: int = 3) -> None:
+    x, out = (torch.zeros(tokens, n * channels, dtype=torch.bfloat16) for n in (3, 1))
+    places = torch.zeros(1, dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
+    given = torch.zeros(channels, taps), torch.zeros(1, taps - 1, channels)
+    bench.kernels.short_conv(x, *given, *places, out=out, longest=tokens)
 
 
 def _run_delta(bench: KernelBench, shape: tuple[int, int, int], tokens: int, act: torch.dtype) -> None:

@@ -1,9 +1,11 @@
 """A hybrid through the commands: planned, run, benched, its prompt kept; what its states take is said."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_world import World, made_up_profile, tokenizer_metadata, world_in
+from family_files import RECIPES, write_family
 from hybrid_files import random_hybrid, write_hybrid_gguf
 
 from pshard.commands import cli_bench, cli_plan, cli_run
@@ -31,6 +33,27 @@ def test_a_hybrid_is_planned_and_runs(world: World, capsys: pytest.CaptureFixtur
     assert cli_run.main([*given, "-p", "To be", "-n", "4", "-s", "1"]) == 0
     told = capsys.readouterr().err
     assert "4 tokens" in told and "checkpoints of them are kept in host memory (" in told
+    assert cli_bench.main([*given, "-p", "32", "-n", "2", "-r", "1"]) == 0
+
+
+def test_short_convolutions_are_planned_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    made = world_in(tmp_path)
+    made.model.parent.mkdir()
+    monkeypatch.setitem(RECIPES, "lfm2", replace(RECIPES["lfm2"], vocab=258))
+    write_family(made.model, "lfm2", "Q8_0", **tokenizer_metadata())
+    save_profile(made_up_profile(), made.profile)
+    given = ["-m", str(made.model), "--vram", "1"]
+    assert cli_plan.main([*given, "-c", "512", "-ub", "16", "-np", "2"]) == 0
+    told = []
+    for _ in range(2):
+        capsys.readouterr()
+        asked = ["-p", "To be or not to be", "-n", "4", "--temp", "0", "--prompt-cache", str(tmp_path / "kept")]
+        assert cli_run.main([*given, *asked]) == 0
+        told.append(capsys.readouterr())
+    assert told[0].out == told[1].out
+    assert "tokens are taken from it" in told[1].err
     assert cli_bench.main([*given, "-p", "32", "-n", "2", "-r", "1"]) == 0
 
 

@@ -163,6 +163,19 @@ RECIPES = {
     "baichuan-13b": Recipe(
         layers=40, d=64, ffn=64, kv=4, adjacent=True, still=(True,) * 40, slopes=(1 / 4, 1 / 16, 1 / 64, 1 / 256)
     ),
+    "lfm2": Recipe(
+        layers=4, head_norms=True, convs=(True, True, False, True), thetas=(1e6, 1e6), eps=1e-5, ffn=256, tied=True
+    ),
+    "lfm2moe": Recipe(
+        layers=4,
+        head_norms=True,
+        convs=(True, False, True, True),
+        taps=4,
+        thetas=(1e6, 1e6),
+        eps=1e-5,
+        tied=True,
+        experts=Moe(8, 3, 64, sigmoid=True, bias=True, dense=1),
+    ),
     "dots1": Recipe(
         layers=3,
         kv=4,
@@ -231,7 +244,7 @@ REMOTE = (
 WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
-        *("minimax-m2", "exaone-moe", "hunyuan-moe"),
+        *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -245,7 +258,7 @@ GGUF_NAMES = {
 }  # of families that another's files are called as
 COMPOSED = (
     *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
-    *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b"),
+    *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b", "lfm2moe"),
 )  # of what others show each
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
 IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]
@@ -259,7 +272,7 @@ def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
         b = f"blk.{i}."
         if r.before:
             drawn.stream_norm(b + "attn_norm")
-        drawn.attention(b)
+        drawn.attention(b, i)
         if r.before and not r.parallel:
             drawn.stream_norm(b + "ffn_norm")
         drawn.ffn(b, i)
@@ -294,8 +307,13 @@ class _Drawn(NamedTuple):
         if self.r.norm_biases:
             self.bias(name, self.r.d)
 
-    def attention(self, b: str) -> None:
+    def attention(self, b: str, layer: int) -> None:
         r = self.r
+        if r.convs and r.convs[layer]:
+            self.matrix(b + "shortconv.in_proj", 3 * r.d, r.d)
+            self.matrix(b + "shortconv.conv", r.d, r.taps)
+            self.matrix(b + "shortconv.out_proj", r.d, r.d)
+            return
         q, kv = r.heads * r.head, r.kv * r.head
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             self.matrix(f"{b}attn_{part}", rows, r.d)
@@ -353,7 +371,7 @@ def add_matrices(writer: gguf.GGUFWriter, weights: Weights, qtype: str) -> None:
     """Write tensors, of which matrices become that type; vectors, norms and routers stay float32."""
     for name, values in weights.items():
         array = values.astype(np.float32)
-        if array.ndim == 1 or "_norm" in name or qtype == "F32" or "ffn_gate_inp" in name:
+        if array.ndim == 1 or "_norm" in name or qtype == "F32" or "ffn_gate_inp" in name or "shortconv.conv." in name:
             writer.add_tensor(name, array)
         else:
             encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[qtype])
@@ -437,6 +455,9 @@ _OWN_KEYS: dict[str, Any] = {
     "cohere2": lambda r: {
         "logit_scale": r.logits, "attention.sliding_window": max(r.windows), "rope.scaling.type": "none",
     },
+    **dict.fromkeys(("lfm2", "lfm2moe"), lambda r: {
+        "shortconv.l_cache": r.taps, "attention.head_count_kv": [0 if conv else r.kv for conv in r.convs],
+    }),
     "gemma2": lambda r: {
         "attention.sliding_window": max(r.windows), "attn_logit_softcapping": r.caps[0],
         "final_logit_softcapping": r.caps[1],
@@ -461,6 +482,8 @@ def _as_stored(family: str, r: Recipe, weights: Weights) -> Weights:
         if family in ("phi3", "glm4"):
             both = [found.pop(f"{b}ffn_{role}.weight") for role in ("gate", "up")]
             found[b + "ffn_up.weight"] = np.concatenate(both)
+    if family.startswith("lfm2"):
+        found["token_embd_norm.weight"] = found.pop("output_norm.weight")
     if r.longrope:
         found["rope_factors_short.weight"] = np.array(r.longrope.short)
         found["rope_factors_long.weight"] = np.array(r.longrope.long)
@@ -479,6 +502,8 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "lfm2moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
@@ -518,7 +543,16 @@ _HF_NAMES = {
 _AFTER_ONLY = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SANDWICH = _AFTER_ONLY | {"ffn_norm": "pre_feedforward_layernorm"}
 _QUERY_KEY = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_LFM2 = {
+    "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3", "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.expert", "shortconv.in_proj": "conv.in_proj", "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}  # fmt: skip
 _AFTER_NAMES = {
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router"},
     "hy_v3": {"exp_probs_b": "mlp.e_score_correction"},
     "ernie4_5-moe": {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction"},
@@ -668,6 +702,15 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
 
 
 _HF_OWN: dict[str, Any] = {
+    **dict.fromkeys(
+        ("lfm2", "lfm2moe"),
+        lambda r: {
+            "norm_eps": r.eps,
+            "conv_L_cache": r.taps,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv" if conv else "full_attention" for conv in r.convs],
+        },
+    ),
     "gemma2": lambda r: {
         "sliding_window": max(r.windows),
         "query_pre_attn_scalar": r.head,
@@ -707,6 +750,7 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
             "routed_scaling_factor": moe.scale, "num_shared_experts": moe.shared // (moe.rows or 1),
         },
         "granitemoe": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
+        "lfm2moe": {"num_experts": moe.count, "num_experts_per_tok": moe.used, "num_dense_layers": moe.dense},
     }.get(family)  # fmt: skip
     if own is None:
         return {}
@@ -716,7 +760,10 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
 def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.ndarray]]:
     """Names below `model.`: rows as transformers rotates them, fused where it has them so, norms of gemmas less 1."""
     found = [("embed_tokens.weight", weights["token_embd.weight"])]
-    found += [(n.replace("output_", ""), values) for n, values in weights.items() if n.startswith("output_norm.")]
+    final = "embedding_norm" if family.startswith("lfm2") else "norm"
+    found += [
+        (n.replace("output_norm", final), values) for n, values in weights.items() if n.startswith("output_norm.")
+    ]
     if not r.tied:
         found.append(("lm_head.weight", weights["output.weight"]))
     names = _HF_NAMES | _AFTER_NAMES.get(family, {})
@@ -739,7 +786,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             fused = np.concatenate([own.pop(f"ffn_{role}.weight") for role in ("gate", "up")])
             found.append((f"layers.{i}.mlp.gate_up_proj.weight", fused))
         if r.experts.are_in(i):
-            at = "block_sparse_moe" if family == "granitemoe" else "mlp"
+            at = {"granitemoe": "block_sparse_moe", "lfm2moe": "feed_forward"}.get(family, "mlp")
             fused = np.concatenate([own.pop(f"ffn_{role}_exps.weight") for role in ("gate", "up")], 1)
             found.append((f"layers.{i}.{at}.experts.gate_up_proj", fused))
             found.append((f"layers.{i}.{at}.experts.down_proj", own.pop("ffn_down_exps.weight")))
@@ -752,6 +799,8 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
         for role, values in own.items():
             stem, kind = role.rsplit(".", 1)
             full = f"layers.{i}.{names[stem]}.{kind}".replace("correction.bias", "correction_bias")
+            full = full.replace("expert.bias", "expert_bias")
+            values = values[:, None] if "conv.conv" in full else values
             found.append((full, values[None] if "moe_statics" in full else values))
     if family in ("gemma", "gemma2", "gemma3", "nemotron"):
         found = [(name, values - 1 if name.endswith("norm.weight") else values) for name, values in found]

@@ -61,9 +61,10 @@ class Recipe:
     logits: what these are multiplied by. experts: see Moe. before, after: norms there of attention and FFN.
     wide_norms: of q and k, over all heads at once. centred: norms take the mean away. parallel: attention and FFN
     take the same. out_bias: attention's last product has one. factors: divisors of the frequencies. caps: of scores
-    and of logits. slopes: of heads, by distance. bare: norms of the stream have no weights; norm_biases: or biases
-    too. act: of FFNs without a gate, which may have biases. clamp: q, k, v are within it. own_norms: of every head,
-    as the stream's. turned: norms of heads follow their rotation.
+    and of logits. slopes: of heads, by distance. convs: layers with a short convolution of so many taps. bare:
+    norms of the stream have no weights; norm_biases: or biases too. act: of FFNs without a gate, which may have
+    biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's. turned: norms of heads follow
+    their rotation.
     """
 
     layers: int = 2
@@ -108,6 +109,8 @@ class Recipe:
     tied: bool = False
     caps: tuple[float, float] = (0.0, 0.0)
     slopes: tuple[float, ...] = ()
+    convs: tuple[bool, ...] = ()
+    taps: int = 3
     experts: Moe = NONE
 
     def window(self, layer: int) -> int:
@@ -151,7 +154,17 @@ def _norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
+def _convolve(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
+    """A gated short convolution: every channel's last inputs times its taps, the newest by the last."""
+    given, gate, by = np.split(h @ own["shortconv.in_proj.weight"].T, 3, axis=1)
+    inputs = np.concatenate([np.zeros((recipe.taps - 1, recipe.d)), given * by])
+    mixed = sum(inputs[j : j + len(h)] * own["shortconv.conv.weight"][:, j] for j in range(recipe.taps))
+    return (gate * mixed) @ own["shortconv.out_proj.weight"].T
+
+
 def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarray:
+    if recipe.convs and recipe.convs[layer]:
+        return _convolve(recipe, own, h)
     n = len(h)
     parts = {}
     for part in "qkv":

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import open_engine
+from family_files import write_family
 from hybrid_files import VOCAB, random_hybrid, write_hybrid_gguf
 from thread_ranks import random_tiers, run_ranks
 
@@ -17,10 +18,12 @@ SHARES = [(1.0, 1.0), (3.0, 1.0), (2.0, 0.0, 5.0), (0.0, 1.0), (1.0, 1.0, 1.0)]
 ROOM = 1 << 20
 
 
-@pytest.fixture(scope="module", params=["next", "dense"])
+@pytest.fixture(scope="module", params=["next", "dense", "lfm2"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Value heads by key head (next), and one of each key head in turn."""
+    """Value heads by key head (next), and one of each key head in turn; channels of short convolutions."""
     folder = tmp_path_factory.mktemp("m")
+    if request.param == "lfm2":
+        return write_family(folder / "m.gguf", "lfm2").path
     return write_hybrid_gguf(folder / "m.gguf", request.param, random_hybrid(request.param))
 
 

@@ -16,6 +16,7 @@ from pshard.units.operations import (
     Attend,
     AttendLatent,
     Bend,
+    Convolve,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
@@ -44,6 +45,7 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     GateRows: ("gate_rows",),
     TimesRows: ("times_rows",),
     DeltaNet: ("delta_net",),
+    Convolve: ("short_conv",),
     GatedProduct: ("gate_up",),
     Product: ("linear",),
     HeadProducts: ("head_products",),
@@ -91,7 +93,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "like",
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
-        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4"),
+        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2"),
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:

@@ -104,6 +104,9 @@ MISTAKES = {
         {"slopes": ()}, {"slopes": (1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 8, 1 / 32)}, {"still": ()},
     ],
     "baichuan-13b": [{"slopes": ()}, {"still": ()}],
+    "lfm2": [{"taps": 2}, {"head_norms": False}, {"thetas": (1e4, 1e4)}],
+    "lfm2moe": [{"head_norms": False}, *({"experts": RECIPES["lfm2moe"].experts._replace(**wrong)} for wrong in (
+        {"sigmoid": False}, {"bias": False}, {"normed": False}))],
     "dots1": [
         {"head_norms": False}, {"adjacent": True},
         *({"experts": RECIPES["dots1"].experts._replace(**wrong)} for wrong in (

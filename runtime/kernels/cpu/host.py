@@ -10,7 +10,6 @@ from pshard.model_config import Experts
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.api import (
     AS_THEY_ARE,
-    DeltaWeights,
     ExpertWeights,
     LayerKV,
     Packed,
@@ -20,7 +19,7 @@ from pshard.runtime.kernels.api import (
     Scoring,
 )
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.cpu.host_states import StatesOnHost
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.kernels.unpack import plain_rows
 from pshard.units.operations import BENDS
@@ -71,7 +70,7 @@ class HostRows:
         native.scale_rows(x, (x.shape[0], x.shape[1]), strides, hidden, weight, hidden.shape[1])
 
 
-class HostKernels(HostRows, PlainKernels):
+class HostKernels(HostRows, StatesOnHost):
     """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels. exact: products
     leave the matrix unit alone, which takes many tokens at once and rounds otherwise than vectors."""
 
@@ -263,32 +262,6 @@ class HostKernels(HostRows, PlainKernels):
             return
         _, heads, width = q.shape
         self.attention(q.flatten(1), (heads, 1, width), LayerKV(cells, cells), rows, scale, out.flatten(1), None)
-
-    def delta_net(
-        self,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        beta: torch.Tensor,
-        alpha: torch.Tensor,
-        weights: DeltaWeights,
-        states: torch.Tensor,
-        tails: torch.Tensor,
-        slots: torch.Tensor,
-        offsets: torch.Tensor,
-        out: torch.Tensor,
-        longest: int,
-        scratch: torch.Tensor | None = None,
-    ) -> None:
-        """Which form is faster for a sequence the library knows, and where it needs room."""
-        rows, kept = (qkv, z, beta, alpha), (states, tails)
-        alike = all(x.dtype == torch.float32 for x in (*rows, *kept, out))
-        if not alike or weights.head % 16 or not all(x.is_contiguous() for x in kept):
-            super().delta_net(
-                qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest
-            )
-            return
-        index = (slots, offsets, slots.shape[0])
-        native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)))
 
     def rms_norm(
         self,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 24  # as csrc/api.cpp has it
+ABI = 25  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -81,6 +81,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "route": ("v", "plpiilppplliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiipppplip"),
     "delta_net": ("v", "plplplplppppfiiiipppplpl"),
+    "short_conv": ("v", "plpllppplpl"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
@@ -719,6 +720,24 @@ def delta_net(
     ends = [part for buffer, stride in rows for part in (_at(buffer), stride)]
     places = (*map(_at, kept), _at(index[0]), _at(index[1]), index[2])
     _function("delta_net")(*ends, *vectors, *heads, *places, _at(out[0]), out[1])
+
+
+def short_conv(
+    x: tuple[Buffer, int],
+    taps: Buffer,
+    shape: tuple[int, int],
+    tails: Buffer,
+    index: tuple[Buffer, Buffer, int],
+    out: tuple[Buffer, int],
+) -> None:
+    """See `api.Kernels.short_conv`; slots and offsets are read when the call is made, also when it is replayed.
+
+    Args:
+        x and out: f32, with the elements from row to row. taps: f32 of this shape. tails: f32, all slots without gaps.
+        index: slots, offsets and how many sequences.
+    """
+    places = (_at(tails), _at(index[0]), _at(index[1]), index[2])
+    _function("short_conv")(_at(x[0]), x[1], _at(taps), *shape, *places, _at(out[0]), out[1])
 
 
 def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.card_limits import CardLimits, card_limits
+from pshard.runtime.kernels.gpu.conv_kernels import ConvOnGpu
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
 from pshard.runtime.kernels.gpu.experts.experts_kernels import ExpertsOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu):
+class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for

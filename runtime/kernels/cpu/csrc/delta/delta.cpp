@@ -233,3 +233,30 @@ PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const flo
                 key_heads, value_heads, head, tiled != 0, states, tails, slots, offsets, out, out_stride};
   if (offsets[sequences] > 0) run(net, sequences);
 }
+
+// A gated short convolution, token by token: a channel's last inputs are its tail.
+PSHARD_API void pshard_short_conv(const float* x, int64_t x_stride, const float* taps, int64_t channels, int64_t each,
+                                  float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
+                                  float* out, int64_t out_stride) {
+  constexpr int64_t kTogether = 256;  // channels of a task
+  const int64_t blocks = (channels + kTogether - 1) / kTogether, kept = each - 1;
+  Pool::instance().run([&](Team& team) {
+    team.for_each(blocks * sequences, offsets[sequences] * channels * 16, [&](int64_t task) {
+      const int64_t i = task / blocks, first = task % blocks * kTogether, n = std::min(kTogether, channels - first);
+      float* tail = tails + slots[i] * kept * channels + first;
+      for (int64_t row = offsets[i]; row < offsets[i + 1]; ++row) {
+        const float *a = x + row * x_stride + first, *gate = a + channels, *by = gate + channels;
+        float* to = out + row * out_stride + first;
+        for (int64_t c = 0; c < n; ++c) {
+          const float* own = taps + (first + c) * each;
+          const float value = a[c] * by[c];
+          float mixed = value * own[kept];
+          for (int64_t j = 0; j < kept; ++j) mixed += own[j] * tail[j * channels + c];
+          for (int64_t j = 0; j + 1 < kept; ++j) tail[j * channels + c] = tail[(j + 1) * channels + c];
+          tail[(kept - 1) * channels + c] = value;
+          to[c] = gate[c] * mixed;
+        }
+      }
+    });
+  });
+}

@@ -1,0 +1,50 @@
+"""What takes and leaves states of a fixed size, by the C++ library."""
+
+import torch
+
+from pshard.runtime.kernels.api import DeltaWeights
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.plain import PlainKernels
+
+
+class StatesOnHost(PlainKernels):
+    """See `StateKernels`."""
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaWeights,
+        states: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """Which form is faster for a sequence the library knows, and where it needs room."""
+        rows, kept = (qkv, z, beta, alpha), (states, tails)
+        alike = all(x.dtype == torch.float32 for x in (*rows, *kept, out))
+        if not alike or weights.head % 16 or not all(x.is_contiguous() for x in kept):
+            super().delta_net(
+                qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest
+            )
+            return
+        index = (slots, offsets, slots.shape[0])
+        native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)))
+
+    def short_conv(
+        self,
+        x: torch.Tensor,
+        taps: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+    ) -> None:
+        index = (slots, offsets, slots.shape[0])
+        native.short_conv((x, x.stride(0)), taps, (taps.shape[0], taps.shape[1]), tails, index, (out, out.stride(0)))
