@@ -16,7 +16,8 @@ from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.predicted_times import round_seconds, step_bound, step_seconds
 from pshard.routing.followed import under_plan
-from pshard.speculation import MOST_ROWS, NO_DRAFTS, PROGRAMS, Drafting, DraftQuestion, PlannedDrafts, Speculation
+from pshard.speculation import NO_DRAFTS, PROGRAMS, Drafting, DraftQuestion, PlannedDrafts, Speculation
+from pshard.units.operations import DeltaNet
 from pshard.workload import Workload
 
 
@@ -44,8 +45,8 @@ def choose_drafts(
             f"{min(question.allowed)} drafts need steps of {rows} rows for -np {workload.sequences}, and micro-batches "
             f"have {workload.largest} at most; give fewer drafts, or a larger -ub"
         )
-    keeping, each = _keep_seconds(spec, profile, workload), head.seconds if head else 0.0
-    planned = tuple(_describe_steps(v, keeping, each) for v in made)
+    settling, each = _settle_seconds(spec, profile), head.seconds if head else 0.0
+    planned = tuple(_describe_steps(v, settling, each) for v in made)
     texts = workload.answer_tokens / workload.generated
     said = Speculation(question.kind, question.acceptance, texts, planned)
     best = min((replace(v, speculation=said) for v in allowed), key=round_seconds)
@@ -89,24 +90,26 @@ def _list_workloads(workload: Workload, question: DraftQuestion, drafter_mib: in
             yield asked
 
 
-def _describe_steps(variant: Variant, keeping: float, each: float) -> PlannedDrafts:
-    """keeping: seconds of copying what cannot be cut back; 0 where all can, else told tokens are computed again. each:
-    seconds of a draft."""
+def _describe_steps(variant: Variant, settling: float, each: float) -> PlannedDrafts:
+    """settling: seconds of taking rows that hold into states; each: seconds of a draft."""
     work = variant.workload
     drafts, rows = work.drafting.drafts, work.drafting.rows
-    step = step_seconds(variant, rows)
-    alone, bound = step_seconds(variant, 1), step_bound(variant, rows)
-    if not (drafts and keeping):
-        return PlannedDrafts(drafts, alone, step, bound, each * drafts)
-    wide = step_seconds(variant, max(rows, min(MOST_ROWS, work.largest // work.sequences)))
-    return PlannedDrafts(drafts, alone, step, bound, each * drafts, keeping, max(step, wide))
+    step, alone, bound = step_seconds(variant, rows), step_seconds(variant, 1), step_bound(variant, rows)
+    return PlannedDrafts(drafts, alone, step, bound, each * drafts, settling * (drafts > 0))
 
 
-def _keep_seconds(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> float:
-    """Seconds of copying a text's states that cannot be cut back to host memory."""
-    laws = (unit.state(spec.config, workload.state_shape) for unit in spec.units)
-    copy = find_tables(profile).copy
-    return sum(copy("d2h", law.fetched(0, 1)) for law in laws if law and not law.can_be_cut)
+def _settle_seconds(spec: ModelSpec, profile: MachineProfile) -> float:
+    """Seconds of taking rows that hold into a text's states that cannot be cut back: each is read and written once, as
+    one token does."""
+    tables = find_tables(profile)
+
+    def settle(net: DeltaNet) -> float:
+        timed = tables.deltas.seconds("acc", net, 1, 1)
+        numbers = (net.state_nbytes + net.tail_nbytes) // 4  # moved twice; a norm moves eight bytes for each number
+        return tables.elementwise("acc", "norm", 1, numbers) if timed is None else timed
+
+    operations = (operation for unit in spec.units for operation in unit.operations(spec.config))
+    return sum(settle(operation) for operation in operations if isinstance(operation, DeltaNet))
 
 
 def keep_drafts(spec: ModelSpec, profile: MachineProfile, variant: Variant, chosen: Variant) -> Variant:

@@ -3,7 +3,7 @@
 Words: a step verifies `drafts` drafts in drafts + 1 rows; it brings the accepted ones and one token more.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -21,6 +21,7 @@ PLANNED_DRAFTS = (1, 2, 3, 5, 7, 11, 15)  # numbers of drafts that a plan is tri
 MOST_DRAFTS = PLANNED_DRAFTS[-1]  # of a step
 # of a text's step, with what is computed again: of more a delta net's rows lose the bits of single tokens
 MOST_ROWS = 16
+USUAL_OPEN = 4  # rows of a text's step that a plan without drafts has room for, where lookup drafts all the same
 USUAL_CHANCES = (0.5, 0.65, 0.8)  # of a draft, that tables show beside an assumed one
 SHIFT = 0.1  # by which a draft's chance may be lower or higher than in a record or as it was given
 
@@ -129,14 +130,12 @@ def best_drafts(acceptance: Acceptance, seconds: Mapping[int, float], draft_seco
     return max(sorted(seconds), key=lambda drafts: rate(drafts) if drafts else 1 / alone)
 
 
-def break_even(drafts: int, alone: float, step: float, beside: Callable[[Acceptance], float]) -> float | None:
+def break_even(drafts: int, alone: float, step: float, beside: float) -> float | None:
     """The chance, the same for every draft, from which on so many drafts a step are no slower than none; None where
-    even drafts that are all accepted are slower. Seconds as in `Acceptance.mean_seconds`; beside: those that a step
-    with drafts takes more, by how likely they hold."""
+    even drafts that are all accepted are slower. Seconds as in `Acceptance.mean_seconds`."""
 
     def pays(chance: float) -> bool:
-        held = Acceptance((chance,))
-        return held.tokens(drafts) * alone >= step + beside(held)
+        return Acceptance((chance,)).tokens(drafts) * alone >= step + beside
 
     if not pays(1.0):
         return None
@@ -145,23 +144,6 @@ def break_even(drafts: int, alone: float, step: float, beside: Callable[[Accepta
         middle = (low + high) / 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
-
-
-def share_owed(acceptance: Acceptance, drafts: int) -> tuple[float, float]:
-    """Of steps with so many drafts, where states cannot be cut back and told tokens are computed again with the next
-    drafts until all of these hold: the share of those that have none of them, and how often they are computed alone
-    before, as a step has MOST_ROWS at most."""
-    exactly = [acceptance.at(held) - acceptance.at(held + 1) for held in range(drafts)]
-    visits = [1.0] + [0.0] * MOST_ROWS  # from one step without such tokens to the next, by how many there are
-    steps = alone = 0.0
-    for owed, share in enumerate(visits):
-        if owed and owed + 1 + drafts > MOST_ROWS:
-            alone += share
-            continue
-        steps += share
-        for held, chance in enumerate(exactly):
-            visits[owed + 1 + held] += share * chance
-    return 1 / steps, alone / steps
 
 
 def parse_acceptance(text: str, flag: str, source: str = GIVEN) -> Acceptance:
@@ -236,32 +218,25 @@ class DraftQuestion:
 class PlannedDrafts:
     """A number of drafts that was planned for, with places of its own. Seconds of a step of all texts that run, in the
     mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, and `drafting` to make
-    these. Where states cannot be cut back: `copies` to copy them, and `again` of a step that also computes told tokens
-    again, behind drafts that did not all hold; else 0."""
+    these; `settling`, to take the rows that hold into states that cannot be cut back."""
 
     drafts: int
     alone: float
     step: float
     bound: float
     drafting: float = 0.0
-    copies: float = 0.0
-    again: float = 0.0
+    settling: float = 0.0
 
-    def beside(self, acceptance: Acceptance) -> float:
-        """Seconds beside those of a step with drafts, in the mean: states are copied before the first step, and back
-        behind each whose drafts do not all hold."""
-        if not self.again:
-            return self.drafting
-        first, alone = share_owed(acceptance, self.drafts)
-        often = first + 1 - acceptance.at(self.drafts)
-        copies = often * self.copies
-        return self.drafting + copies + (1 - first) * (self.again - self.step) + alone * self.again
+    @property
+    def beside(self) -> float:
+        """Seconds beside those of a step with drafts."""
+        return self.drafting + self.settling
 
     def rate(self, acceptance: Acceptance) -> float:
         """Tokens a second of each text."""
         if not self.drafts:
             return 1 / self.alone
-        return acceptance.rate(self.drafts, self.alone, self.step, self.beside(acceptance))
+        return acceptance.rate(self.drafts, self.alone, self.step, self.beside)
 
 
 @dataclass(frozen=True)
@@ -277,8 +252,8 @@ class Speculation:
     rows: tuple[float, ...] = ()
 
     def beside(self, drafts: int) -> float:
-        """Seconds beside those of a step with so many drafts, in the mean; 0 where these were not planned for."""
-        return next((p.beside(self.acceptance) for p in self.planned if p.drafts == drafts), 0.0)
+        """Seconds beside those of a step with so many drafts; 0 where these were not planned for."""
+        return next((p.beside for p in self.planned if p.drafts == drafts), 0.0)
 
     def rate(self, planned: PlannedDrafts, acceptance: Acceptance) -> float:
         """Tokens a second of all texts."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from pshard.speculation import NO_DRAFTS, Acceptance, Drafting
+from pshard.speculation import MOST_ROWS, NO_DRAFTS, USUAL_OPEN, Acceptance, Drafting
 from pshard.times.gpu_tiles import AUTO
 from pshard.times.running_requests import DECODE_WIDTHS, running_shares
 from pshard.units.kinds import kinds_by_flag
@@ -98,7 +98,13 @@ class Workload:
     @property
     def state_shape(self) -> StateShape:
         """What sizes the states of its sequences."""
-        return StateShape(self.context, self.sequences, self.type_k, self.type_v, self.largest)
+        return StateShape(self.context, self.sequences, self.type_k, self.type_v, self.largest, self.open_rows)
+
+    @property
+    def open_rows(self) -> int:
+        """Rows of a step that drafts may leave open. A plan without drafts has room for some of lookup."""
+        planned = self.sequences * self.drafting.rows if self.drafting.drafts else 0
+        return min(self.largest, max(planned, min(self.sequences * USUAL_OPEN, MOST_ROWS)))
 
     @property
     def terms(self) -> str:

@@ -293,11 +293,8 @@ class Engine(_Told):
     ) -> Generator[int]:
         if self._executor.group.size > 1:
             raise UserError("drafts over several ranks: not yet; leave out --spec")
-        if not self.texts.drafting:
-            raise UserError(
-                "the model's states cannot be cut back behind drafts: there is no host memory for a checkpoint of "
-                "them; leave out --spec"
-            )
+        if self.texts.most_rows < 2:
+            raise UserError("rows of drafts cannot be held back from the model's states; leave out --spec")
         with self._sequences.use([0]) as (text,):
             speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.drafter)
             yield from speculator.go_on(before, first, most)

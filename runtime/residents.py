@@ -12,11 +12,13 @@ from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.runtime.blocks.block import ALONE, Block, Laid, Residual, Work
 from pshard.runtime.blocks.find_block import find_block
+from pshard.runtime.kernels.api import OpenNet
 from pshard.runtime.memory.arena import Arena, Carved
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Reach, pair_runs
 from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_brought, view_portion
+from pshard.runtime.memory.workspace import Workspace
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
 from pshard.steps.move import Move, Pins
 from pshard.steps.step import DEMAND, Compute
@@ -99,6 +101,11 @@ class Residents:
         """Where a unit's state stands now."""
         in_vram = unit in self._states or unit not in self._on_host
         return self._view(unit, self._arena.state(unit)) if in_vram else self._on_host[unit]
+
+    def open_net(self, unit: str, space: Workspace) -> OpenNet:
+        """A unit's state that cannot be cut, with where a side with that scratch leaves open rows of it."""
+        found = self._spec.unit(unit)
+        return self._block(unit).open_net(found, self._spec.config, self.state_now(unit), space)
 
     def begin_states(self, sequences: Sequence[int]) -> None:
         """Make the states that do not grow all zeros, of sequences that begin, wherever they are. Nothing may be under

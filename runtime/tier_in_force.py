@@ -11,7 +11,7 @@ import torch
 from pshard.model import ModelSpec
 from pshard.runtime.blocks.block import Residual, Side, Work
 from pshard.runtime.devices.device import Device
-from pshard.runtime.kernels.api import RowIndex, Segment, SequenceRows
+from pshard.runtime.kernels.api import OpenNet, RowIndex, Segment, SequenceRows
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import Recordings
 from pshard.runtime.kernels.row_index import fill_rows, fill_sequences
@@ -113,6 +113,7 @@ class TierInForce:
     indexes: dict[tuple[int, int, int, int], tuple[IndexView, IndexView, IndexView]] = field(default_factory=dict)
     # by the number of segments, see RowIndex
     spans: dict[int, Any] = field(default_factory=dict)
+    nets: tuple[list[OpenNet], ...] = ()  # see OpenRows
     draft: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # of an index
     on_host: Recordings = field(default_factory=Recordings)  # runs of units on the CPU
 

@@ -9,7 +9,7 @@ from pshard.plan import Variant
 from pshard.planner.serving.show_promise import show_rate
 from pshard.print_table import new_table, print_whole
 from pshard.routing.expert_uses import count_apart, used_experts
-from pshard.speculation import ASSUMED, MTP, PROGRAMS, RECORDED, Acceptance, Speculation
+from pshard.speculation import ASSUMED, DRAFT, MTP, PROGRAMS, RECORDED, Acceptance, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,8 +78,7 @@ def _make_rows(
         rates = tuple(said.rate(planned, acceptance) for acceptance in compared)
         tokens, gap = said.acceptance.mean_tokens(planned.drafts), planned.step / planned.bound - 1
         even = said.break_even(planned) if planned.drafts else None
-        beside = planned.beside(said.acceptance)
-        yield DraftRow(planned.drafts, tokens, planned.step, beside, gap, rates, even, used)
+        yield DraftRow(planned.drafts, tokens, planned.step, planned.beside, gap, rates, even, used)
 
 
 def print_drafts(table: DraftTable, out: "Console") -> None:
@@ -116,10 +115,7 @@ def describe_drafts(table: DraftTable) -> Iterator[str]:
             by = f"as a token shares {table.overlap:.0%} of its experts with the one before it, by the record"
         yield f"Experts: of a layer, that a text's rows use, {by}."
     if any(row.beside for row in table.rows):
-        made = "the head makes the drafts; " * (PROGRAMS.get(table.kind) == MTP)
-        yield (
-            f"More: {made}states that cannot be cut back are copied before steps, and what held is computed again with "
-            "the next drafts where not all did."
-        )
+        who = {MTP: "the head makes the drafts", DRAFT: "the draft model drafts"}.get(PROGRAMS.get(table.kind, ""))
+        yield f"More: {f'{who}; ' if who else ''}rows that held go into states that cannot be cut back."
     if not table.chosen:
         yield "No drafts: no number of them gives a shorter round."

@@ -23,6 +23,7 @@ BETA, ALPHA = "ssm_beta.weight", "ssm_alpha.weight"
 PRODUCTS = (QUERY_KEY, VALUE, GATE, BETA, ALPHA)  # of the hidden state, side by side
 CONV = ("delta_conv_qk.weight", "delta_conv_v.weight")  # in this order, with nothing between them
 STEP_BIAS, DECAY, HEAD_NORM = "ssm_dt.bias", "ssm_a", "ssm_norm.weight"
+OPEN = "delta_open"  # scratch, by layer with a net: see `Kernels.delta_net`
 TAIL = 3  # inputs before a token's own that the convolution sees
 
 
@@ -38,6 +39,11 @@ def count_delta_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
     head = delta_of(config).head
     qk, v = (tensors[role].rows if role in tensors else 0 for role in (QUERY_KEY, VALUE))
     return qk // (2 * head), v // head
+
+
+def count_nets_before(layer: int, config: ModelConfig) -> int:
+    """Layers with a net before this one."""
+    return layer - sum(full < layer for full in delta_of(config).full)
 
 
 def _scan(tensors: Tensors, config: ModelConfig) -> DeltaNet:
@@ -74,11 +80,13 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
     inner = 2 * delta.key_heads * delta.head + 2 * values + 2 * delta.value_heads
     vector = TensorSpec("", "F32", (1,))
     scan = DeltaNet((vector,), vector, vector, vector, delta.key_heads, delta.value_heads, delta.head, delta.tiled)
+    layers = config.n_layers - len(delta.full)
     room = scan.scratch_nbytes(tokens, min(tokens, shape.sequences), 2) // 2  # of activations of two bytes or more
     return (
         Buffer("delta_in", (tokens, inner), "act"),
         Buffer("delta_out", (tokens, values), "act"),
         Buffer("delta_room", (room,), "act"),
+        Buffer(OPEN, (layers, min(tokens, shape.open), scan.open_width), "f32"),
     )
 
 

@@ -368,6 +368,12 @@ class DeltaNet:
         return (2 * self.key_heads + self.value_heads) * self.head
 
     @property
+    def open_width(self) -> int:
+        """Numbers that an open row leaves, for `Kernels.settle_states`: its channels; the key of each key head; of each
+        value head what it adds along the key, and how much of its state it leaves."""
+        return self.channels + (self.key_heads + self.value_heads) * self.head + self.value_heads
+
+    @property
     def state_nbytes(self) -> int:
         """Of one sequence's matrices, float32."""
         return 4 * self.value_heads * self.head**2

@@ -15,13 +15,15 @@ from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes, window_blocks,
 @dataclass(frozen=True)
 class StateShape:
     """What sizes states: cells of context that so many sequences share, the types of keys and values, and the most
-    tokens of a micro-batch (0: as many as the context)."""
+    tokens of a micro-batch (0: as many as the context). open: most rows of a micro-batch that are held back from states
+    which cannot be cut, until it is known which of them hold."""
 
     context: int
     sequences: int
     type_k: str
     type_v: str
     batch: int = 0
+    open: int = 0
 
 
 class State(Protocol):

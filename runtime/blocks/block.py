@@ -6,13 +6,13 @@ outside; see `find_block` for the table of all.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig
-from pshard.runtime.kernels.api import Kernels, NormKernels, Packed, RopeTable, RowIndex, SumKernels
+from pshard.runtime.kernels.api import Kernels, NormKernels, OpenNet, Packed, RopeTable, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.units.attention import ROPES
@@ -113,7 +113,13 @@ class Laid:
 
 
 class Block:
-    """What units of one kind compute. `state`: as `view_state` gave it; None for units that keep none."""
+    """What units of one kind compute. `state`: as `view_state` gave it; None for units that keep none.
+
+    Attributes:
+        keeps_open: of a state that cannot be cut, whether rows can be held back from it; see `open_net`.
+    """
+
+    keeps_open: ClassVar[bool] = False
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> Any:
         """Memory (uint8, on any device, as long as the state's law says) as `run` wants a unit's state.
@@ -121,6 +127,10 @@ class Block:
         Of a sequence without a past the bytes there mean nothing: its state begins at the kind's beginning.
         """
         raise NotImplementedError(f"{unit.name} keeps a state, and {type(self).__name__} has no view of it")
+
+    def open_net(self, unit: Unit, config: ModelConfig, state: Any, space: Workspace) -> OpenNet:
+        """A state that cannot be cut, with where the side with that scratch leaves open rows of it."""
+        raise NotImplementedError(f"{unit.name} keeps no rows open")
 
     def state_parts(self, state: Any) -> tuple[torch.Tensor, ...]:
         """The tensors that a state is made of, all entries in the first dimension: cells of the pool for a state that

@@ -7,8 +7,19 @@ import torch
 from pshard.model_config import ModelConfig
 from pshard.runtime.blocks.block import Laid
 from pshard.runtime.blocks.listed_block import Listed, ListedBlock
-from pshard.runtime.kernels.api import DeltaWeights
-from pshard.units.delta_net import CONV, DECAY, HEAD_NORM, STEP_BIAS, TAIL, count_delta_heads, delta_of
+from pshard.runtime.kernels.api import DeltaWeights, OpenNet
+from pshard.runtime.memory.workspace import Workspace
+from pshard.units.delta_net import (
+    CONV,
+    DECAY,
+    HEAD_NORM,
+    OPEN,
+    STEP_BIAS,
+    TAIL,
+    count_delta_heads,
+    count_nets_before,
+    delta_of,
+)
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -24,6 +35,8 @@ class DeltaState:
 
 class DeltaBlock(ListedBlock):
     """Its state is a DeltaState, all zeros where a sequence begins."""
+
+    keeps_open = True
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> DeltaState:
         keys, values = count_delta_heads(unit.by_role, config)  # a rank's slice may hold fewer than its widest layer's
@@ -44,7 +57,12 @@ class DeltaBlock(ListedBlock):
         scan = DeltaWeights(
             conv, v[STEP_BIAS], v[DECAY], v[HEAD_NORM], config.norm_eps, *heads, delta.head, delta.tiled
         )
-        return replace(super().prepare(laid), scan=scan)
+        return replace(super().prepare(laid), scan=scan, net=count_nets_before(laid.unit.layer, config))
+
+    def open_net(self, unit: Unit, config: ModelConfig, state: DeltaState, space: Workspace) -> OpenNet:
+        opened = space.tensors[OPEN][count_nets_before(unit.layer, config)]
+        keys, _ = count_delta_heads(unit.by_role, config)
+        return OpenNet(state.matrices, state.tails, opened, keys, delta_of(config).tiled)
 
 
 def _join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

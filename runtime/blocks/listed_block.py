@@ -13,6 +13,7 @@ from pshard.runtime.blocks.block import Block, Laid, Residual, Work, leave, norm
 from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex, Scoring
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import TEMPERATURE
+from pshard.units.delta_net import OPEN
 from pshard.units.latent_attention import sizes_of
 from pshard.units.operands import JOINED, NORMED, STREAM, Rows
 from pshard.units.operations import (
@@ -39,11 +40,13 @@ from pshard.units.rewrites import Ffn, Gate, Step, rewrite
 
 @dataclass(frozen=True)
 class Listed:
-    """What a step of the unit carries out, and its tensors. scan: those of a gated delta net as kernels take them."""
+    """What a step of the unit carries out, and its tensors. scan: those of a gated delta net as kernels take them; net:
+    how many nets come before it."""
 
     steps: tuple[Step, ...]
     weights: UnitWeights
     scan: DeltaWeights | None = None
+    net: int = 0
 
 
 class ListedBlock(Block):
@@ -237,6 +240,7 @@ class Course:
             tails=self.state.tails, slots=index.slots,
             offsets=index.offsets, out=self.at(net.out), longest=index.longest,
             scratch=side.space.tensors["delta_room"].view(torch.uint8),
+            opened=side.space.tensors[OPEN][self.listed.net],
         )  # fmt: skip
 
     def convolve(self, conv: Convolve) -> None:

@@ -59,12 +59,12 @@ class Checkpoints:
         if (end - start > 1 and end - length <= most) or length - self.last(number, length) >= EVERY:
             self.keep(number, length)
 
-    def keep(self, number: int, length: int) -> bool:
+    def keep(self, number: int, length: int) -> None:
         """Make one of a sequence that has so many tokens now, if it has none; where there are too many, the one goes
-        without which fewest tokens would have to be computed again. Whether one was made."""
+        without which fewest tokens would have to be computed again."""
         kept = self._kept[number]
         if kept and kept[-1].length == length:
-            return False
+            return
         kept.append(self.take(number, length))
         while self._count() > self.most:
             if self._shared:
@@ -72,11 +72,6 @@ class Checkpoints:
                 continue
             first = min(self._list_spare(kept[-1]), key=lambda found: found[0])
             self._kept[first[1]].pop(first[2])
-        return True
-
-    def drop(self, number: int, length: int) -> None:
-        """Forget a sequence's checkpoint of that length."""
-        self._kept[number][:] = [one for one in self._kept[number] if one.length != length]
 
     def _count(self) -> int:
         return len(self._shared) + sum(map(len, self._kept))

@@ -5,7 +5,7 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 `hidden` is float32 everywhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -73,7 +73,8 @@ class Segment:
 
     `blocks` are those that its cells lie in, old and new ones, in order: see LayerKV. `recent`: those of layers with a
     window, of the same cells, or () without such layers; `first`: the first cell there that is meant, whose block is
-    whole. Blocks before it are nobody's and stand as 0.
+    whole. Blocks before it are nobody's and stand as 0. is_open: states that cannot be cut stay as they are, see
+    `Kernels.delta_net`.
     """
 
     sequence: int
@@ -83,6 +84,7 @@ class Segment:
     blocks: tuple[int, ...]
     recent: tuple[int, ...] = ()
     first: int = 0
+    is_open: bool = False
 
 
 class SequenceRows(NamedTuple):
@@ -187,6 +189,31 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True)
+class OpenNet:
+    """Where a gated delta net left rows open: states, tails and `opened` as `Kernels.delta_net` had them, and how its
+    heads lie."""
+
+    states: torch.Tensor
+    tails: torch.Tensor
+    opened: torch.Tensor
+    key_heads: int
+    tiled: bool
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Key heads, value heads, elements of each."""
+        return self.key_heads, self.states.shape[1], self.states.shape[2]
+
+    def split(self, rows: slice) -> tuple[torch.Tensor, ...]:
+        """Of open rows: raw q, k and v [n, C], keys as they count [n, key heads, d], what each value head adds along
+        them [n, Hv, d], and what it leaves of its state before [n, Hv]."""
+        keys, values, head = self.heads
+        sizes = ((2 * keys + values) * head, keys * head, values * head, values)
+        raw, k, u, left = self.opened[rows, : sum(sizes)].split(sizes, 1)
+        return raw, k.unflatten(1, (keys, head)), u.unflatten(1, (values, head)), left
+
+
+@dataclass(frozen=True)
 class RopeTable:
     """cos and sin, float32 [context, dims/2], on the device; `pairing` as in pshard.model.Rope."""
 
@@ -264,6 +291,7 @@ class StateKernels(Protocol):
         out: torch.Tensor,
         longest: int,
         scratch: torch.Tensor | None = None,
+        opened: torch.Tensor | None = None,
     ) -> None:
         """A gated delta net: convolution of qkv [M, C] over its last inputs, silu, L2 norms of q and k, the recurrence,
         and out [M, Hv d] = RMSNorm(o) * silu(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
@@ -272,6 +300,10 @@ class StateKernels(Protocol):
         its state states[slots[i]] [Hv, dk, dv], float32, and its last three inputs tails[slots[i]] [3, C], float32, the
         oldest first; both are changed in place. A sequence without tokens, and rows from offsets[-1] on, touch nothing.
         Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
+
+        Rows are open where the slot stands as -1 - slot: state and tail stay as they are, and `opened`, float32
+        [rows, `DeltaNet.open_width`], has in the place of each row what `settle_states` needs. Such sequences, of
+        at most DELTA_STEPS tokens, go token by token whatever others do.
 
         qkv, z, beta, alpha and out: act_dtype or float32, row strides free; out is none of the others. longest: no
         sequence has more tokens, known to the host, or 0: what is launched, and whether token by token (0 too) or in
@@ -295,6 +327,11 @@ class StateKernels(Protocol):
 
         tails [s, n - 1, C], slots, offsets and longest are as in `delta_net`. x and out act_dtype, row strides free.
         """
+        ...
+
+    def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
+        """Take the first of a sequence's open rows into its states and tails, of layers that `delta_net` left them of:
+        the same bits as if it had computed these rows alone."""
         ...
 
 

@@ -11,10 +11,12 @@ A chunk of tokens at once, with c = cumsum(g) and D_ij = exp(c_i - c_j) for j <=
     N = U - W S;   O = exp(c) Q S + (Q K^T * D) N;   S <- exp(c_last) S + (exp(c_last - c) K)^T N
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from pshard.runtime.kernels.api import DeltaWeights
+from pshard.runtime.kernels.api import DeltaWeights, OpenNet
 from pshard.runtime.kernels.plain_rows import head_norm
 
 CHUNK = 64  # tokens of a chunk
@@ -38,20 +40,30 @@ class PlainDelta:
         out: torch.Tensor,
         longest: int,
         scratch: torch.Tensor | None = None,
+        opened: torch.Tensor | None = None,
     ) -> None:
-        """See `Kernels.delta_net`. One token of a sequence is computed as such, more of them in chunks."""
+        """See `Kernels.delta_net`. One token of a sequence is computed as such, and so are open rows; more of them in
+        chunks."""
         bounds = offsets.tolist()
         for slot, first, last in zip(slots.tolist(), bounds, bounds[1:]):
             if first == last:
                 continue
             rows = slice(first, last)
-            q, k, v = _convolve(qkv[rows], tails[slot], weights, states.dtype)
+            tail, before = (kept[slot if slot >= 0 else -1 - slot] for kept in (tails, states))
+            q, k, v = _convolve(qkv[rows], tail if slot >= 0 else tail.clone(), weights, states.dtype)
             decay, share = _decay(beta[rows], alpha[rows], weights, states.dtype)
-            if last - first == 1:
-                mixed, state = run_recurrent(q, k, v, decay, share, states[slot])
+            if slot < 0:
+                assert opened is not None
+                mixed, u = run_open(q, k, v, decay, share, before)
+                net = OpenNet(states, tails, opened, weights.key_heads, weights.tiled)
+                of_key = [key_head_of(weights).index(i) for i in range(weights.key_heads)]
+                found = qkv[rows], k[of_key].transpose(0, 1), u.transpose(0, 1), decay.T.exp()
+                for to, value in zip(net.split(rows), found, strict=True):
+                    to.copy_(value)
+            elif last - first == 1:
+                mixed, states[slot] = run_recurrent(q, k, v, decay, share, before)
             else:
-                mixed, state = run_chunked(q, k, v, decay, share, states[slot])
-            states[slot] = state
+                mixed, states[slot] = run_chunked(q, k, v, decay, share, before)
             gate = F.silu(z[rows].to(states.dtype)).unflatten(1, (-1, weights.head))
             normed = head_norm(mixed.transpose(0, 1), weights.norm, weights.eps)
             out[rows] = (normed * gate).flatten(1).to(out.dtype)
@@ -77,24 +89,52 @@ class PlainDelta:
             out[first:end] = (gate * mixed).to(out.dtype)
             tails[slot] = inputs[end - first :]
 
+    def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
+        """See `Kernels.settle_states`."""
+        for net in nets:
+            state, (raw, keys, added, left) = net.states[slot], net.split(rows)
+            uses = list_key_heads(*net.heads[:2], net.tiled)
+            for k, u, kept in zip(keys.to(state.dtype), added.to(state.dtype), left.to(state.dtype)):
+                state.copy_(state * kept[:, None, None] + k[uses][:, :, None] * u[:, None])
+            tail = net.tails[slot]
+            tail.copy_(torch.cat((tail, raw.to(tail.dtype)))[-tail.shape[0] :])
+
 
 def key_head_of(weights: DeltaWeights) -> list[int]:
     """The key head that each value head uses."""
-    each = weights.value_heads // weights.key_heads
-    return [j % weights.key_heads if weights.tiled else j // each for j in range(weights.value_heads)]
+    return list_key_heads(weights.key_heads, weights.value_heads, weights.tiled)
+
+
+def list_key_heads(keys: int, values: int, tiled: bool) -> list[int]:
+    """The key head that each of so many value heads uses."""
+    return [j % keys if tiled else j // (values // keys) for j in range(values)]
 
 
 def run_recurrent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, share: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [H, T, dv], the new state [H, dk, dv]) token by token, of q, k [H, T, dk], v [H, T, dv], g and beta [H, T]."""
-    out = torch.empty_like(v)
+    out, _, state = _recur(q, k, v, decay, share, state)
+    return out, state
+
+
+def run_open(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, share: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, u) [H, T, dv] of the same, each token's u being what it adds to the state along its key."""
+    return _recur(q, k, v, decay, share, state)[:2]
+
+
+def _recur(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, share: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, added = torch.empty_like(v), torch.empty_like(v)
     for t in range(v.shape[1]):
         state = state * decay[:, t, None, None].exp()
-        u = share[:, t, None] * (v[:, t] - torch.einsum("hkv,hk->hv", state, k[:, t]))
+        u = added[:, t] = share[:, t, None] * (v[:, t] - torch.einsum("hkv,hk->hv", state, k[:, t]))
         state = state + k[:, t, :, None] * u[:, None]
         out[:, t] = torch.einsum("hkv,hk->hv", state, q[:, t])
-    return out, state
+    return out, added, state
 
 
 def run_chunked(

@@ -37,13 +37,14 @@ def fill_rows(
 
 def fill_sequences(segments: Sequence[Segment], slots: torch.Tensor, offsets: torch.Tensor) -> None:
     """Write what `SequenceRows` says of the segments, which lie one after the other: int32 tensors on the host, slots
-    at least as long as there are segments, offsets one longer. Places that are left over have other sequences without
-    rows."""
+    at least as long as there are segments, offsets one longer; see `Kernels.delta_net`. Places that are left over have
+    other sequences without rows."""
     numbers = [s.sequence for s in segments]
     others = (i for i in range(slots.shape[0] + len(numbers)) if i not in numbers)
     ends = [0, *(s.start + s.tokens for s in segments)]
     missing = slots.shape[0] - len(numbers)
-    slots.numpy()[:] = numbers + [next(others) for _ in range(missing)]
+    places = [-1 - s.sequence if s.is_open else s.sequence for s in segments]
+    slots.numpy()[:] = places + [next(others) for _ in range(missing)]
     offsets.numpy()[:] = ends + ends[-1:] * missing
 
 

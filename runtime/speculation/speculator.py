@@ -1,7 +1,7 @@
 """Goes on with one text, several tokens a step where drafts hold: the tokens are those of steps of one token."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from pshard.runtime.speculation.second_program import Ask, SecondProgram
 from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
-from pshard.speculation import LOOKUP, MOST_ROWS, NONE, PROGRAMS, Acceptance, AcceptanceRecord, looks_first
+from pshard.speculation import LOOKUP, NONE, PROGRAMS, Acceptance, AcceptanceRecord, looks_first
 
 IDLE = 8  # steps without drafts before they run under their own tier again
 
@@ -38,9 +38,9 @@ class Drafter(Protocol):
 class HeadDrafter:
     """A head, or a draft model, that drafts for one text. It has seen what was computed of it."""
 
-    def __init__(self, head: SecondProgram, text: Text, p_min: float, owed: Callable[[], Sequence[int]]) -> None:
-        """p_min: see Ask. owed: told tokens before the last one, which the text lacks until they are computed again."""
-        self._head, self._text, self._p_min, self._owed, self._last = head, text, p_min, owed, -1
+    def __init__(self, head: SecondProgram, text: Text, p_min: float) -> None:
+        """p_min: see Ask."""
+        self._head, self._text, self._p_min, self._last = head, text, p_min, -1
 
     def see(self, tokens: Iterable[int]) -> None:
         """See Drafter."""
@@ -51,7 +51,7 @@ class HeadDrafter:
         """See Drafter."""
         if most < 1:
             return ()
-        return self._head.draft([Ask(self._text, (*self._owed(), self._last), most, self._p_min)])[0]
+        return self._head.draft([Ask(self._text, (self._last,), most, self._p_min)])[0]
 
 
 @dataclass
@@ -110,19 +110,19 @@ class Speculator:
         self._spent = wanted.spent
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
-        self._owed: list[int] = []  # told, and to be computed again: states could not be cut back to behind them
+        self._held: int | None = None  # how much of the text holds, where drafts behind it are still there
         self._seconds, self._tier = seconds, 0
         self._sources = tuple(self._list_sources(wanted, head))
 
     def _list_sources(self, wanted: DraftSettings, head: Follower | None) -> Iterator[Source]:
         """Who drafts, in the order in which they are asked."""
-        most = min(wanted.most, self._pool.largest_step - 1)
+        most = min(wanted.most, self._pool.most_rows - 1)
         if wanted.kind == LOOKUP or looks_first(wanted.kind):
             lookup = PromptLookup() if wanted.kind == LOOKUP else PromptLookup(LONG)
             yield Source(lookup, DraftLength(most, self._seconds, wanted.fixed), True)
         if wanted.kind in PROGRAMS:
             assert isinstance(head, SecondProgram), "whoever asks for its drafts has a plan with it"
-            drafter = HeadDrafter(head, self._text, wanted.p_min, lambda: self._owed)
+            drafter = HeadDrafter(head, self._text, wanted.p_min)
             yield Source(drafter, DraftLength(most, self._seconds, wanted.fixed), False)
 
     def _see(self, tokens: Sequence[int]) -> None:
@@ -144,7 +144,7 @@ class Speculator:
                 tokens = self._step(token, most - told - 1)
                 for at, token in enumerate(tokens, start + 1):
                     if token in self._stops:
-                        self._compute_owed()
+                        self._settle()
                         return
                     told += 1
                     try:
@@ -152,13 +152,14 @@ class Speculator:
                     except GeneratorExit:
                         self._cut(at)
                         raise
-            self._compute_owed()
+            self._settle()
         finally:
             if self._text.is_open:
                 self._pool.keep_tier(1)
 
     def _step(self, token: int, most: int) -> list[int]:
         """Compute a token and drafts of at most so many more; the tokens that follow."""
+        self._settle()
         self._see((token,))
         source, wanted, drafts, drafting = self._draft(token, most)
         self._keep_tier(source, len(drafts) and wanted + 1)
@@ -200,21 +201,24 @@ class Speculator:
 
     def _compute(self, token: int) -> int:
         """The token after one, by a step without drafts."""
-        greedy, owed = self._sampler.greedy, self._owed
-        self._owed = []
-        ((row,),) = self._pool.extend([(self._text, [*owed, token])], best_only=greedy)
+        greedy = self._sampler.greedy
+        ((row,),) = self._pool.extend([(self._text, [token])], best_only=greedy)
         return self._sampler.take_best(*row.tolist()) if greedy else self._sampler.choose(row)
 
     def _verify(self, token: int, drafts: tuple[int, ...]) -> list[int]:
         """The tokens after one, by a step that verifies drafts."""
-        if len(self._owed) + 1 + len(drafts) > min(MOST_ROWS, self._pool.largest_step):
-            self._compute_owed()
-        text, owed, greedy = self._text, self._owed, self._sampler.greedy
-        start = len(text.ids) + len(owed)
-        piece = Piece(text, (*owed, token, *drafts), "all", best=int(greedy), full=not greedy, kind=VERIFY)
-        told = self._tell(self._pool.step([piece])[0][len(owed) :], drafts)
-        self._owed = self._pool.commit(text, start + len(told))
+        text, greedy = self._text, self._sampler.greedy
+        start = len(text.ids)
+        piece = Piece(text, (token, *drafts), "all", best=int(greedy), full=not greedy, kind=VERIFY)
+        told = self._tell(self._pool.step([piece])[0], drafts)
+        self._held = start + len(told)
         return told
+
+    def _settle(self, length: int | None = None) -> None:
+        """Let the text have what holds of it, or less. Not before the next step: whoever leaves keeps what was told."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._pool.commit(self._text, held if length is None else min(length, held))
 
     def _tell(self, rows: Sequence[Row], drafts: Sequence[int]) -> list[int]:
         if self._made_up:
@@ -232,8 +236,8 @@ class Speculator:
         return self._sampler.choose(torch.from_numpy(row.full))
 
     def _count_tokens(self) -> int:
-        """Told tokens that are computed or owed."""
-        return len(self._text.ids) + len(self._owed)
+        """Tokens of the text that hold."""
+        return len(self._text.ids) if self._held is None else self._held
 
     def _has_room(self, tokens: int) -> bool:
         cells = self._count_tokens() + tokens
@@ -257,13 +261,6 @@ class Speculator:
 
     def _cut(self, length: int) -> None:
         """Let the text have its first tokens only."""
-        is_short, again = length < len(self._text.ids), self._pool.cut(self._text, length)
-        if is_short:
-            self._owed = again
-        self._owed = self._owed[: length - len(self._text.ids)]
-        self._compute_owed()
-
-    def _compute_owed(self) -> None:
-        owed, self._owed = self._owed, []
-        if owed:
-            self._pool.extend([(self._text, owed)], best_only=True)
+        self._settle(length)
+        if length < len(self._text.ids) and (again := self._pool.cut(self._text, length)):
+            self._pool.extend([(self._text, again)], best_only=True)

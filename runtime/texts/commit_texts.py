@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pshard.runtime.checkpoints.checkpoints import EVERY, Checkpoints
 from pshard.runtime.texts.block_keys import next_key
 from pshard.runtime.texts.follower import Follower
+from pshard.runtime.texts.open_rows import OpenRows
 from pshard.runtime.texts.prefix_cache import PrefixCache
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import TextBlocks
@@ -15,7 +16,7 @@ class Commits:
     """Those of one engine's texts.
 
     Attributes:
-        follower: drafts beside them.
+        follower: drafts beside them. open_rows: what drafts leave open.
     """
 
     def __init__(
@@ -26,8 +27,10 @@ class Commits:
         root: Callable[[str], bytes],
         most: int,
         follower: Follower,
+        open_rows: OpenRows,
     ) -> None:
         """root: the key that the first block of a text with a salt follows; most: tokens of a micro-batch."""
+        self.open_rows = open_rows
         self.follower = follower
         self._blocks, self._checkpoints, self._cache = blocks, checkpoints, cache
         self._root, self._most = root, most
@@ -35,9 +38,6 @@ class Commits:
     def commit_all(self, text: Text, start: int, end: int) -> None:
         """All that a text has holds. start, end: from and to which length the tokens reach that it is being given."""
         text.committed = len(text.ids)
-        if text.before is not None and text.before != text.committed:  # it is not gone back to any more
-            self._checkpoints.drop(text.number, text.before)
-            text.before = None
         if not text.ids:
             return
         if text.salt is None:
@@ -47,19 +47,10 @@ class Commits:
         if self._checkpoints.most:
             self._keep_states(text, text.salt)
 
-    def expect_drafts(self, text: Text) -> None:
-        """Keep what states are before drafts come, where they cannot be cut back."""
-        if (
-            self._checkpoints.most
-            and text.ids
-            and not text.drafts
-            and self._checkpoints.keep(text.number, len(text.ids))
-        ):
-            text.before = len(text.ids)
-
     def forget(self, text: Text) -> None:
         """A text is closed."""
         self.follower.forget(text)
+        self._forget_open(text)
         self._checkpoints.go_back(text.number, 0)
 
     def find_length(self, text: Text, length: int) -> int:
@@ -77,14 +68,33 @@ class Commits:
         return length
 
     def _find_states(self, text: Text, length: int) -> int:
-        if not self._checkpoints.each:
+        if not self._checkpoints.each or self._is_open_at(text, length):
             return length
         at = self._checkpoints.last(text.number, length)
         ends = range(min(length // KV_BLOCK, len(text.keys)), at // KV_BLOCK, -1)
         return next((n * KV_BLOCK for n in ends if self._checkpoints.has_shared(text.keys[n - 1])), at)
 
+    def open(self, text: Text, row: int) -> None:
+        """States take in nothing of a text's rows in the next step, which begin with this one, until `cut_states`."""
+        text.opened = row
+        self.open_rows.waiting.add(text.number)
+
+    def _forget_open(self, text: Text) -> None:
+        text.opened = None
+        self.open_rows.waiting.discard(text.number)
+
+    def _is_open_at(self, text: Text, length: int) -> bool:
+        """Whether states are yet to take in what follows the text's committed tokens, as far as that length."""
+        return text.opened is not None and length >= text.committed
+
     def cut_states(self, text: Text, length: int) -> None:
-        """Make a text's states what they were at a length that `find_length` has found. It has its keys still."""
+        """Make a text's states what they are at a length that `find_length` has found. It has its keys still."""
+        opened, is_open = text.opened, self._is_open_at(text, length)
+        self._forget_open(text)
+        if is_open:
+            assert opened is not None
+            self.open_rows.settle(text.number, slice(opened, opened + length - text.committed))
+            return
         kept = self._checkpoints.last(text.number, length)
         self._checkpoints.go_back(text.number, length)
         if self._checkpoints.each and kept < length:

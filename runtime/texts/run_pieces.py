@@ -56,15 +56,21 @@ class PieceRunner:
         return results
 
     def _run(self, pieces: Sequence[Piece]) -> list[list[Row]]:
-        """One micro-batch."""
+        """One micro-batch. Drafts come first: rows that stay open have room among the first ones only."""
+        order = sorted(range(len(pieces)), key=lambda i: not pieces[i].drafts)
+        found = dict(zip(order, self._run_in_order([pieces[i] for i in order])))
+        return [found[i] for i in range(len(pieces))]
+
+    def _run_in_order(self, pieces: Sequence[Piece]) -> list[list[Row]]:
         ids: list[int] = []
         segments: list[Segment] = []
         wishes: list[tuple[Piece, tuple[int, ...]]] = []
         for piece in pieces:
-            n = len(piece.ids)
-            if piece.drafts:
-                self._commits.expect_drafts(piece.text)
-            segments.append(self._blocks.new_segment(piece.text, len(ids), n, len(piece.text.ids)))
+            n, is_open = len(piece.ids), piece.drafts and self._commits.open_rows.most is not None
+            segment = self._blocks.new_segment(piece.text, len(ids), n, len(piece.text.ids))
+            segments.append(replace(segment, is_open=True) if is_open else segment)
+            if is_open:
+                self._commits.open(piece.text, len(ids))
             ids += piece.ids
             if piece.rows == "all":
                 masks = [piece] * n if piece.mask is None else [replace(piece, mask=mask) for mask in piece.mask]

@@ -1,5 +1,6 @@
 """What a pool of texts takes and gives: handles, new tokens, rows of logits. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +15,8 @@ class Text:
     adopted from shared blocks when it was opened; salt: texts share with those of an equal one, None: with nobody.
 
     number: its place among the plan's sequences; blocks: that hold its cells, in order; keys: of its blocks that are
-    shared. committed: tokens that are no drafts. borders: lengths at which its states are kept for others; before: the
-    length of the checkpoint that was made for its drafts.
+    shared. committed: tokens that are no drafts. borders: lengths at which its states are kept for others; opened: the
+    row of its first draft in the last step, where states that cannot be cut back have not taken them in.
     """
 
     ids: list[int]
@@ -26,7 +27,7 @@ class Text:
     keys: list[bytes] = field(default_factory=list)
     committed: int = 0
     borders: frozenset[int] = frozenset()
-    before: int | None = None
+    opened: int | None = None
     is_open: bool = True
 
     @property
@@ -91,6 +92,38 @@ def check_wish(piece: Piece, vocab: int) -> None:
             f"a mask is {'a line a row of ' * len(lines)}{-(-vocab // 32)} words of uint32 for {vocab} tokens; this is "
             f"{piece.mask.dtype} {list(piece.mask.shape)}"
         )
+
+
+def check_open(text: Text) -> None:
+    """Raise UserError for a text that is closed."""
+    if not text.is_open:
+        raise UserError("the text is closed; open it again with its tokens")
+
+
+def check_no_drafts(text: Text) -> None:
+    """Raise UserError for a text that is closed, or has drafts."""
+    check_open(text)
+    if text.drafts:
+        raise UserError(f"{text.drafts} tokens of the text are drafts; commit them, or cut them off, then go on")
+
+
+def check_pieces(pieces: Sequence[Piece], most: int, vocab: int, open_rows: int | None) -> None:
+    """Raise UserError where pieces are no step. most: its tokens; open_rows: of drafts, see `TextPool.open_rows`."""
+    tokens = sum(len(piece.ids) for piece in pieces)
+    if not 0 < tokens <= most or not all(piece.ids for piece in pieces):
+        raise UserError(f"a step takes 1 to {most} tokens, and each piece at least one; these are {tokens}")
+    for piece in pieces:
+        check_wish(piece, vocab)
+        if not piece.drafts:
+            check_no_drafts(piece.text)
+    drafted = sum(len(piece.ids) for piece in pieces if piece.drafts)
+    if open_rows is not None and drafted > open_rows:
+        raise UserError(
+            f"{drafted} rows of drafts in a step: the plan has room for {open_rows}; verify fewer, or plan with --spec "
+            "and more drafts"
+        )
+    if len({piece.text for piece in pieces}) < len(pieces):
+        raise UserError("a text has two pieces in one step; join them")
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.block_keys import root_key
 from pshard.runtime.texts.commit_texts import Commits
 from pshard.runtime.texts.follower import Follower
+from pshard.runtime.texts.open_rows import OpenRows
 from pshard.runtime.texts.prefix_cache import SHARE_OF_STEP, PrefixCache
 from pshard.runtime.texts.run_pieces import PieceRunner
-from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_wish
+from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_no_drafts, check_open, check_pieces
 from pshard.runtime.texts.text_blocks import New, TextBlocks
 from pshard.units.kv_cells import KV_BLOCK
 
@@ -50,7 +51,8 @@ class TextPool:
         self._copies = BlockCopies(executor, follower)
         self._prefix_cache = PrefixCache(self._copies, executor, blocks, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
-        self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower)
+        open_rows = OpenRows(executor)
+        self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower, open_rows)
         self._runner = PieceRunner(executor, blocks, self._commits)
 
     @property
@@ -69,9 +71,15 @@ class TextPool:
         return self._blocks.longest
 
     @property
-    def drafting(self) -> int:
-        """How many texts can have drafts at once: where states cannot be cut back each takes a checkpoint."""
-        return min(len(self.lengths), self._checkpoints.most) if self._checkpoints.each else len(self.lengths)
+    def most_rows(self) -> int:
+        """Tokens of one text that a step can verify."""
+        return self.largest_step if self.open_rows is None else min(self.largest_step, self.open_rows)
+
+    @property
+    def open_rows(self) -> int | None:
+        """Rows of drafts, with the token before them, that all texts of a step can have, where states cannot be cut
+        back; None: any number."""
+        return self._commits.open_rows.most
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -120,7 +128,7 @@ class TextPool:
     def save(self, text: Text, path: Path) -> None:
         """Write what is computed of a text to a file that an engine over any number of ranks can load. Raises
         UserError when it cannot be written, and leaves no new file then; or for drafts."""
-        _check_no_drafts(text)
+        check_no_drafts(text)
         kept = self._checkpoints.up_to(text.number, len(text.ids)), self._commits.follower.keep(text)
         self._store.save(path, self._blocks.whole(text), text.ids, *kept)
 
@@ -141,7 +149,7 @@ class TextPool:
         """How many KV blocks are lacking for texts to have so many tokens each, beside what all others have; blocks
         without a holder count as there."""
         for text in wanted:
-            _check_open(text)
+            check_open(text)
         return self._blocks.missing(wanted)
 
     def is_full(self, text: Text) -> bool:
@@ -155,7 +163,8 @@ class TextPool:
         best_only: instead of logits the largest one and its id. Raises as `step`.
         """
         for text, _ in new:
-            _check_no_drafts(text)
+            check_no_drafts(text)
+        self._commits.open_rows.check()
         self._blocks.admit(new, self._vocab)
         rows: dict[Text, list[torch.Tensor]] = {text: [] for text, _ in new}
         spans = {text: (len(text.ids), len(text.ids) + len(ids)) for text, ids in new}
@@ -194,7 +203,7 @@ class TextPool:
 
         Raises UserError, before anything changes, for a length that is none of its drafts'.
         """
-        _check_open(text)
+        check_open(text)
         if not text.committed <= length <= len(text.ids):
             raise UserError(f"{text.committed} to {len(text.ids)} tokens can hold of the text; {length} were committed")
         with self._guard():
@@ -209,7 +218,7 @@ class TextPool:
         Layers with a window keep their last cells only: where those are gone that the next token sees, nothing is left
         of the text. States of a fixed size go back to the last checkpoint at or before that length.
         """
-        _check_open(text)
+        check_open(text)
         with self._guard():
             return self._cut(text, length)
 
@@ -219,7 +228,7 @@ class TextPool:
 
     def _cut(self, text: Text, length: int) -> list[int]:
         wanted = text.ids[: max(0, length)]
-        if len(wanted) < len(text.ids):
+        if text.opened is not None or len(wanted) < len(text.ids):
             at = self._commits.find_length(text, len(wanted))
             at = at if self._blocks.keeps_window(text, at) else 0
             for copy in self._blocks.own_last(text, at):
@@ -230,20 +239,11 @@ class TextPool:
         return wanted[len(text.ids) :]
 
     def _check(self, pieces: Sequence[Piece]) -> None:
-        tokens = sum(len(piece.ids) for piece in pieces)
-        if not 0 < tokens <= self._most or not all(piece.ids for piece in pieces):
-            raise UserError(f"a step takes 1 to {self._most} tokens, and each piece at least one; these are {tokens}")
-        for piece in pieces:
-            check_wish(piece, self._vocab)
-            if not piece.drafts:
-                _check_no_drafts(piece.text)
+        check_pieces(pieces, self._most, self._vocab, self.open_rows)
+        self._commits.open_rows.check()
         wanted = {piece.text: len(piece.text.ids) + len(piece.ids) for piece in pieces}
-        if len(wanted) < len(pieces):
-            raise UserError("a text has two pieces in one step; join them")
         if lacking := self.missing(wanted):
-            raise UserError(
-                f"the step needs {lacking} KV blocks more than there are; close a text, or plan a larger -c"
-            )
+            raise UserError(f"the step lacks {lacking} KV blocks; close a text, or plan a larger -c")
 
     def keep_in_files(self, folder: Path | None, file_bytes: int, memory_bytes: int) -> None:
         """From now on keep full blocks in files of that folder too, one folder for all models (None: in pshard's own,
@@ -276,15 +276,3 @@ class TextPool:
         held = self._checkpoints.shared_nbytes + self._prefix_cache.nbytes
         used, free = pool.blocks - pool.room, pool.room - cached
         return BlockCounts(pool.blocks, used, cached, free, held, self.files_problem or "")
-
-
-def _check_open(text: Text) -> None:
-    """Raise UserError for a text that is closed."""
-    if not text.is_open:
-        raise UserError("the text is closed; open it again with its tokens")
-
-
-def _check_no_drafts(text: Text) -> None:
-    _check_open(text)
-    if text.drafts:
-        raise UserError(f"{text.drafts} tokens of the text are drafts; commit them, or cut them off, then go on")

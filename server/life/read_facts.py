@@ -78,11 +78,12 @@ def plan_drafts(facts: PlanFacts, drafts: DraftSettings) -> PlanFacts:
     return replace(facts, drafts=drafts, shown=replace(facts.shown, drafter=drafts.kind, drafts=drafts.most))
 
 
-def allow_drafts(facts: PlanFacts, texts: int) -> PlanFacts:
-    """Facts of an engine in which so many texts can have drafts at once."""
-    if texts or not facts.drafts.most:
-        return replace(facts, drafting=texts)
-    why = "no drafts: states cannot be cut back behind them, and there is no host memory for a checkpoint of states"
+def allow_drafts(facts: PlanFacts, rows: int | None) -> PlanFacts:
+    """Facts of an engine in which drafts of a step can have so many rows, see `TextPool.open_rows`."""
+    rows = facts.tiers[-1] if rows is None else rows
+    if rows > 1 or not facts.drafts.most:
+        return replace(facts, open_rows=rows)
+    why = "no drafts: their rows cannot be held back from the model's states"
     shown = replace(facts.shown, drafter=NONE, drafts=0, notes=(*facts.shown.notes, why))
     return replace(facts, drafts=DraftSettings(), shown=shown)
 

@@ -67,8 +67,9 @@ def _open_texts(pool: "TextPool", texts: list[Text], count: int) -> None:
 def _run_drafts(pool: "TextPool", texts: list[Text], rows: int, drafts: int) -> None:
     """A step of so many rows of texts that verify drafts, as many as they may; none where blocks are lacking."""
     counts = [min(drafts + 1, rows - start) for start in range(0, rows, drafts + 1)]
-    wanted = {text: len(text.ids) + n for text, n in zip(texts[: pool.drafting], counts)}
-    if sum(counts[: len(wanted)]) == rows and not pool.missing(wanted):
+    wanted = {text: len(text.ids) + n for text, n in zip(texts, counts)}
+    most = rows if pool.open_rows is None else pool.open_rows
+    if sum(counts[: len(wanted)]) == rows <= most and not pool.missing(wanted):
         for best in (DRAWN, 1):
             pool.step([Piece(text, (0,) * n, "all", best, kind=VERIFY) for text, n in zip(wanted, counts)])
             for text in wanted:

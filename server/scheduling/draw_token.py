@@ -34,10 +34,10 @@ def make_piece(run: Request, count: int, drafts: tuple[int, ...] = ()) -> Piece:
     at, text = len(run.text.ids), run.text
     if run.decodes:
         best, full, mask, of = _wish(run, _enough(run))
-        if mask is not None and (drafts or run.owed):
+        if mask is not None and drafts:
             held, words = run.sampler.walk(drafts)
-            drafts, lines = drafts[:held], [mask] * run.owed + words
-            mask = np.stack(lines) if len(lines) > 1 else mask
+            drafts = drafts[:held]
+            mask = np.stack(words) if len(words) > 1 else mask
         ids = (*run.tokens[at:], *drafts)
         rows, kind = ("all", VERIFY) if len(ids) > 1 else ("last", DECODE)
         return Piece(text, ids, rows, best, full, mask, of, kind=kind)

@@ -163,7 +163,7 @@ class JobsAtWork:
             self.running.remove(run)
             self._slots.add(run.slot)
         if text is not None:
-            run.text, run.owed = None, 0
+            run.text = None
             self._closed += 1
             self._machine.pool.close(text, keep)
 

@@ -14,9 +14,9 @@ class Request:
 
     scored: what is known of the prompt's tokens, with `Job.scored`. taken, begun, first and last: seconds on the
     scheduler's clock at which it was submitted, ran first, made its first token and its last one; nan: not yet.
-    overtaken: whether another one went before it; slot: its place among those that run. owed: tokens before the last
-    one that are computed again, as states could not be cut back behind drafts. chances: how likely drafts hold,
-    looked_up: of those that lookup finds first; drafted and accepted: how many there were, and how many held.
+    overtaken: whether another one went before it; slot: its place among those that run. chances: how likely
+    drafts hold, looked_up: of those that lookup finds first; drafted and accepted: how many there were, and how many
+    held.
     """
 
     job: Job
@@ -30,7 +30,6 @@ class Request:
     first: float = float("nan")
     last: float = float("nan")
     preempted: int = 0
-    owed: int = 0
     chances: DraftChances | None = None
     looked_up: DraftChances | None = None
     drafted: int = 0
@@ -63,10 +62,10 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether its last token, and what it owes, is all that the next one waits for; so nothing of its prompt is to
+        """Whether its last token is all that the next one waits for; so nothing of its prompt is to
         be scored."""
         tokens = len(self.tokens)
-        return self.text is not None and tokens > self._prompt and len(self.text.ids) + 1 + self.owed == tokens
+        return self.text is not None and tokens > self._prompt and len(self.text.ids) + 1 == tokens
 
     def tell(self, event: Event) -> bool:
         """Put an event; whether the listener took it. One that fails is not asked again."""

@@ -172,7 +172,7 @@ class Scheduler:
         """What a step made of one text."""
         run = share.run
         if share.decodes:
-            return self._take_tokens(run, rows[run.owed :], share.drafts, now)
+            return self._take_tokens(run, rows, share.drafts, now)
         assert run.text is not None
         done, prompt = len(run.text.ids), len(run.job.prompt)
         if scores(run):
@@ -195,8 +195,8 @@ class Scheduler:
         """Draw the tokens after a text's last one, as many as its drafts let hold, and tell them at once."""
         assert run.text is not None
         drawn = draw_tokens(run, rows, drafts, self._made_up)
-        if drafts or run.owed:
-            run.owed = len(self.machine.pool.commit(run.text, len(run.text.ids) - len(drafts) + drawn.held))
+        if drafts:
+            self.machine.pool.commit(run.text, len(run.text.ids) - len(drafts) + drawn.held)
         told = Told(len(drawn.tokens), drawn.held)
         if drawn.tokens and not self._tell(run, drawn, now):
             self.jobs.end_run(run, Ended("cancelled"), now)

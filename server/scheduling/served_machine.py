@@ -32,7 +32,8 @@ class PlanFacts:
 
     shown: the plan as people are told of it. times: predicted seconds of any step, and of switches, of the same tiers.
     busy: predicted seconds of each resource in a micro-batch of each tier. drafts: who drafts, and how many drafts a
-    text's step has at most; drafting: how many texts can have some at once.
+    text's step has at most; open_rows: how many rows of drafts, with the token before them, all texts of a step can
+    have.
     """
 
     tiers: tuple[int, ...]
@@ -44,7 +45,7 @@ class PlanFacts:
     times: StepTimes
     busy: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     drafts: DraftSettings = field(default_factory=DraftSettings)
-    drafting: int = 0
+    open_rows: int = 0
 
 
 Asked = tuple[Text, Sequence[int], int]  # a text, its tokens, those that it lacks too, and drafts at most

@@ -1,8 +1,7 @@
 """Which drafts a step verifies: as many as bring most tokens a second over all texts that decode."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import prod
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -89,7 +88,7 @@ class StepDrafts:
         rows = sum(run.remaining for run in decoding)
         if not 0 < rows < self._facts.tiers[-1]:
             return {}
-        offers = list(self._list_offers(self._order(decoding)))
+        offers = list(self._list_offers(decoding))
         cells = sum(len(run.text.ids) for run in decoding if run.text)
         alone = self._pace.expect_rows(rows, cells, self._pace.covering(rows))
         shares = [chances.share for asked in self._asked.values() for chances in asked]
@@ -101,11 +100,7 @@ class StepDrafts:
         self._drafted = {one.run: one.chances for one in kept if one.run in drafts}
         return drafts
 
-    def _order(self, decoding: Sequence[Request]) -> Iterable[Request]:
-        """Texts that may have drafts: those first whose states were copied for drafts before."""
-        return islice(sorted(decoding, key=lambda run: not run.owed), self._facts.drafting)
-
-    def _list_offers(self, runs: Iterable[Request]) -> Iterator[Offer]:
+    def _list_offers(self, runs: Sequence[Request]) -> Iterator[Offer]:
         """What texts may have: what lookup finds, or what the program drafts where it finds nothing."""
         for run in runs:
             most = self._count_room(run)
@@ -171,7 +166,7 @@ class StepDrafts:
         if self._settings.made_up and (job.constrain or job.likely is not None):
             return 0  # of what is made up a grammar and log-probabilities know nothing
         left = min(job.most - run.made, self._facts.longest - len(run.tokens)) - 1  # one token comes without
-        return min(most, most if job.drafts is None else job.drafts, left, MOST_ROWS - run.remaining)
+        return min(most, most if job.drafts is None else job.drafts, left, min(MOST_ROWS, self._facts.open_rows) - 1)
 
     def _count(self, offers: Sequence[Offer], gap: float) -> list[int]:
         """How many drafts of each offer are verified: of all texts those go first that hold most likely."""
@@ -179,8 +174,12 @@ class StepDrafts:
         every = [(at >= one.least, -rate, i, at) for i, one in enumerate(offers) for at, rate in enumerate(one.rates)]
         every = sorted(every)[: self._facts.tiers[-1] - base.rows]
         best, best_rate, brought, depth = 0, base.texts / base.seconds, float(base.texts), 0
+        opened = set[int]()
         for count, (step, alone) in enumerate(self._time(len(every)), 1):
             chosen, less, chosen_of, at = every[count - 1]
+            opened.add(chosen_of)
+            if count + len(opened) > self._facts.open_rows:
+                break
             depth = depth if offers[chosen_of].found else max(depth, at + 1)
             step += depth * self._each
             if step > gap:

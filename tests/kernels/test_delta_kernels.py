@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, shrink, widen
+from delta_inputs import DeltaCase, copy_case, expect_open, make_case, run_case, run_cut, run_open, shrink, widen
 from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE
 
@@ -162,3 +162,19 @@ def test_what_does_not_fit_is_refused(kernels: cuda.CudaKernels) -> None:
         run_case(kernels, make_case((1,), head=48, device=DEVICE))
     with pytest.raises(ValueError, match="bytes of scratch, not 0"):
         run_case(kernels, make_case((100,), device=DEVICE))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "held"), [((6, 1, 3), (4, -1, 3)), ((4, 70, 2), (1, -1, 0)), ((16,), (2,)), ((2,), (2,))], ids=str
+)
+def test_open_rows_that_hold_leave_the_bits_that_they_have_alone(
+    kernels: cuda.CudaKernels, lengths: tuple[int, ...], held: tuple[int, ...], tiled: bool
+) -> None:
+    """Beside a prompt in chunks too, which changes no open row."""
+    case = make_case(lengths, tiled=tiled, padding=1, slots=5, dtype=torch.bfloat16, device=DEVICE)
+    together = copy_case(case)
+    run_open(kernels, together, held, make_scratch(case))
+    expect_open(kernels, case, together, held, torch.equal)
+    assert not kernels._few_rows.scratch[1].any()

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, shrink, widen
+from delta_inputs import DeltaCase, copy_case, expect_open, make_case, run_case, run_cut, run_open, shrink, widen
 
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
@@ -114,3 +115,21 @@ def test_calls_are_recorded_and_repeat_with_new_numbers_and_slots() -> None:
     calls.replay()
     run_case(PlainKernels(), fresh)
     expect_alike(got, fresh)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_open_rows_that_hold_leave_the_bits_that_they_have_alone(threads: int, tiled: bool) -> None:
+    """Beside a prompt in chunks too, which changes no open row."""
+    for lengths, held in (((6, 1, 3), (4, -1, 3)), ((4, 70, 2), (1, -1, 0)), ((16,), (16,)), ((2,), (2,))):
+        case = make_case(lengths, tiled=tiled, padding=1, slots=5)
+        together = copy_case(case)
+        run_open(HostKernels(), together, held)
+        expect_open(HostKernels(), case, together, held, torch.equal)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_plain_kernels_take_open_rows_as_tokens_that_come_one_by_one(tiled: bool) -> None:
+    case, held = make_case((4, 70, 2), tiled=tiled, slots=5), (2, -1, 0)
+    together = copy_case(case)
+    run_open(PlainKernels(), together, held)
+    expect_open(PlainKernels(), case, together, held, partial(torch.allclose, atol=1e-6))

@@ -1,11 +1,12 @@
 """Random inputs of a gated delta net, as its units bring them: rows of wider buffers, values as models have them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from pshard.runtime.kernels.api import DeltaWeights
+from pshard.runtime.kernels.api import DeltaWeights, OpenNet
 
 
 @dataclass(frozen=True)
@@ -121,3 +122,54 @@ def run_cut(kernels: Any, case: DeltaCase, cut: tuple[int, ...] | None, scratch:
         offsets = torch.tensor([0, tokens], dtype=torch.int32, device=case.out.device)
         run_case(kernels, replace(case, **named, offsets=offsets), scratch=scratch)
         first += tokens
+
+
+def take_rows(case: DeltaCase, i: int, at: int) -> DeltaCase:
+    """One token of sequence i alone, with the states, tails and `out` of the case."""
+    row = int(case.offsets[i]) + at
+    named = {name: getattr(case, name)[row : row + 1] for name in ("qkv", "z", "beta", "alpha", "out")}
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=case.out.device)
+    return replace(case, **named, slots=case.slots[i : i + 1], offsets=offsets)
+
+
+def run_open(kernels: Any, case: DeltaCase, held: tuple[int, ...], scratch: torch.Tensor | None = None) -> torch.Tensor:
+    """One micro-batch whose sequences are open that have a number in `held`, not -1; so many of their rows are then
+    taken into the states. Returns what open rows left."""
+    rows, w = case.qkv.shape[0], case.weights
+    width = w.conv.shape[0] + (w.key_heads + w.value_heads) * w.head + w.value_heads
+    opened = torch.full((rows, width + 3), torch.nan, dtype=case.states.dtype, device=case.out.device)
+    slots = case.slots.tolist()
+    numbers = [slot if kept < 0 else -1 - slot for slot, kept in zip(slots, held, strict=True)]
+    index = torch.tensor(numbers, dtype=torch.int32, device=case.out.device)
+    longest = max(1, int((case.offsets[1:] - case.offsets[:-1]).max()))
+    before = case.states.clone(), case.tails.clone()
+    kernels.delta_net(**vars(replace(case, slots=index)), longest=longest, scratch=scratch, opened=opened)
+    net = OpenNet(case.states, case.tails, opened, w.key_heads, w.tiled)
+    for slot, kept, first in zip(slots, held, case.offsets.tolist()):
+        if kept >= 0:
+            for now, was in zip((case.states, case.tails), before):
+                assert torch.equal(now[slot], was[slot])  # as they were, until it is known what holds
+            kernels.settle_states([net], slot, slice(first, first + kept))
+    return opened
+
+
+def expect_open(
+    kernels: Any,
+    case: DeltaCase,
+    together: DeltaCase,
+    held: tuple[int, ...],
+    alike: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> None:
+    """What `run_open` made of a copy of the case is what tokens give that come one by one."""
+    alone = copy_case(case)
+    for i, kept in enumerate(held):
+        if kept < 0:
+            continue
+        slot, rows = int(case.slots[i]), slice(int(case.offsets[i]), int(case.offsets[i + 1]))
+        states, tails = [alone.states[slot].clone()], [alone.tails[slot].clone()]
+        for at in range(rows.stop - rows.start):
+            run_case(kernels, take_rows(alone, i, at))
+            states.append(alone.states[slot].clone())
+            tails.append(alone.tails[slot].clone())
+        assert alike(together.out[rows], alone.out[rows])
+        assert alike(together.states[slot], states[kept]) and alike(together.tails[slot], tails[kept])

@@ -13,12 +13,13 @@ from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
+from pshard.speculation import Acceptance, Drafting
 
 
-def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[TierPlan, ...]:
+def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1, drafts=0) -> tuple[TierPlan, ...]:
     """Tiers with everything in the arena: the reference of every other placement."""
     places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
-    return tuple(make_tier(spec, n, places, 0, context, sequences, batch=tokens[-1]) for n in tokens)
+    return tuple(make_tier(spec, n, places, 0, context, sequences, batch=tokens[-1], drafts=drafts) for n in tokens)
 
 
 def converse(engine: Engine) -> torch.Tensor:
@@ -39,13 +40,17 @@ def open_engine(
     kv_types=("f32", "f32"),
     checkpoint_bytes=0,
     exact=False,
+    drafts=0,
 ) -> Engine:
-    """An engine under given tiers (default: everything pinned), on the CPU as accelerator unless told otherwise."""
+    """An engine under given tiers (default: everything pinned), on the CPU as accelerator unless told otherwise.
+    drafts: of a step, that there is room for."""
     file = open_model(path)
-    tiers = tiers or pinned_everywhere(file.spec, tokens, context, sequences)
+    tiers = tiers or pinned_everywhere(file.spec, tokens, context, sequences, drafts)
     reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
     variant = make_variant(file.spec, tiers, context, sequences, reserve_mib=reserve)
     variant = with_workload(variant, type_k=kv_types[0], type_v=kv_types[1])
+    if drafts:
+        variant = with_workload(variant, drafting=Drafting("lookup", drafts), acceptance=Acceptance((0.5,)))
     options = {"checkpoint_bytes": checkpoint_bytes, "exact": exact}
     return build_engine(file, variant, open_device(device), kernels=kernels, **options)
 

@@ -135,15 +135,13 @@ class FakePool:
         return rows
 
     def commit(self, text: FakeText, length: int) -> list[int]:
-        held, wanted = text.committed, text.ids[:length]
-        assert held < length <= len(text.ids)
-        del text.ids[length if self.machine.cuts else held :]
-        again = wanted[len(text.ids) :]
+        assert text.committed < length <= len(text.ids)
+        del text.ids[length:]
         while len(text.blocks) > -(-len(text.ids) // KV_BLOCK):
             assert text.blocks.pop() is None
             self.own -= 1
         self._keep(text)
-        return again
+        return []
 
     def _keep(self, text: FakeText) -> None:
         for end in range(KV_BLOCK, len(text.ids) + 1, KV_BLOCK):
@@ -195,12 +193,11 @@ class FakePool:
 
 
 class FakeMachine:
-    """Tiers whose steps take what the plan says times `slower`; `refuse`, `fail` and `bad` make trouble. cuts: whether
-    texts can be cut back behind drafts, or all of a step's are given back."""
+    """Tiers whose steps take what the plan says times `slower`; `refuse`, `fail` and `bad` make trouble."""
 
     def __init__(
         self, tiers=(1, 4, 16, 128, 512), seconds=(0.05, 0.06, 0.1, 0.2, 0.5), sequences=8, longest=2048, blocks=None,
-        switch=None, slower=1.0, clock=None, drafts=None, cuts=True,
+        switch=None, slower=1.0, clock=None, drafts=None,
     ):  # fmt: skip
         shown = PlanInForce(
             (100,), longest, longest, sequences, "bf16", "bf16", "none", "made up",
@@ -209,9 +206,8 @@ class FakeMachine:
         moves = tuple(tuple((switch or {}).get((a, b), 0.0) for b in tiers) for a in tiers)
         times = StepTimes(tuple(TierSteps(n, ((n, s),), ((0, 0.0),), ()) for n, s in zip(tiers, seconds)), moves)
         self.facts = PlanFacts(
-            tiers, seconds, sequences, longest, VOCAB, shown, times, {}, drafts or DraftSettings(), sequences
+            tiers, seconds, sequences, longest, VOCAB, shown, times, {}, drafts or DraftSettings(), tiers[-1]
         )  # fmt: skip
-        self.cuts = cuts
         self.clock, self.slower = clock or ManualClock(), slower
         self.pool = FakePool(self, blocks or longest * 2 // KV_BLOCK)
         self.link_bytes, self.kept, self.closed = 0, 0, False

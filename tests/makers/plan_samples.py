@@ -7,6 +7,7 @@ from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes, wi
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
+from pshard.speculation import Drafting
 from pshard.units.divide_unit import arena_portion, count_shares, divided_sizes
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
@@ -31,14 +32,17 @@ def make_tier(
     *,
     in_place: bool | None = None,
     batch: int = 0,
+    drafts: int = 0,
 ) -> TierPlan:
     """A tier of such placements, with honest buffers for float32 activations, and slots for what is read in place too.
-    in_place: whether experts are read so; None: as is likely to be faster. batch: see StateShape."""
+    in_place: whether experts are read so; None: as is likely to be faster. batch: see StateShape. drafts: of a step."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
     streamed = [divided_sizes(spec.unit(p.unit), p.share).brought for p in placements if p.moves_each_step]
     reads = ways_to_read(spec.config, tokens)[0] if in_place is None else in_place
     held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
-    shape = StateShape(context, sequences, "f32", "f32", batch)
+    drafting = Drafting("lookup", drafts) if drafts else Drafting()
+    workload = Workload((1,), context, sequences, "f32", "f32", tokens, prompt=1, generated=1, drafting=drafting)
+    shape = StateShape(context, sequences, "f32", "f32", batch, workload.open_rows)
     scratch = scratch_bytes(spec, tokens, shape, 4) + spec.standing_nbytes(shape)
     scratch += row_stage_bytes(tokens, widest_join(spec, placements))
     if any(p.stages_state for p in placements):

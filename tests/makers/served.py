@@ -21,11 +21,11 @@ class EngineLoader:
 
     def __init__(
         self, path=DEMO, sequences=8, context=4096, tokens=(1, 4, 16, 64, 128), kernels="fast", kv_types=("f32", "f32"),
-        deterministic=False, drafts=None, checkpoint_bytes=0,
+        deterministic=False, drafts=None, checkpoint_bytes=0, planned=0,
     ):  # fmt: skip
         self.path, self.deterministic, self.drafts = path, deterministic, drafts
         self.shape = {"context": context, "sequences": sequences, "tokens": tokens, "kernels": kernels}
-        self.shape |= {"kv_types": kv_types, "checkpoint_bytes": checkpoint_bytes}
+        self.shape |= {"kv_types": kv_types, "checkpoint_bytes": checkpoint_bytes, "drafts": planned}
         self.machines: list[LocalMachine] = []
         self.asked: list[int | None] = []
 
@@ -35,7 +35,8 @@ class EngineLoader:
     def load(self, budget):
         self.asked.append(budget)
         with open_model(self.path) as file:
-            tiers = pinned_everywhere(file.spec, self.shape["tokens"], self.shape["context"], self.shape["sequences"])
+            sizes = (self.shape[name] for name in ("tokens", "context", "sequences", "drafts"))
+            tiers = pinned_everywhere(file.spec, *sizes)
         engine = self.open(tiers)
         facts = read_facts(engine._executor.spec, made_up_profile(), engine.plan, self.budgets, engine.notes)
         facts = keep_one_tier(facts) if self.deterministic else facts

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.speculation import (
-    MOST_ROWS,
     Acceptance,
     AcceptanceRecord,
     Drafting,
@@ -17,7 +16,6 @@ from pshard.speculation import (
     best_drafts,
     break_even,
     parse_acceptance,
-    share_owed,
 )
 
 CHANCES = st.floats(0, 1, allow_subnormal=False)
@@ -54,7 +52,7 @@ def test_no_number_of_drafts_is_faster_than_the_best(rates, seconds, alone, draf
 
 @given(st.integers(1, 15), SECONDS, SECONDS, st.floats(0, 0.1))
 def test_drafts_pay_from_the_break_even_on(drafts: int, alone: float, step: float, drafting: float) -> None:
-    chance = break_even(drafts, alone, step, lambda _: drafting)
+    chance = break_even(drafts, alone, step, drafting)
     if chance is None:
         assert Acceptance((1.0,)).rate(drafts, alone, step, drafting) < 1 / alone
         return
@@ -63,26 +61,13 @@ def test_drafts_pay_from_the_break_even_on(drafts: int, alone: float, step: floa
         assert rate * alone >= 1 - 1e-9 if tried >= chance else rate * alone <= 1 + 1e-9
 
 
-def test_what_is_computed_again_where_drafts_fail_asks_for_more_that_hold() -> None:
-    planned = PlannedDrafts(3, 1.0, 1.1, 1.0, 0.0, 0.05, 1.1)
+def test_what_takes_seconds_beside_a_step_asks_for_more_drafts_that_hold() -> None:
+    planned = PlannedDrafts(3, 1.0, 1.1, 1.0, 0.02, 0.03)
     assert planned.rate(Acceptance((1.0,))) == pytest.approx(4 / 1.15)
-    assert planned.rate(Acceptance((0.0,))) == pytest.approx(1 / (1.1 + planned.beside(Acceptance((0.0,)))))
-    cheap, dear = break_even(3, 1.0, 1.1, lambda _: 0.0), break_even(3, 1.0, 1.1, planned.beside)
+    assert planned.rate(Acceptance((0.0,))) == pytest.approx(1 / 1.15)
+    cheap, dear = break_even(3, 1.0, 1.1, 0.0), break_even(3, 1.0, 1.1, planned.beside)
     assert cheap is not None and dear is not None and cheap < dear
     assert planned.rate(Acceptance((dear,))) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("drafts", "chance"), [(1, 0.5), (3, 0.8), (3, 0.0), (7, 0.6), (15, 0.9), (3, 1.0)])
-def test_what_is_owed_is_shared_out_as_by_playing_it(drafts: int, chance: float) -> None:
-    """Told tokens go before the next drafts until these all hold, or alone where a step has no room for them."""
-    rng, owed, first, alone, steps = random.Random(2), 0, 0, 0, 20_000
-    for _ in range(steps):
-        if owed + 1 + drafts > MOST_ROWS:
-            owed, alone = 0, alone + 1
-        first += not owed
-        held = next((i for i in range(drafts) if rng.random() >= chance), drafts)
-        owed = 0 if held == drafts else owed + 1 + held
-    assert share_owed(Acceptance((chance,)), drafts) == pytest.approx((first / steps, alone / steps), abs=0.01)
 
 
 def test_steps_without_a_draft_cost_a_step_of_one_row() -> None:

@@ -15,7 +15,7 @@ from pshard.planner.make_plan import plan_roughly
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.shown.show_drafts import describe_drafts, tabulate_drafts
 from pshard.predicted_times import decode_rate, round_seconds
-from pshard.speculation import ASSUMED, Acceptance, DraftQuestion, best_drafts, share_owed
+from pshard.speculation import ASSUMED, Acceptance, DraftQuestion, best_drafts
 from pshard.units.moe.popularity import Popularity
 from pshard.workload import Workload
 
@@ -119,18 +119,16 @@ def test_the_table_has_three_acceptances_around_a_given_one_and_usual_ones_besid
     assert tabulate_drafts(DENSE, plan(DENSE, WORK)) is None
 
 
-def test_states_that_cannot_be_cut_back_cost_a_copy_and_a_step_more_where_drafts_fail(tmp_path) -> None:
+def test_rows_that_hold_take_as_long_to_go_into_states_as_a_token_does(tmp_path) -> None:
     write_hybrid_gguf(tmp_path / "hybrid.gguf", "dense", random_hybrid("dense"))
     with open_model(tmp_path / "hybrid.gguf") as model:
         spec = model.spec
     chosen = choose(spec, 0.5, (3,), replace(WORK, context=256, prompt=64, generated=32))
     none, three = chosen.speculation.planned
-    assert none.copies == none.again == three.drafting == 0 < three.copies and three.again >= three.step
-    first, alone = share_owed(Acceptance((0.5,)), 3)
-    beside = (first + 1 - 0.125) * three.copies + (1 - first) * (three.again - three.step) + alone * three.again
-    assert beside < three.copies + (1 - 0.125) * three.step  # less than a step of its own for all that held
+    assert none.settling == three.drafting == 0 < three.settling < none.alone
+    beside = three.settling
     assert decode_rate(chosen) == pytest.approx(1.875 / (three.step + beside))
     table = tabulate_drafts(spec, chosen)
     assert table is not None and table.rows[1].beside == pytest.approx(beside)
-    assert any(line.startswith("More: states") for line in describe_drafts(table))
-    assert all(p.drafting == p.copies == p.again == 0 for p in choose(DENSE, 0.5, (3,)).speculation.planned)
+    assert any(line.startswith("More: rows that held") for line in describe_drafts(table))
+    assert all(p.drafting == p.settling == 0 for p in choose(DENSE, 0.5, (3,)).speculation.planned)

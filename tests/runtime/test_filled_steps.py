@@ -30,9 +30,9 @@ class Captured(PlainKernels):
 
     repeatable = True
 
-    def attention(self, qkv, heads, kv, rows, scale, out, partial, sinks=None):
+    def attention(self, qkv, heads, kv, rows, scale, out, *rest, **named):
         out[rows.begin < 0] = float("nan")
-        super().attention(qkv, heads, kv, rows, scale, out, partial, sinks)
+        super().attention(qkv, heads, kv, rows, scale, out, *rest, **named)
 
     def delta_net(self, *arguments, out, offsets, **rest):
         out[int(offsets[-1]) :] = float("nan")

@@ -15,6 +15,7 @@ from model_files import write_gguf
 from plan_samples import make_tier, make_variant
 from toy_kinds import ToyFile
 
+from pshard.batch import VERIFY
 from pshard.errors import UserError
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
@@ -25,6 +26,7 @@ from pshard.runtime.speculation import speculator
 from pshard.runtime.speculation.draft_length import DraftLength
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
 from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.runtime.texts.text import Piece
 from pshard.speculation import LOOKUP, Acceptance
 
 VOCAB, CONTEXT, TOKENS = 96, 512, 40
@@ -55,7 +57,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         write_latent_gguf(path, "v3", random_tensors("v3"))
         return lambda: open_engine(path, **sizes)
     write_hybrid_gguf(path, "dense", random_hybrid("dense"))
-    return lambda: open_engine(path, **sizes, checkpoint_bytes=1 << 22)
+    return lambda: open_engine(path, **sizes, drafts=15, checkpoint_bytes=1 << 22)
 
 
 class Drafts(PromptLookup):
@@ -175,39 +177,39 @@ def test_one_random_number_is_spent_on_a_told_token(start: Open, monkeypatch: py
     assert ends[0]._random.bit_generator.state == ends[1]._random.bit_generator.state
 
 
-def test_states_without_room_for_a_checkpoint_take_no_drafts(tmp_path: Path) -> None:
-    write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
-    with (
-        open_engine(tmp_path / "m.gguf", context=CONTEXT, tokens=(1, 16, 64), kernels="fast") as engine,
-        pytest.raises(UserError, match="no host memory for a checkpoint"),
-    ):
-        make(engine, SETTINGS["greedy"], 3)
-
-
-def test_states_are_copied_once_for_several_steps_and_no_step_computes_again_alone(
+def test_states_are_held_back_so_that_nothing_is_copied_or_computed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is told and not computed goes into the next step with its drafts."""
+    """No host memory is there for checkpoints."""
     write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
     monkeypatch.setattr(speculator, "PromptLookup", Drafts)
-    monkeypatch.setattr(Drafts, "chance", 0.0)
-    with open_engine(
-        tmp_path / "m.gguf", context=CONTEXT, tokens=(1, 16, 64), kernels="fast", checkpoint_bytes=1 << 22
-    ) as engine:
+    monkeypatch.setattr(Drafts, "chance", 0.5)
+    with open_engine(tmp_path / "m.gguf", context=CONTEXT, tokens=(1, 16, 64), kernels="fast") as engine:
         alone = make(engine, SETTINGS["greedy"], 0)
         monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
-        steps, copies = list[int](), list[int]()
-        run, take = engine._executor.run, engine._checkpoints.take
+        steps, run = list[int](), engine._executor.run
 
         def count(ids, *more, **named):
             steps.append(len(ids))
             return run(ids, *more, **named)
 
         monkeypatch.setattr(engine._executor, "run", count)
-        monkeypatch.setattr(engine._checkpoints, "take", lambda *at: copies.append(1) or take(*at))
-        assert make(engine, SETTINGS["greedy"], 3) == alone
-        assert len(copies) < 10 and max(steps[1:]) <= 16
-        assert len(steps) <= 1 + (TOKENS - 1) * 1.1
+        assert make(engine, SETTINGS["greedy"], 9) == alone
+        assert max(steps[1:]) == 4 and len(steps) < TOKENS * 0.7  # a plan without drafts has room for 4 rows
+
+
+def test_more_rows_than_a_plan_has_room_for_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
+    with open_engine(tmp_path / "m.gguf", context=CONTEXT, tokens=(1, 16, 64), kernels="fast") as engine:
+        pool = engine.texts
+        text = pool.open(some_ids(8))
+        pool.step([Piece(text, tuple(some_ids(8)))])
+        with pytest.raises(UserError, match="5 rows of drafts in a step: the plan has room for 4"):
+            pool.step([Piece(text, (1, 2, 3, 4, 5), "all", kind=VERIFY)])
+        pool.step([Piece(text, (1, 2, 3, 4), "all", kind=VERIFY)])
+        with pytest.raises(UserError, match="a text has drafts that its states"):
+            pool.step([Piece(text, (5, 6), "all", kind=VERIFY)])
+        assert not pool.commit(text, 10) and text.ids == [*some_ids(8), 1, 2]
 
 
 def test_rows_of_a_step_have_the_bits_that_they_have_alone(start: Open) -> None:

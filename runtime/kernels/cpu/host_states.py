@@ -1,8 +1,10 @@
 """What takes and leaves states of a fixed size, by the C++ library."""
 
+from collections.abc import Sequence
+
 import torch
 
-from pshard.runtime.kernels.api import DeltaWeights
+from pshard.runtime.kernels.api import DeltaWeights, OpenNet
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 
@@ -24,17 +26,26 @@ class StatesOnHost(PlainKernels):
         out: torch.Tensor,
         longest: int,
         scratch: torch.Tensor | None = None,
+        opened: torch.Tensor | None = None,
     ) -> None:
         """Which form is faster for a sequence the library knows, and where it needs room."""
         rows, kept = (qkv, z, beta, alpha), (states, tails)
         alike = all(x.dtype == torch.float32 for x in (*rows, *kept, out))
         if not alike or weights.head % 16 or not all(x.is_contiguous() for x in kept):
             super().delta_net(
-                qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest
-            )
+                qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest,
+                opened=opened,
+            )  # fmt: skip
             return
-        index = (slots, offsets, slots.shape[0])
-        native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)))
+        index, left = (slots, offsets, slots.shape[0]), (opened, 0 if opened is None else opened.stride(0))
+        native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)), left)
+
+    def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
+        for net in nets:
+            if net.states.dtype == torch.float32 and net.heads[2] % 16 == 0:
+                native.settle_states(net, slot, rows)
+            else:
+                super().settle_states([net], slot, rows)
 
     def short_conv(
         self,

@@ -29,11 +29,11 @@ from pshard.units.kv_cells import kv_nbytes
 
 if TYPE_CHECKING:
     from pshard.model_config import Experts
-    from pshard.runtime.kernels.api import DeltaWeights, Packed
+    from pshard.runtime.kernels.api import DeltaWeights, OpenNet, Packed
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 25  # as csrc/api.cpp has it
+ABI = 26  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -80,7 +80,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
     "route": ("v", "plpiilppplliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiipppplip"),
-    "delta_net": ("v", "plplplplppppfiiiipppplpl"),
+    "delta_net": ("v", "plplplplppppfiiiipppplplpl"),
+    "settle_states": ("v", "iiiippiplll"),
     "short_conv": ("v", "plpllppplpl"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
@@ -706,11 +707,13 @@ def delta_net(
     kept: tuple[Buffer, Buffer],
     index: tuple[Buffer, Buffer, int],
     out: tuple[Buffer, int],
+    opened: tuple[Buffer | None, int],
 ) -> None:
     """See `api.Kernels.delta_net`; slots and offsets are read when the call is made, also when it is replayed.
 
     Args:
-        rows: qkv, z, beta and alpha, f32, each with the elements from row to row; out: the same.
+        rows: qkv, z, beta and alpha, f32, each with the elements from row to row; out, opened: the same. Without
+            opened no row may be open.
         weights: heads of a multiple of 16 elements.
         kept: states and tails, all slots of each without gaps. index: slots, offsets and how many sequences.
     """
@@ -719,7 +722,17 @@ def delta_net(
     heads = (w.key_heads, w.value_heads, w.head, w.tiled)
     ends = [part for buffer, stride in rows for part in (_at(buffer), stride)]
     places = (*map(_at, kept), _at(index[0]), _at(index[1]), index[2])
-    _function("delta_net")(*ends, *vectors, *heads, *places, _at(out[0]), out[1])
+    ends += (_at(out[0]), out[1])
+    left = 0 if opened[0] is None else _at(opened[0]), opened[1]
+    _function("delta_net")(*ends[:8], *vectors, *heads, *places, *ends[8:], *left)
+
+
+def settle_states(net: "OpenNet", slot: int, rows: slice) -> None:
+    """See `api.Kernels.settle_states`, of one net, f32."""
+    keys, values, head = net.heads
+    heads, kept = (keys, values, head, net.tiled), (_at(net.states), _at(net.tails))
+    opened = _at(net.opened), net.opened.stride(0)
+    _function("settle_states")(*heads, *kept, slot, *opened, rows.start, rows.stop)
 
 
 def short_conv(

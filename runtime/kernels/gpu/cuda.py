@@ -62,6 +62,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu):
         self._picker = TilePicker(limits or card_limits(device), tiles)
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device, self._picker)
         self._left = self._placed = self._pairs = None
+        self._addresses = {}
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
         """See `TiledKernels.use_tiles`."""

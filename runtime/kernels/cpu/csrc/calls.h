@@ -76,6 +76,7 @@ PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const flo
                                  const float* conv, const float* dt_bias, const float* decay, const float* norm,
                                  float eps, int key_heads, int value_heads, int head, int tiled, float* states,
                                  float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
-                                 float* out, int64_t out_stride);
+                                 float* out, int64_t out_stride,
+                                 float* opened, int64_t opened_stride);
 PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum);
 PSHARD_API void pshard_replay(const int64_t* words, int64_t n);

@@ -1,5 +1,7 @@
 """Launches of a gated delta net's kernels: what `CudaKernels` has of it."""
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +9,7 @@ import triton
 
 from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
 from pshard.quant import align
-from pshard.runtime.kernels.api import DeltaWeights
+from pshard.runtime.kernels.api import DeltaWeights, OpenNet
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.default_tiles import share_programs
@@ -40,6 +42,7 @@ class DeltaOnGpu:
     _activations: Activations
     _few_rows: FewRows
     _picker: TilePicker
+    _addresses: dict[tuple[int, ...], torch.Tensor]  # of nets that `settle_states` was given
 
     def delta_net(
         self,
@@ -55,28 +58,57 @@ class DeltaOnGpu:
         out: torch.Tensor,
         longest: int,
         scratch: torch.Tensor | None = None,
+        opened: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.delta_net`. Up to DELTA_STEPS tokens of a sequence take one launch, which leaves up to
-        SMALL_BATCH rows quantised too; more go in chunks, DELTA_ROWS rows at once, and need `scratch`."""
+        SMALL_BATCH rows quantised too; more go in chunks, DELTA_ROWS rows at once, and need `scratch`. Beside chunks
+        open rows have a launch of their own."""
         _check(weights, qkv, states, tails)
         ends = {"slots": slots, "offsets": offsets, "out": out, "out_stride": out.stride(0)}
         heads = {"KEYS": weights.key_heads, "VALUES": weights.value_heads, "D": weights.head, "TILED": weights.tiled}
         rows = (qkv, qkv.stride(0), z, z.stride(0), beta, beta.stride(0), alpha, alpha.stride(0))
+        vectors = (weights.conv, weights.dt_bias, weights.decay, weights.norm, weights.eps)
+        place = states if opened is None else opened  # without: no row is open
+        kept = {"opened": place, "opened_stride": place.stride(0), "counters": self._few_rows.scratch[1]}
+        warps = max(1, STEP_WARPS * weights.head**2 // 128**2)
         if longest > DELTA_STEPS:
             self._activations.ready = None
             _run_chunks(rows, weights, heads, (states, tails), ends, longest, scratch, limits=self._picker.limits)
+            if opened is not None:
+                triton_delta.delta_steps_kernel[(weights.value_heads, slots.shape[0])](
+                    *rows, *vectors, states, tails, **ends, **kept,
+                    **dict(zip(("words", "scale", "sums"), NOT_QUANTISED)), **heads, QUANTISE=False, ONLY_OPEN=True,
+                    num_warps=warps,
+                )  # fmt: skip
             return
-        counters, most = self._few_rows.scratch[1], self._few_rows.scratch[1].numel() // weights.key_heads
+        most = self._few_rows.scratch[1].numel() // weights.key_heads
         if slots.shape[0] > most:
             raise ValueError(f"{slots.shape[0]} sequences at once; the kernels count {most}")
         ready = self._activations.hand_over(out) if weights.head >= 32 else None
         if ready is None:
             self._activations.ready = None
         triton_delta.delta_steps_kernel[(weights.value_heads, slots.shape[0])](
-            *rows, weights.conv, weights.dt_bias, weights.decay, weights.norm, weights.eps, states, tails, **ends,
-            counters=counters, **dict(zip(("words", "scale", "sums"), ready or NOT_QUANTISED)), **heads,
-            QUANTISE=ready is not None, num_warps=max(1, STEP_WARPS * weights.head**2 // 128**2),
+            *rows, *vectors, states, tails, **ends, **kept,
+            **dict(zip(("words", "scale", "sums"), ready or NOT_QUANTISED)), **heads,
+            QUANTISE=ready is not None, ONLY_OPEN=False, num_warps=warps,
         )  # fmt: skip
+
+    def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
+        """See `Kernels.settle_states`. One launch for all nets whose heads are alike."""
+        for (heads, tiled), group in groupby(nets, lambda net: (net.heads, net.tiled)):
+            alike = tuple(group)
+            keys, values, head = heads
+            triton_delta.settle_states_kernel[(values, len(alike))](
+                self._point_to(alike), alike[0].opened.stride(0), slot, rows.start, rows.stop,
+                KEYS=keys, VALUES=values, D=head, TILED=tiled, num_warps=max(1, STEP_WARPS * head**2 // 128**2),
+            )  # fmt: skip
+
+    def _point_to(self, nets: Sequence[OpenNet]) -> torch.Tensor:
+        """The addresses of nets as the kernel takes them. They stay where they are while a tier is in force."""
+        places = tuple(x.data_ptr() for net in nets for x in (net.states, net.tails, net.opened))
+        if places not in self._addresses:
+            self._addresses[places] = torch.tensor(places, dtype=torch.int64).to(nets[0].states.device)
+        return self._addresses[places]
 
 
 def _run_chunks(
@@ -107,7 +139,7 @@ def _run_chunks(
             C=DELTA_CHUNK, ROWS=CONV_ROWS, num_warps=CONV_WARPS,
         )  # fmt: skip
         triton_delta.prepare_chunks_kernel[(chunks, weights.value_heads, sequences)](
-            *scalars, weights.dt_bias, weights.decay, offsets, start, together, *between, **how,
+            *scalars, weights.dt_bias, weights.decay, *index, start, together, *between, **how,
             num_warps=PREPARE_WARPS if half else FULL_WARPS, maxnreg=PREPARE_REGISTERS if half else None,
         )  # fmt: skip
         triton_delta.advance_states_kernel[(weights.head // columns, weights.value_heads, sequences)](

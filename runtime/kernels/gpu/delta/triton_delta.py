@@ -41,6 +41,12 @@ def _key_head(head, KEYS: tl.constexpr, VALUES: tl.constexpr, TILED: tl.constexp
 
 
 @triton.jit
+def _add_outer(state, k, u, D: tl.constexpr):
+    """state + k u^T, rounded once, wherever a compiler would fuse what."""
+    return tl.fma(tl.broadcast_to(k[:, None], (D, D)), tl.broadcast_to(u[None, :], (D, D)), state)
+
+
+@triton.jit
 def _weigh(conv, channel, old, older, oldest, new):
     """silu of the convolution of a channel's last four inputs."""
     w = conv + channel * 4
@@ -51,16 +57,23 @@ def _weigh(conv, channel, old, older, oldest, new):
 @triton.jit
 def delta_steps_kernel(
     qkv, qkv_stride, z, z_stride, beta, beta_stride, alpha, alpha_stride, conv, dt_bias, decay, norm, eps, states,
-    tails, slots, offsets, out, out_stride, counters, words, scale, sums,
+    tails, slots, offsets, out, out_stride, opened, opened_stride, counters, words, scale, sums,
     KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, QUANTISE: tl.constexpr,
+    ONLY_OPEN: tl.constexpr,
 ):  # fmt: skip
     """Program (value head, sequence): its tokens one after the other, the state in registers meanwhile. The last of a
     key head's programs to come writes the tails of q and k, which all of them read. counters: 0, one a key head of a
-    sequence. QUANTISE: rows of out are also quantised for `matvec_kernel`."""
+    sequence. QUANTISE: rows of out are also quantised for `matvec_kernel`. ONLY_OPEN: only sequences whose rows are
+    open. A row of opened: its channels, k of every key head, u and `left` of every value head."""
     head, i = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
-    if end > begin:
-        slot = tl.load(slots + i).to(tl.int64)
+    number = tl.load(slots + i).to(tl.int64)
+    is_open = number < 0
+    is_live = end > begin
+    if ONLY_OPEN:
+        is_live &= is_open
+    if is_live:
+        slot = tl.where(is_open, -1 - number, number)
         key = _key_head(head, KEYS, VALUES, TILED)
         CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
         dim = tl.arange(0, D)
@@ -91,7 +104,15 @@ def delta_steps_kernel(
             left = tl.exp(slope * _softplus(tl.load(alpha + m * alpha_stride + head).to(tl.float32) + bias))
             state *= left
             u = share * (v - tl.sum(state * k[:, None], axis=0))
-            state += k[:, None] * u[None, :]
+            state = _add_outer(state, k, u, D)
+            if is_open:
+                row = opened + m * opened_stride
+                tl.store(row + at_q, new_q)
+                tl.store(row + at_k, new_k)
+                tl.store(row + at_v, new_v)
+                tl.store(row + CHANNELS + key * D + dim, k)
+                tl.store(row + CHANNELS + (KEYS + head) * D + dim, u)
+                tl.store(row + CHANNELS + (KEYS + VALUES) * D + head, left)
             o = tl.sum(state * q[:, None], axis=0)
             gate = tl.load(z + m * z_stride + head * D + dim).to(tl.float32)
             o *= tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * weight * _silu(gate)
@@ -101,19 +122,71 @@ def delta_steps_kernel(
                 chunk = head * (D // 32) + tl.arange(0, D // 32)
                 tile = tl.reshape(rounded.to(tl.float32), (D // 32, 32))
                 store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, VALUES * D // 32, D // 32)
+        if not is_open:
+            tl.store(at_state, state)
+            tl.store(tail + at_v, v3)
+            tl.store(tail + CHANNELS + at_v, v2)
+            tl.store(tail + 2 * CHANNELS + at_v, v1)
+            counter = counters + i * KEYS + key
+            if arrive(counter) == VALUES // KEYS - 1:
+                tl.store(tail + at_q, q3)
+                tl.store(tail + CHANNELS + at_q, q2)
+                tl.store(tail + 2 * CHANNELS + at_q, q1)
+                tl.store(tail + at_k, k3)
+                tl.store(tail + CHANNELS + at_k, k2)
+                tl.store(tail + 2 * CHANNELS + at_k, k1)
+                tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["slot", "begin", "end"])
+def settle_states_kernel(
+    nets, opened_stride, slot, begin, end,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr,
+):  # fmt: skip
+    """Program (value head, net): what `delta_steps_kernel` left of open rows into a sequence's state and tail. nets,
+    int64 [nets, 3]: where states, tails and open rows of each are."""
+    head, net = tl.program_id(0), nets + tl.program_id(1) * 3
+    states = tl.load(net).to(tl.pointer_type(tl.float32))
+    tails = tl.load(net + 1).to(tl.pointer_type(tl.float32))
+    opened = tl.load(net + 2).to(tl.pointer_type(tl.float32))
+    key = _key_head(head, KEYS, VALUES, TILED)
+    CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
+    dim = tl.arange(0, D)
+    place = slot.to(tl.int64)
+    at_state = states + (place * VALUES + head) * D * D + dim[:, None] * D + dim[None, :]
+    state = tl.load(at_state)
+    first = begin.to(tl.int64)
+    for t in range(0, end - begin):
+        row = opened + (first + t) * opened_stride + CHANNELS
+        k, u = tl.load(row + key * D + dim), tl.load(row + (KEYS + head) * D + dim)
+        state *= tl.load(row + (KEYS + VALUES) * D + head)
+        state = _add_outer(state, k, u, D)
+    if end > begin:
         tl.store(at_state, state)
-        tl.store(tail + at_v, v3)
-        tl.store(tail + CHANNELS + at_v, v2)
-        tl.store(tail + 2 * CHANNELS + at_v, v1)
-        counter = counters + i * KEYS + key
-        if arrive(counter) == VALUES // KEYS - 1:
-            tl.store(tail + at_q, q3)
-            tl.store(tail + CHANNELS + at_q, q2)
-            tl.store(tail + 2 * CHANNELS + at_q, q1)
-            tl.store(tail + at_k, k3)
-            tl.store(tail + CHANNELS + at_k, k2)
-            tl.store(tail + 2 * CHANNELS + at_k, k1)
-            tl.store(counter, 0)
+        tail, last = tails + place * 3 * CHANNELS, opened + (end - 1).to(tl.int64) * opened_stride
+        _settle_tail(tail, last, opened_stride, (2 * KEYS + head) * D + dim, end - begin, CHANNELS)
+        if TILED:  # one of those that use the key head
+            writes = head < KEYS
+        else:
+            writes = head % (VALUES // KEYS) == 0
+        if writes:
+            _settle_tail(tail, last, opened_stride, key * D + dim, end - begin, CHANNELS)
+            _settle_tail(tail, last, opened_stride, (KEYS + key) * D + dim, end - begin, CHANNELS)
+
+
+@triton.jit
+def _settle_tail(tail, last, stride, at, tokens, CHANNELS: tl.constexpr):
+    """Channels of a tail, of which so many more inputs have come, up to the last row."""
+    second, third = tl.load(tail + CHANNELS + at), tl.load(tail + 2 * CHANNELS + at)
+    if tokens > 2:
+        second = tl.load(last - 2 * stride + at)
+    elif tokens == 2:
+        second = third
+    if tokens > 1:
+        third = tl.load(last - stride + at)
+    tl.store(tail + at, second)
+    tl.store(tail + CHANNELS + at, third)
+    tl.store(tail + 2 * CHANNELS + at, tl.load(last + at))
 
 
 @triton.jit
@@ -140,6 +213,13 @@ def _invert(a, C: tl.constexpr, HALF: tl.constexpr):
     return x
 
 
+@triton.jit
+def _live_rows(slots, offsets, i):
+    """From where to where rows of sequence i lie that go in chunks: none of open ones."""
+    begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
+    return begin, tl.where(tl.load(slots + i) < 0, begin, end)
+
+
 @triton.jit(do_not_specialize=["start", "together"])
 def convolve_rows_kernel(
     qkv, qkv_stride, conv, tails, slots, offsets, start, together, keys, u,
@@ -149,7 +229,7 @@ def convolve_rows_kernel(
     row `start` on, up to the end of the last chunk of C, with 0 in rows that the sequence lacks. q and k, normed, into
     keys, v into u: see `prepare_chunks_kernel`."""
     head, i = tl.program_id(1), tl.program_id(2)
-    begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
+    begin, end = _live_rows(slots, offsets, i)
     shift = tl.program_id(0) * ROWS
     if begin + start + shift // C * C < end:
         rows = tl.num_programs(2).to(tl.int64) * together
@@ -191,7 +271,7 @@ def convolve_rows_kernel(
 
 @triton.jit(do_not_specialize=["start", "together"])
 def prepare_chunks_kernel(
-    beta, beta_stride, alpha, alpha_stride, dt_bias, decay, offsets, start, together, keys, w, u, p, c,
+    beta, beta_stride, alpha, alpha_stride, dt_bias, decay, slots, offsets, start, together, keys, w, u, p, c,
     KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +280,7 @@ def prepare_chunks_kernel(
     comes as v; p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g, in float64 but where products are HALF: they
     reach -1000, and the differences of the last ones count."""
     head, i = tl.program_id(1), tl.program_id(2)
-    begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
+    begin, end = _live_rows(slots, offsets, i)
     first = begin + start + tl.program_id(0) * C
     if first < end:
         rows = tl.num_programs(2).to(tl.int64) * together
@@ -240,7 +320,8 @@ def advance_states_kernel(
     """Program (COLUMNS of the values, value head, sequence): the state through the same rows, chunk after chunk, and o
     of every row into out, not normed yet."""
     head, i = tl.program_id(1), tl.program_id(2)
-    begin, end = tl.load(offsets + i) + start, tl.load(offsets + i + 1)
+    begin, end = _live_rows(slots, offsets, i)
+    begin += start
     end = tl.minimum(end, begin + together)
     if end > begin:
         rows = tl.num_programs(2).to(tl.int64) * together
@@ -293,7 +374,7 @@ def store_tails_kernel(qkv, qkv_stride, tails, slots, offsets, channels, BLOCK: 
     has fewer than three rows."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = channel < channels
-    begin, end = tl.load(offsets + tl.program_id(1)), tl.load(offsets + tl.program_id(1) + 1)
+    begin, end = _live_rows(slots, offsets, tl.program_id(1))
     tail = tails + tl.load(slots + tl.program_id(1)).to(tl.int64) * 3 * channels + channel
     if end > begin:
         tokens = end - begin

@@ -30,12 +30,17 @@ struct Net {
   const int32_t *slots, *offsets;
   float* out;
   int64_t out_stride;
+  float* opened;  // see runtime/kernels/api.py; slots of open rows are -1 - slot
+  int64_t opened_stride;
 
   int64_t channels() const { return (2 * key_heads + value_heads) * d; }
   int key_head(int head) const { return tiled ? head % key_heads : head / (value_heads / key_heads); }
   int64_t tokens(int64_t i) const { return offsets[i + 1] - offsets[i]; }
-  float* tail(int64_t i) const { return tails + slots[i] * 3 * channels(); }
-  float* state(int64_t i, int head) const { return states + (static_cast<int64_t>(slots[i]) * value_heads + head) * d * d; }
+  bool is_open(int64_t i) const { return slots[i] < 0; }
+  bool steps(int64_t i) const { return is_open(i) || tokens(i) <= kSteps; }
+  int64_t slot(int64_t i) const { return is_open(i) ? -1 - slots[i] : slots[i]; }
+  float* tail(int64_t i) const { return tails + slot(i) * 3 * channels(); }
+  float* state(int64_t i, int head) const { return states + (slot(i) * value_heads + head) * d * d; }
   float share(int64_t row, int head) const { return 1 / (1 + std::exp(-beta[row * beta_stride + head])); }
   float log_left(int64_t row, int head) const {
     const float x = alpha[row * alpha_stride + head] + dt_bias[head];
@@ -43,11 +48,13 @@ struct Net {
   }
 };
 
-// Where a head stands that computes token by token; then u, o and the rows that change, [kJournalRows + 2][d].
+// Where a head stands that computes token by token; then u, o and the rows that change, [kJournalRows + 2][d]; then, of
+// open rows, the state [d][d] that they go through.
 struct alignas(64) Journal {
   std::atomic<int64_t> done;
   float* u() { return reinterpret_cast<float*>(this + 1); }
-  static size_t nbytes(int64_t d) { return sizeof(Journal) + (kJournalRows + 2) * d * sizeof(float); }
+  float* state(int64_t d) { return u() + (kJournalRows + 2) * d; }
+  static size_t nbytes(int64_t d, bool open) { return sizeof(Journal) + (kJournalRows + 2 + (open ? d : 0)) * d * sizeof(float); }
 };
 
 struct Room {  // of a thread that computes chunks
@@ -87,12 +94,33 @@ void next_tail(const Net& net, int64_t i, float* to) {
   }
 }
 
+// What an open row adds to the state of one head, and its channels.
+void leave_open(const Net& net, int64_t row, int head, const float* k, const float* u, float left) {
+  const int64_t d = net.d, key = net.key_head(head), keys = net.key_heads, size = d * sizeof(float);
+  float *to = net.opened + row * net.opened_stride, *behind = to + net.channels();
+  const float* raw = net.qkv + row * net.qkv_stride;
+  std::memcpy(to + (2 * keys + head) * d, raw + (2 * keys + head) * d, size);
+  std::memcpy(behind + (keys + head) * d, u, size);
+  behind[(keys + net.value_heads) * d + head] = left;
+  if (net.tiled ? head >= keys : head % (net.value_heads / keys)) return;  // one of those that use the key head
+  for (const int64_t at : {key, keys + key}) std::memcpy(to + at * d, raw + at * d, size);
+  std::memcpy(behind + key * d, k, size);
+}
+
 // `next`: the state that this thread turns to after this one.
 void step_head(const Net& net, int64_t i, int head, const float* mixed, Journal& journal, const float* next) {
   const int64_t d = net.d, width = net.channels(), blocks = (d + kJournalRows - 1) / kJournalRows;
   float *state = net.state(i, head), *u = journal.u(), *o = u + d, *before = o + d;
   int64_t done = journal.done.load(std::memory_order_acquire), stage = 0;
   const auto finish = [&](int64_t to) { journal.done.store(done = to, std::memory_order_release); };
+  if (net.is_open(i)) {
+    if (done <= stage) {
+      std::memcpy(journal.state(d), state, d * d * sizeof(float));
+      finish(stage + 1);
+    }
+    ++stage;
+    state = journal.state(d);
+  }
   for (int64_t row = net.offsets[i]; row < net.offsets[i + 1]; ++row) {
     const float* q = mixed + row * width + net.key_head(head) * d;
     const float *k = q + net.key_heads * d, *v = mixed + row * width + (2 * net.key_heads + head) * d;
@@ -104,6 +132,7 @@ void step_head(const Net& net, int64_t i, int head, const float* mixed, Journal&
       for (int64_t j = 0; j < d; ++j) u[j] = share * (v[j] - left * u[j]), o[j] = left * o[j] + both * u[j];
       kernels().delta_gate(o, net.z + row * net.z_stride + head * d, net.norm, net.eps, d,
                            net.out + row * net.out_stride + head * d);
+      if (net.is_open(i)) leave_open(net, row, head, k, u, left);
       finish(stage + 1);
     }
     ++stage;
@@ -169,18 +198,18 @@ void chunk_head(const Net& net, int64_t i, int head, const float* mixed, uint8_t
 void run(const Net& net, int64_t sequences) {
   const int64_t d = net.d, width = net.channels(), rows = net.offsets[sequences], size = d * d * sizeof(float);
   const int64_t heads = sequences * net.value_heads, all = 2 * net.key_heads + net.value_heads;
-  bool chunked = false;
-  for (int64_t i = 0; i < sequences; ++i) chunked = chunked || net.tokens(i) > kSteps;
+  bool chunked = false, open = false;
+  for (int64_t i = 0; i < sequences; ++i) chunked = chunked || !net.steps(i), open = open || net.is_open(i);
   const size_t mixed_bytes = round_up<size_t>(rows * width * sizeof(float), 64), tail_bytes = 3 * width * sizeof(float);
   const size_t tails_bytes = round_up<size_t>(sequences * tail_bytes, 64);
   // a task is either a journal's or leaves its last state here
-  const size_t each = round_up<size_t>(std::max<size_t>(Journal::nbytes(d), chunked ? size : 0), 64);
+  const size_t each = round_up<size_t>(std::max<size_t>(Journal::nbytes(d, open), chunked ? size : 0), 64);
   Pool::instance().with_scratch(mixed_bytes + tails_bytes + heads * each, [&](uint8_t* scratch) {
     auto* mixed = reinterpret_cast<float*>(scratch);
     auto* tails = reinterpret_cast<float*>(scratch + mixed_bytes);
     uint8_t* tasks = scratch + mixed_bytes + tails_bytes;
     for (int64_t t = 0; t < heads; ++t)
-      if (net.tokens(t / net.value_heads) <= kSteps) new (tasks + t * each) Journal{};
+      if (net.steps(t / net.value_heads)) new (tasks + t * each) Journal{};
     std::vector<int32_t> owner(rows);
     for (int64_t i = 0; i < sequences; ++i)
       for (int64_t row = net.offsets[i]; row < net.offsets[i + 1]; ++row) owner[row] = static_cast<int32_t>(i);
@@ -201,21 +230,52 @@ void run(const Net& net, int64_t sequences) {
         const int64_t i = chunk.i / net.value_heads, next = chunk.next / net.value_heads;
         const int head = static_cast<int>(chunk.i % net.value_heads);
         uint8_t* own = tasks + chunk.i * each;
-        if (net.tokens(i) > kSteps) chunk_head(net, i, head, mixed, chunk.room, reinterpret_cast<float*>(own));
+        if (!net.steps(i)) chunk_head(net, i, head, mixed, chunk.room, reinterpret_cast<float*>(own));
         else if (net.tokens(i))
           step_head(net, i, head, mixed, *reinterpret_cast<Journal*>(own), net.state(next, static_cast<int>(chunk.next % net.value_heads)));
       });
       const int64_t copied = chunked ? heads : 0;
       team.for_each(sequences + copied, sequences * tail_bytes + copied * size * 2, [&](int64_t task) {
         if (task < sequences) {
-          if (net.tokens(task)) std::memcpy(net.tail(task), tails + task * 3 * width, tail_bytes);
+          if (net.tokens(task) && !net.is_open(task)) std::memcpy(net.tail(task), tails + task * 3 * width, tail_bytes);
           return;
         }
         const int64_t t = task - sequences, i = t / net.value_heads;
-        if (net.tokens(i) > kSteps) std::memcpy(net.state(i, static_cast<int>(t % net.value_heads)), tasks + t * each, size);
+        if (!net.steps(i)) std::memcpy(net.state(i, static_cast<int>(t % net.value_heads)), tasks + t * each, size);
       });
     });
   });
+}
+
+// Open rows `first` to `last` of a sequence into its state and tail, by the arithmetic of step_head. States are written
+// beside what they were, as a chunk of work may be computed again.
+void settle(const Net& net, int64_t first, int64_t last) {
+  const int64_t d = net.d, keys = net.key_heads, width = net.channels(), size = d * d * sizeof(float);
+  const auto row = [&](int64_t at) { return net.opened + at * net.opened_stride; };
+  Pool::instance().with_scratch(2 * net.value_heads * size, [&](uint8_t* scratch) {
+    auto* fresh = reinterpret_cast<float*>(scratch);  // of each head two, of which one is written from the other
+    Pool::instance().run([&](Team& team) {
+      team.for_each(net.value_heads, net.value_heads * size * 2 * (last - first), [&](int64_t task) {
+        const int head = static_cast<int>(task);
+        const float* from = net.state(0, head);
+        for (int64_t at = first; at < last; ++at) {
+          const float* behind = row(at) + width;
+          float* to = fresh + (2 * head + (last - at - 1) % 2) * d * d;
+          kernels().delta_write(from, to, d, d, behind[(keys + net.value_heads) * d + head], behind + net.key_head(head) * d,
+                                behind + (keys + head) * d, from);
+          from = to;
+        }
+      });
+      team.for_each(net.value_heads, net.value_heads * size * 2, [&](int64_t head) {
+        std::memcpy(net.state(0, static_cast<int>(head)), fresh + 2 * head * d * d, size);
+      });
+    });
+  });
+  float* tail = net.tail(0);
+  for (int64_t t = 0; t < 3; ++t) {
+    const int64_t source = last - first - 3 + t;  // in the old tail where it is negative
+    std::memcpy(tail + t * width, source < 0 ? tail + (source + 3) * width : row(first + source), width * sizeof(float));
+  }
 }
 
 }  // namespace
@@ -228,9 +288,10 @@ PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const flo
                                  const float* conv, const float* dt_bias, const float* decay, const float* norm,
                                  float eps, int key_heads, int value_heads, int head, int tiled, float* states,
                                  float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
-                                 float* out, int64_t out_stride) {
+                                 float* out, int64_t out_stride, float* opened, int64_t opened_stride) {
   const Net net{qkv, z, beta, alpha, qkv_stride, z_stride, beta_stride, alpha_stride, conv, dt_bias, decay, norm, eps,
-                key_heads, value_heads, head, tiled != 0, states, tails, slots, offsets, out, out_stride};
+                key_heads, value_heads, head, tiled != 0, states, tails, slots, offsets, out, out_stride, opened,
+                opened_stride};
   if (offsets[sequences] > 0) run(net, sequences);
 }
 
@@ -259,4 +320,14 @@ PSHARD_API void pshard_short_conv(const float* x, int64_t x_stride, const float*
       }
     });
   });
+}
+
+PSHARD_API void pshard_settle_states(int key_heads, int value_heads, int head, int tiled, float* states, float* tails,
+                                     int slot, float* opened, int64_t opened_stride, int64_t first, int64_t last) {
+  const int32_t number = slot;
+  Net net{};
+  net.key_heads = key_heads, net.value_heads = value_heads, net.d = head, net.tiled = tiled != 0;
+  net.states = states, net.tails = tails, net.slots = &number;
+  net.opened = opened, net.opened_stride = opened_stride;
+  if (last > first) settle(net, first, last);
 }
