@@ -173,7 +173,8 @@ def test_open_rows_that_hold_leave_the_bits_that_they_have_alone(
     kernels: cuda.CudaKernels, lengths: tuple[int, ...], held: tuple[int, ...], tiled: bool
 ) -> None:
     """Beside a prompt in chunks too, which changes no open row."""
-    case = make_case(lengths, tiled=tiled, padding=1, slots=5, dtype=torch.bfloat16, device=DEVICE)
+    head = 128 if DEVICE == "cuda" else 16  # of smaller ones a GPU adds up rows by how they are aligned
+    case = make_case(lengths, head=head, tiled=tiled, padding=1, slots=5, dtype=torch.bfloat16, device=DEVICE)
     together = copy_case(case)
     run_open(kernels, together, held, make_scratch(case))
     expect_open(kernels, case, together, held, torch.equal)
