@@ -39,7 +39,7 @@ def _store_quantised(four, base, there, block: tl.constexpr, side: tl.constexpr,
     """Four rows of a token as a word of the chunk at `base`, which the eight threads of that q share; where `there`."""
     peak = tl.maximum(tl.maximum(tl.abs(four[0]), tl.abs(four[1])), tl.maximum(tl.abs(four[2]), tl.abs(four[3])))
     peak = _of_eight(peak, True, THREADS)
-    inverse = 127.0 / tl.maximum(peak, 1e-30)
+    inverse = tl.div_rn(127.0, tl.maximum(peak, 1e-30))
     word = tl.zeros((THREADS,), tl.int32)
     total = tl.zeros((THREADS,), tl.int32)
     for row in tl.static_range(4):

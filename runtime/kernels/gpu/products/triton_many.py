@@ -39,7 +39,7 @@ def store_group(value, base, words, scale, sums):
     """A chunk of 32 tokens, f32 [32, 32], as number `base` of those there are."""
     t = tl.arange(0, 32)
     peak = tl.max(tl.abs(value), axis=1)
-    inverse = 127.0 / tl.maximum(peak, 1e-30)  # of nothing but zeros: some number
+    inverse = tl.div_rn(127.0, tl.maximum(peak, 1e-30))  # of nothing but zeros: some number
     code, word = round_codes(value, inverse, 32)
     c = tl.arange(0, 8)[None, :]
     b, g = t // 8, t % 8
