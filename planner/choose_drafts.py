@@ -17,7 +17,7 @@ from pshard.planner.price.tier_loads import tier_loads
 from pshard.predicted_times import round_seconds, step_bound, step_seconds
 from pshard.routing.followed import under_plan
 from pshard.speculation import NO_DRAFTS, PROGRAMS, Drafting, DraftQuestion, PlannedDrafts, Speculation
-from pshard.units.operations import DeltaNet
+from pshard.units.operations import Convolve, DeltaNet
 from pshard.workload import Workload
 
 
@@ -103,13 +103,13 @@ def _settle_seconds(spec: ModelSpec, profile: MachineProfile) -> float:
     one token does."""
     tables = find_tables(profile)
 
-    def settle(net: DeltaNet) -> float:
-        timed = tables.deltas.seconds("acc", net, 1, 1)
-        numbers = (net.state_nbytes + net.tail_nbytes) // 4  # moved twice; a norm moves eight bytes for each number
+    def settle(net: DeltaNet | Convolve) -> float:
+        timed = tables.deltas.seconds("acc", net, 1, 1) if isinstance(net, DeltaNet) else None
+        numbers = net.kept_nbytes // 4  # moved twice; a norm moves eight bytes for each number
         return tables.elementwise("acc", "norm", 1, numbers) if timed is None else timed
 
     operations = (operation for unit in spec.units for operation in unit.operations(spec.config))
-    return sum(settle(operation) for operation in operations if isinstance(operation, DeltaNet))
+    return sum(settle(operation) for operation in operations if isinstance(operation, DeltaNet | Convolve))
 
 
 def keep_drafts(spec: ModelSpec, profile: MachineProfile, variant: Variant, chosen: Variant) -> Variant:

@@ -154,7 +154,7 @@ def _untimed_delta(by: OneSide, net: DeltaNet) -> float:
     """Where a profile has no delta nets: the bytes of states, tails and rows at the rate of a norm, which moves eight
     for each number; or arithmetic as of a product of bfloat16, where that takes longer."""
     load, chunked = by.load, by.load.takes_chunks
-    nbytes = 2 * load.sequences * (net.state_nbytes + net.tail_nbytes)
+    nbytes = 2 * load.sequences * net.kept_nbytes
     nbytes += 4 * load.tokens * (net.channels + 2 * net.value_heads * net.head)
     moved = by.tables.elementwise(by.side, "norm", 1, nbytes // 8)
     rows = net.value_heads * net.head

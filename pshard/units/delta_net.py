@@ -41,11 +41,6 @@ def count_delta_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
     return qk // (2 * head), v // head
 
 
-def count_nets_before(layer: int, config: ModelConfig) -> int:
-    """Layers with a net before this one."""
-    return layer - sum(full < layer for full in delta_of(config).full)
-
-
 def _scan(tensors: Tensors, config: ModelConfig) -> DeltaNet:
     conv = tuple(tensors[role] for role in CONV)
     heads = *count_delta_heads(tensors, config), delta_of(config).head

@@ -383,6 +383,11 @@ class DeltaNet:
         """Of one sequence's last inputs, float32."""
         return 4 * 3 * self.channels
 
+    @property
+    def kept_nbytes(self) -> int:
+        """Of all that is kept of one sequence."""
+        return self.state_nbytes + self.tail_nbytes
+
     def flops(self, tokens: int, chunked: bool) -> float:
         """Of so many tokens: one by one, or in chunks of DELTA_CHUNK."""
         if not chunked:
@@ -414,6 +419,11 @@ class Convolve:
     def channels(self) -> int:
         """Elements of the result of a token."""
         return self.taps.cols // self.each
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Of one sequence's last inputs, float32."""
+        return 4 * (self.each - 1) * self.channels
 
     @property
     def reads(self) -> tuple[Rows, ...]:

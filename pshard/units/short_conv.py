@@ -16,6 +16,7 @@ from pshard.units.unit import ANYWHERE_WITH_STATE, Cut, Tensors, UnitKind
 
 NORM, TAPS, OUT = "attn_norm.weight", "conv_taps.weight", "conv_out.weight"
 PARTS = tuple(f"conv_{part}.weight" for part in ("in", "gate", "by"))  # what is gated, what gates the result, by what
+OPEN = "conv_open"  # scratch, by layer with a convolution: see `Kernels.short_conv`
 PIECE = 32  # channels that stay together: files of states have them apart
 
 
@@ -41,8 +42,12 @@ def _state(config: ModelConfig, shape: StateShape) -> FixedState:
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
-    n = conv_of(config).channels
-    return Buffer("conv_rows", (tokens, 3 * n), "act"), Buffer("conv_mixed", (tokens, n), "act")
+    n, layers = conv_of(config).channels, config.n_layers - len(conv_of(config).full)
+    return (
+        Buffer("conv_rows", (tokens, 3 * n), "act"),
+        Buffer("conv_mixed", (tokens, n), "act"),
+        Buffer(OPEN, (layers, min(tokens, shape.open), n), "f32"),
+    )
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:

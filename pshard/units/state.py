@@ -26,6 +26,11 @@ class StateShape:
     open: int = 0
 
 
+def count_before(layer: int, full: tuple[int, ...]) -> int:
+    """Layers before this one that are none of `full`."""
+    return layer - sum(other < layer for other in full)
+
+
 class State(Protocol):
     """The law of a state's size. Bytes."""
 

@@ -17,10 +17,9 @@ from pshard.units.delta_net import (
     STEP_BIAS,
     TAIL,
     count_delta_heads,
-    count_nets_before,
     delta_of,
 )
-from pshard.units.state import StateShape
+from pshard.units.state import StateShape, count_before
 from pshard.units.unit import Unit
 
 
@@ -57,12 +56,12 @@ class DeltaBlock(ListedBlock):
         scan = DeltaWeights(
             conv, v[STEP_BIAS], v[DECAY], v[HEAD_NORM], config.norm_eps, *heads, delta.head, delta.tiled
         )
-        return replace(super().prepare(laid), scan=scan, net=count_nets_before(laid.unit.layer, config))
+        return replace(super().prepare(laid), scan=scan, net=count_before(laid.unit.layer, delta.full))
 
     def open_net(self, unit: Unit, config: ModelConfig, state: DeltaState, space: Workspace) -> OpenNet:
-        opened = space.tensors[OPEN][count_nets_before(unit.layer, config)]
-        keys, _ = count_delta_heads(unit.by_role, config)
-        return OpenNet(state.matrices, state.tails, opened, keys, delta_of(config).tiled)
+        delta, (keys, _) = delta_of(config), count_delta_heads(unit.by_role, config)
+        opened = space.tensors[OPEN][count_before(unit.layer, delta.full)]
+        return OpenNet(state.tails, opened, state.matrices, keys, delta.tiled)
 
 
 def _join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pshard.runtime.blocks.block import Block, Laid, Residual, Work, leave, norm
 from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex, Scoring
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import TEMPERATURE
-from pshard.units.delta_net import OPEN
+from pshard.units.delta_net import OPEN as OPEN_NETS
 from pshard.units.latent_attention import sizes_of
 from pshard.units.operands import JOINED, NORMED, STREAM, Rows
 from pshard.units.operations import (
@@ -36,12 +36,13 @@ from pshard.units.operations import (
     TimesRows,
 )
 from pshard.units.rewrites import Ffn, Gate, Step, rewrite
+from pshard.units.short_conv import OPEN as OPEN_CONVS
 
 
 @dataclass(frozen=True)
 class Listed:
     """What a step of the unit carries out, and its tensors. scan: those of a gated delta net as kernels take them; net:
-    how many nets come before it."""
+    how many states that cannot be cut come before its own."""
 
     steps: tuple[Step, ...]
     weights: UnitWeights
@@ -240,15 +241,17 @@ class Course:
             tails=self.state.tails, slots=index.slots,
             offsets=index.offsets, out=self.at(net.out), longest=index.longest,
             scratch=side.space.tensors["delta_room"].view(torch.uint8),
-            opened=side.space.tensors[OPEN][self.listed.net],
+            opened=side.space.tensors[OPEN_NETS][self.listed.net],
         )  # fmt: skip
 
     def convolve(self, conv: Convolve) -> None:
         side, index, taps = self.work.side, self.work.rows.sequences, self.vector(conv.taps.role)
         assert index is not None
         x, given = self.at(Rows(conv.x.buffer, conv.x.first, 3 * conv.channels)), taps.view(-1, conv.each)
-        places = index.slots, index.offsets
-        side.kernels.short_conv(x, given, self.state.tails, *places, out=self.at(conv.out), longest=index.longest)
+        side.kernels.short_conv(
+            x, given, self.state.tails, index.slots, index.offsets, out=self.at(conv.out), longest=index.longest,
+            opened=side.space.tensors[OPEN_CONVS][self.listed.net],
+        )  # fmt: skip
 
     def by_head(self, operand: Rows, heads: int) -> torch.Tensor:
         """An operand as [tokens, heads, numbers of each]."""

@@ -190,25 +190,25 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class OpenNet:
-    """Where a gated delta net left rows open: states, tails and `opened` as `Kernels.delta_net` had them, and how its
-    heads lie."""
+    """Where a gated delta net, or a short convolution, left rows open: tails, `opened` and states as the kernel had
+    them, and how a net's heads lie. A convolution has neither states nor heads."""
 
-    states: torch.Tensor
     tails: torch.Tensor
     opened: torch.Tensor
-    key_heads: int
-    tiled: bool
+    states: torch.Tensor | None = None
+    key_heads: int = 0
+    tiled: bool = False
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """Key heads, value heads, elements of each."""
-        return self.key_heads, self.states.shape[1], self.states.shape[2]
+        return (0, 0, 0) if self.states is None else (self.key_heads, *self.states.shape[1:3])
 
     def split(self, rows: slice) -> tuple[torch.Tensor, ...]:
-        """Of open rows: raw q, k and v [n, C], keys as they count [n, key heads, d], what each value head adds along
-        them [n, Hv, d], and what it leaves of its state before [n, Hv]."""
+        """Of open rows: what tails take in [n, C], keys as they count [n, key heads, d], what each value head adds
+        along them [n, Hv, d], and what it leaves of its state before [n, Hv]."""
         keys, values, head = self.heads
-        sizes = ((2 * keys + values) * head, keys * head, values * head, values)
+        sizes = (self.tails.shape[2], keys * head, values * head, values)
         raw, k, u, left = self.opened[rows, : sum(sizes)].split(sizes, 1)
         return raw, k.unflatten(1, (keys, head)), u.unflatten(1, (values, head)), left
 
@@ -321,17 +321,19 @@ class StateKernels(Protocol):
         offsets: torch.Tensor,
         out: torch.Tensor,
         longest: int,
+        opened: torch.Tensor | None = None,
     ) -> None:
         """A gated short convolution: out [M, C] = g * conv(a * b), where x [M, 3 C] has a, g and b side by side, and
         conv multiplies a channel's last n inputs by its taps [C, n], float32, the newest by the last.
 
         tails [s, n - 1, C], slots, offsets and longest are as in `delta_net`. x and out act_dtype, row strides free.
+        opened: float32 [rows, C], where open rows leave a * b; they have the bits of tokens that come one by one.
         """
         ...
 
     def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
-        """Take the first of a sequence's open rows into its states and tails, of layers that `delta_net` left them of:
-        the same bits as if it had computed these rows alone."""
+        """Take the first of a sequence's open rows into its states and tails, of layers that `delta_net` or
+        `short_conv` left them of: the same bits as if it had computed these rows alone."""
         ...
 
 

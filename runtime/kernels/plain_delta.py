@@ -55,7 +55,7 @@ class PlainDelta:
             if slot < 0:
                 assert opened is not None
                 mixed, u = run_open(q, k, v, decay, share, before)
-                net = OpenNet(states, tails, opened, weights.key_heads, weights.tiled)
+                net = OpenNet(tails, opened, states, weights.key_heads, weights.tiled)
                 of_key = [key_head_of(weights).index(i) for i in range(weights.key_heads)]
                 found = qkv[rows], k[of_key].transpose(0, 1), u.transpose(0, 1), decay.T.exp()
                 for to, value in zip(net.split(rows), found, strict=True):
@@ -77,6 +77,7 @@ class PlainDelta:
         offsets: torch.Tensor,
         out: torch.Tensor,
         longest: int,
+        opened: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.short_conv`."""
         bounds, last = offsets.tolist(), taps.shape[1] - 1
@@ -84,19 +85,23 @@ class PlainDelta:
             if first == end:
                 continue
             given, gate, by = x[first:end].to(tails.dtype).chunk(3, 1)
-            inputs = torch.cat((tails[slot], given * by))
+            inputs = torch.cat((tails[slot if slot >= 0 else -1 - slot], given * by))
             mixed = sum(inputs[j : j + end - first] * taps[:, j] for j in range(last + 1))
             out[first:end] = (gate * mixed).to(out.dtype)
-            tails[slot] = inputs[end - first :]
+            if slot >= 0:
+                tails[slot] = inputs[end - first :]
+            else:
+                assert opened is not None
+                opened[first:end, : out.shape[1]] = inputs[last:]
 
     def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
         """See `Kernels.settle_states`."""
         for net in nets:
-            state, (raw, keys, added, left) = net.states[slot], net.split(rows)
-            uses = list_key_heads(*net.heads[:2], net.tiled)
-            for k, u, kept in zip(keys.to(state.dtype), added.to(state.dtype), left.to(state.dtype)):
-                state.copy_(state * kept[:, None, None] + k[uses][:, :, None] * u[:, None])
-            tail = net.tails[slot]
+            tail, (raw, keys, added, left) = net.tails[slot], net.split(rows)
+            if net.states is not None:
+                state, uses = net.states[slot], list_key_heads(*net.heads[:2], net.tiled)
+                for k, u, kept in zip(keys.to(state.dtype), added.to(state.dtype), left.to(state.dtype)):
+                    state.copy_(state * kept[:, None, None] + k[uses][:, :, None] * u[:, None])
             tail.copy_(torch.cat((tail, raw.to(tail.dtype)))[-tail.shape[0] :])
 
 

@@ -62,8 +62,8 @@ class OpenRows:
                 is_on_acc = tier.placement(name).is_on_acc
                 side = in_force.side if is_on_acc else executor.host.side
                 net = executor.residents.open_net(name, side.space)
-                if net.states.numel():
-                    is_here = net.states.device == net.opened.device
+                if net.tails.numel():
+                    is_here = net.tails.device == net.opened.device
                     found[(0 if is_here else 2) if is_on_acc else 1].append(net)
             in_force.nets = found
         return in_force.nets

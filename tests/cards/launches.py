@@ -25,7 +25,7 @@ from pshard.profile.tuning.attention_cases import calls_of_experts
 from pshard.profile.tuning.compile_ahead import Request, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.kernels.api import AS_THEY_ARE, DeltaWeights, Packed, RopeTable, Scoring
+from pshard.runtime.kernels.api import AS_THEY_ARE, DeltaWeights, OpenNet, Packed, RopeTable, Scoring
 from pshard.runtime.kernels.gpu import triton_copy, triton_flags
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
@@ -258,7 +258,9 @@ def _convolve(bench: KernelBench, tokens: int, channels: int = 2048, taps: int =
     x, out = (torch.zeros(tokens, n * channels, dtype=torch.bfloat16) for n in (3, 1))
     places = torch.zeros(1, dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
     given = torch.zeros(channels, taps), torch.zeros(1, taps - 1, channels)
-    bench.kernels.short_conv(x, *given, *places, out=out, longest=tokens)
+    opened = torch.zeros(tokens, channels)
+    bench.kernels.short_conv(x, *given, *places, out=out, longest=tokens, opened=opened)
+    bench.kernels.settle_states([OpenNet(given[1], opened)], 0, slice(0, 1))
 
 
 def _run_delta(bench: KernelBench, shape: tuple[int, int, int], tokens: int, act: torch.dtype) -> None:

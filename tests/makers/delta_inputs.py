@@ -144,7 +144,7 @@ def run_open(kernels: Any, case: DeltaCase, held: tuple[int, ...], scratch: torc
     longest = max(1, int((case.offsets[1:] - case.offsets[:-1]).max()))
     before = case.states.clone(), case.tails.clone()
     kernels.delta_net(**vars(replace(case, slots=index)), longest=longest, scratch=scratch, opened=opened)
-    net = OpenNet(case.states, case.tails, opened, w.key_heads, w.tiled)
+    net = OpenNet(case.tails, opened, case.states, w.key_heads, w.tiled)
     for slot, kept, first in zip(slots, held, case.offsets.tolist()):
         if kept >= 0:
             for now, was in zip((case.states, case.tails), before):

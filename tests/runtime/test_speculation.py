@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import open_engine
+from family_files import write_family
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
@@ -30,7 +31,7 @@ from pshard.runtime.texts.text import Piece
 from pshard.speculation import LOOKUP, Acceptance
 
 VOCAB, CONTEXT, TOKENS = 96, 512, 40
-KINDS = ["cells", "windows", "states", "latents"]
+KINDS = ["cells", "windows", "states", "convolutions", "latents"]
 Open = Callable[[], Engine]
 SETTINGS = {
     "greedy": Sampling(temperature=0),
@@ -56,7 +57,10 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "latents":
         write_latent_gguf(path, "v3", random_tensors("v3"))
         return lambda: open_engine(path, **sizes)
-    write_hybrid_gguf(path, "dense", random_hybrid("dense"))
+    if request.param == "convolutions":
+        write_family(path, "lfm2")
+    else:
+        write_hybrid_gguf(path, "dense", random_hybrid("dense"))
     return lambda: open_engine(path, **sizes, drafts=15, checkpoint_bytes=1 << 22)
 
 

@@ -42,7 +42,7 @@ class StatesOnHost(PlainKernels):
 
     def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
         for net in nets:
-            if net.states.dtype == torch.float32 and net.heads[2] % 16 == 0:
+            if net.tails.dtype == torch.float32 and net.heads[2] % 16 == 0:
                 native.settle_states(net, slot, rows)
             else:
                 super().settle_states([net], slot, rows)
@@ -56,6 +56,8 @@ class StatesOnHost(PlainKernels):
         offsets: torch.Tensor,
         out: torch.Tensor,
         longest: int,
+        opened: torch.Tensor | None = None,
     ) -> None:
-        index = (slots, offsets, slots.shape[0])
-        native.short_conv((x, x.stride(0)), taps, (taps.shape[0], taps.shape[1]), tails, index, (out, out.stride(0)))
+        index, left = (slots, offsets, slots.shape[0]), (opened, 0 if opened is None else opened.stride(0))
+        shape = (taps.shape[0], taps.shape[1])
+        native.short_conv((x, x.stride(0)), taps, shape, tails, index, (out, out.stride(0)), left)

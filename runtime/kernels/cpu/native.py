@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 26  # as csrc/api.cpp has it
+ABI = 27  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -81,8 +81,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "route": ("v", "plpiilppplliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiipppplip"),
     "delta_net": ("v", "plplplplppppfiiiipppplplpl"),
-    "settle_states": ("v", "iiiippiplll"),
-    "short_conv": ("v", "plpllppplpl"),
+    "settle_states": ("v", "iiiipplliplll"),
+    "short_conv": ("v", "plpllppplplpl"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
@@ -730,9 +730,12 @@ def delta_net(
 def settle_states(net: "OpenNet", slot: int, rows: slice) -> None:
     """See `api.Kernels.settle_states`, of one net, f32."""
     keys, values, head = net.heads
-    heads, kept = (keys, values, head, net.tiled), (_at(net.states), _at(net.tails))
+    heads, kept = (
+        (keys, values, head, net.tiled),
+        (_at(net.tails if net.states is None else net.states), _at(net.tails)),
+    )
     opened = _at(net.opened), net.opened.stride(0)
-    _function("settle_states")(*heads, *kept, slot, *opened, rows.start, rows.stop)
+    _function("settle_states")(*heads, *kept, *net.tails.shape[1:], slot, *opened, rows.start, rows.stop)
 
 
 def short_conv(
@@ -742,15 +745,17 @@ def short_conv(
     tails: Buffer,
     index: tuple[Buffer, Buffer, int],
     out: tuple[Buffer, int],
+    opened: tuple[Buffer | None, int],
 ) -> None:
     """See `api.Kernels.short_conv`; slots and offsets are read when the call is made, also when it is replayed.
 
     Args:
         x and out: f32, with the elements from row to row. taps: f32 of this shape. tails: f32, all slots without gaps.
-        index: slots, offsets and how many sequences.
+        index: slots, offsets and how many sequences. opened: as in `delta_net`.
     """
     places = (_at(tails), _at(index[0]), _at(index[1]), index[2])
-    _function("short_conv")(_at(x[0]), x[1], _at(taps), *shape, *places, _at(out[0]), out[1])
+    left = 0 if opened[0] is None else _at(opened[0]), opened[1]
+    _function("short_conv")(_at(x[0]), x[1], _at(taps), *shape, *places, _at(out[0]), out[1], *left)
 
 
 def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:

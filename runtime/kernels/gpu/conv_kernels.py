@@ -12,42 +12,49 @@ CHANNELS, ROWS = 128, 32
 
 @triton.jit
 def conv_steps_kernel(
-    x, x_stride, taps, tails, slots, offsets, out, out_stride, channels,
+    x, x_stride, taps, tails, slots, offsets, out, opened, opened_stride, out_stride, channels,
     TAPS: tl.constexpr, WRITES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Program (channels, sequence): its tokens in turn, then what the tail becomes; without WRITES that alone, of the
-    last tokens."""
+    last tokens. Of open rows what they give and their inputs, always."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     here = channel < channels
     sequence = tl.program_id(1)
     row = tl.load(offsets + sequence)
     last = tl.load(offsets + sequence + 1)
     if row < last:
-        tail = tails + tl.load(slots + sequence).to(tl.int64) * (TAPS - 1) * channels + channel
+        number = tl.load(slots + sequence).to(tl.int64)
+        is_open = number < 0
+        tail = tails + tl.where(is_open, -1 - number, number) * (TAPS - 1) * channels + channel
         kept = ()
         for j in tl.static_range(TAPS - 1):
             kept = kept + (tl.load(tail + j * channels, mask=here, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-        if not WRITES:
-            row = tl.maximum(row, last - (TAPS - 1))
+        writes = here & is_open
+        if WRITES:
+            writes = here
+        else:
+            row = tl.where(is_open, row, tl.maximum(row, last - (TAPS - 1)))
         source = x + row.to(tl.int64) * x_stride + channel
         target = out + row.to(tl.int64) * out_stride + channel
+        left = opened + row.to(tl.int64) * opened_stride + channel
         for _ in range(row, last):
             value = tl.load(source, mask=here, other=0.0).to(tl.float32)
             value *= tl.load(source + 2 * channels, mask=here, other=0.0).to(tl.float32)
-            if WRITES:
-                mixed = value * tl.load(taps + channel * TAPS + TAPS - 1, mask=here, other=0.0)
-                for j in tl.static_range(TAPS - 1):
-                    mixed += kept[j] * tl.load(taps + channel * TAPS + j, mask=here, other=0.0)
-                mixed *= tl.load(source + channels, mask=here, other=0.0).to(tl.float32)
-                tl.store(target, mixed.to(out.dtype.element_ty), mask=here)
+            mixed = value * tl.load(taps + channel * TAPS + TAPS - 1, mask=writes, other=0.0)
+            for j in tl.static_range(TAPS - 1):
+                mixed += kept[j] * tl.load(taps + channel * TAPS + j, mask=writes, other=0.0)
+            mixed *= tl.load(source + channels, mask=writes, other=0.0).to(tl.float32)
+            tl.store(target, mixed.to(out.dtype.element_ty), mask=writes)
+            tl.store(left, value, mask=here & is_open)
             moved = ()
             for j in tl.static_range(TAPS - 2):
                 moved = moved + (kept[j + 1],)  # type: ignore[assignment]  # noqa: RUF005
             kept = moved + (value,)  # type: ignore[assignment]  # noqa: RUF005
             source += x_stride
             target += out_stride
+            left += opened_stride
         for j in tl.static_range(TAPS - 1):
-            tl.store(tail + j * channels, kept[j], mask=here)
+            tl.store(tail + j * channels, kept[j], mask=here & (number >= 0))
 
 
 @triton.jit
@@ -55,14 +62,15 @@ def conv_rows_kernel(
     x, x_stride, taps, tails, slots, offsets, out, out_stride, channels,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (channels, ROWS tokens, sequence): what these give; tails stay as they are."""
+    """Program (channels, ROWS tokens, sequence): what these give unless they are open; tails stay as they are."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     sequence = tl.program_id(2)
     first = tl.load(offsets + sequence)
     tokens = tl.load(offsets + sequence + 1) - first
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    if tl.program_id(1) * ROWS < tokens:
-        tail = tails + tl.load(slots + sequence).to(tl.int64) * (TAPS - 1) * channels
+    slot = tl.load(slots + sequence).to(tl.int64)
+    if (tl.program_id(1) * ROWS < tokens) & (slot >= 0):
+        tail = tails + slot * (TAPS - 1) * channels
         here = (channel < channels)[None, :]
         there = (token < tokens)[:, None] & here
         mixed = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -95,6 +103,7 @@ class ConvOnGpu:
         offsets: torch.Tensor,
         out: torch.Tensor,
         longest: int,
+        opened: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.short_conv`. Up to STEPS tokens of a sequence take one launch, more of them two."""
         self._activations.ready = None
@@ -104,4 +113,5 @@ class ConvOnGpu:
         how = {"out_stride": out.stride(0), "channels": channels, "TAPS": taps.shape[1], "CHANNELS": CHANNELS}
         if not few:
             conv_rows_kernel[(blocks, triton.cdiv(longest, ROWS), sequences)](*given, **how, ROWS=ROWS, num_warps=4)
-        conv_steps_kernel[(blocks, sequences)](*given, **how, WRITES=few, num_warps=4)
+        place = tails if opened is None else opened  # without: no row is open
+        conv_steps_kernel[(blocks, sequences)](*given, place, place.stride(0), **how, WRITES=few, num_warps=4)

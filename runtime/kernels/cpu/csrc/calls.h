@@ -70,7 +70,7 @@ PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* 
                                int64_t out_stride, int accumulate, const int64_t* added);
 PSHARD_API void pshard_short_conv(const float* x, int64_t x_stride, const float* taps, int64_t channels, int64_t each,
                                   float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
-                                  float* out, int64_t out_stride);
+                                  float* out, int64_t out_stride, float* opened, int64_t opened_stride);
 PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const float* z, int64_t z_stride,
                                  const float* beta, int64_t beta_stride, const float* alpha, int64_t alpha_stride,
                                  const float* conv, const float* dt_bias, const float* decay, const float* norm,

@@ -94,20 +94,26 @@ class DeltaOnGpu:
         )  # fmt: skip
 
     def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
-        """See `Kernels.settle_states`. One launch for all nets whose heads are alike."""
-        for (heads, tiled), group in groupby(nets, lambda net: (net.heads, net.tiled)):
+        """See `Kernels.settle_states`. All nets that are alike take one launch for states and one for tails."""
+        for (heads, tiled, shape), group in groupby(nets, lambda net: (net.heads, net.tiled, net.tails.shape[1:])):
             alike = tuple(group)
-            keys, values, head = heads
-            triton_delta.settle_states_kernel[(values, len(alike))](
-                self._point_to(alike), alike[0].opened.stride(0), slot, rows.start, rows.stop,
-                KEYS=keys, VALUES=values, D=head, TILED=tiled, num_warps=max(1, STEP_WARPS * head**2 // 128**2),
-            )  # fmt: skip
+            (keys, values, head), (tail, channels) = heads, shape
+            given = self._point_to(alike), alike[0].opened.stride(0), slot, rows.start, rows.stop
+            if values:
+                triton_delta.settle_states_kernel[(values, len(alike))](
+                    *given, KEYS=keys, VALUES=values, D=head, TILED=tiled,
+                    num_warps=max(1, STEP_WARPS * head**2 // 128**2),
+                )  # fmt: skip
+            triton_delta.settle_tails_kernel[(triton.cdiv(channels, TAIL_CHANNELS), len(alike))](
+                *given, channels, TAIL=tail, BLOCK=TAIL_CHANNELS, num_warps=4
+            )
 
     def _point_to(self, nets: Sequence[OpenNet]) -> torch.Tensor:
         """The addresses of nets as the kernel takes them. They stay where they are while a tier is in force."""
-        places = tuple(x.data_ptr() for net in nets for x in (net.states, net.tails, net.opened))
+        parts = ((net.tails if net.states is None else net.states, net.tails, net.opened) for net in nets)
+        places = tuple(part.data_ptr() for three in parts for part in three)
         if places not in self._addresses:
-            self._addresses[places] = torch.tensor(places, dtype=torch.int64).to(nets[0].states.device)
+            self._addresses[places] = torch.tensor(places, dtype=torch.int64).to(nets[0].tails.device)
         return self._addresses[places]
 
 

@@ -143,11 +143,10 @@ def settle_states_kernel(
     nets, opened_stride, slot, begin, end,
     KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """Program (value head, net): what `delta_steps_kernel` left of open rows into a sequence's state and tail. nets,
-    int64 [nets, 3]: where states, tails and open rows of each are."""
+    """Program (value head, net): what `delta_steps_kernel` left of open rows into a sequence's state. nets, int64
+    [nets, 3]: where states, tails and open rows of each are."""
     head, net = tl.program_id(0), nets + tl.program_id(1) * 3
     states = tl.load(net).to(tl.pointer_type(tl.float32))
-    tails = tl.load(net + 1).to(tl.pointer_type(tl.float32))
     opened = tl.load(net + 2).to(tl.pointer_type(tl.float32))
     key = _key_head(head, KEYS, VALUES, TILED)
     CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
@@ -163,30 +162,25 @@ def settle_states_kernel(
         state = _add_outer(state, k, u, D)
     if end > begin:
         tl.store(at_state, state)
-        tail, last = tails + place * 3 * CHANNELS, opened + (end - 1).to(tl.int64) * opened_stride
-        _settle_tail(tail, last, opened_stride, (2 * KEYS + head) * D + dim, end - begin, CHANNELS)
-        if TILED:  # one of those that use the key head
-            writes = head < KEYS
-        else:
-            writes = head % (VALUES // KEYS) == 0
-        if writes:
-            _settle_tail(tail, last, opened_stride, key * D + dim, end - begin, CHANNELS)
-            _settle_tail(tail, last, opened_stride, (KEYS + key) * D + dim, end - begin, CHANNELS)
 
 
-@triton.jit
-def _settle_tail(tail, last, stride, at, tokens, CHANNELS: tl.constexpr):
-    """Channels of a tail, of which so many more inputs have come, up to the last row."""
-    second, third = tl.load(tail + CHANNELS + at), tl.load(tail + 2 * CHANNELS + at)
-    if tokens > 2:
-        second = tl.load(last - 2 * stride + at)
-    elif tokens == 2:
-        second = third
-    if tokens > 1:
-        third = tl.load(last - stride + at)
-    tl.store(tail + at, second)
-    tl.store(tail + CHANNELS + at, third)
-    tl.store(tail + 2 * CHANNELS + at, tl.load(last + at))
+@triton.jit(do_not_specialize=["slot", "begin", "end"])
+def settle_tails_kernel(
+    nets, opened_stride, slot, begin, end, channels, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (channels, net): the inputs of open rows into a sequence's tail; nets as in `settle_states_kernel`."""
+    net, channel = nets + tl.program_id(1) * 3, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tail = tl.load(net + 1).to(tl.pointer_type(tl.float32)) + slot.to(tl.int64) * TAIL * channels + channel
+    opened = tl.load(net + 2).to(tl.pointer_type(tl.float32)) + channel
+    here, tokens = channel < channels, (end - begin).to(tl.int64)
+    kept = ()
+    for j in tl.static_range(TAIL):
+        at = tokens - TAIL + j  # of the rows; in the old tail where it is negative
+        old = tl.load(tail + (at + TAIL) * channels, mask=here & (at < 0), other=0.0)
+        new = tl.load(opened + (begin + at) * opened_stride, mask=here & (at >= 0), other=0.0)
+        kept = kept + (tl.where(at < 0, old, new),)  # type: ignore[assignment]  # noqa: RUF005
+    for j in tl.static_range(TAIL):
+        tl.store(tail + j * channels, kept[j], mask=here)
 
 
 @triton.jit

@@ -247,7 +247,7 @@ void run(const Net& net, int64_t sequences) {
   });
 }
 
-// Open rows `first` to `last` of a sequence into its state and tail, by the arithmetic of step_head. States are written
+// Open rows `first` to `last` of a sequence into its state, by the arithmetic of step_head. States are written
 // beside what they were, as a chunk of work may be computed again.
 void settle(const Net& net, int64_t first, int64_t last) {
   const int64_t d = net.d, keys = net.key_heads, width = net.channels(), size = d * d * sizeof(float);
@@ -271,10 +271,14 @@ void settle(const Net& net, int64_t first, int64_t last) {
       });
     });
   });
-  float* tail = net.tail(0);
-  for (int64_t t = 0; t < 3; ++t) {
-    const int64_t source = last - first - 3 + t;  // in the old tail where it is negative
-    std::memcpy(tail + t * width, source < 0 ? tail + (source + 3) * width : row(first + source), width * sizeof(float));
+}
+
+// The same into a tail [kept][width].
+void settle_tail(float* tail, int64_t kept, int64_t width, const float* opened, int64_t stride, int64_t first, int64_t last) {
+  for (int64_t t = 0; t < kept; ++t) {
+    const int64_t source = last - first - kept + t;  // in the old tail where it is negative
+    const float* from = source < 0 ? tail + (source + kept) * width : opened + (first + source) * stride;
+    std::memcpy(tail + t * width, from, width * sizeof(float));
   }
 }
 
@@ -295,39 +299,61 @@ PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const flo
   if (offsets[sequences] > 0) run(net, sequences);
 }
 
-// A gated short convolution, token by token: a channel's last inputs are its tail.
+// A gated short convolution. Tails are written when all rows are done, as a chunk of work may be computed again. Open
+// rows leave their inputs instead.
 PSHARD_API void pshard_short_conv(const float* x, int64_t x_stride, const float* taps, int64_t channels, int64_t each,
                                   float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
-                                  float* out, int64_t out_stride) {
+                                  float* out, int64_t out_stride, float* opened, int64_t opened_stride) {
   constexpr int64_t kTogether = 256;  // channels of a task
-  const int64_t blocks = (channels + kTogether - 1) / kTogether, kept = each - 1;
-  Pool::instance().run([&](Team& team) {
-    team.for_each(blocks * sequences, offsets[sequences] * channels * 16, [&](int64_t task) {
-      const int64_t i = task / blocks, first = task % blocks * kTogether, n = std::min(kTogether, channels - first);
-      float* tail = tails + slots[i] * kept * channels + first;
-      for (int64_t row = offsets[i]; row < offsets[i + 1]; ++row) {
-        const float *a = x + row * x_stride + first, *gate = a + channels, *by = gate + channels;
-        float* to = out + row * out_stride + first;
-        for (int64_t c = 0; c < n; ++c) {
-          const float* own = taps + (first + c) * each;
-          const float value = a[c] * by[c];
-          float mixed = value * own[kept];
-          for (int64_t j = 0; j < kept; ++j) mixed += own[j] * tail[j * channels + c];
-          for (int64_t j = 0; j + 1 < kept; ++j) tail[j * channels + c] = tail[(j + 1) * channels + c];
-          tail[(kept - 1) * channels + c] = value;
-          to[c] = gate[c] * mixed;
+  const int64_t blocks = (channels + kTogether - 1) / kTogether, kept = each - 1, size = kept * channels;
+  Pool::instance().with_scratch(sequences * size * sizeof(float), [&](uint8_t* scratch) {
+    auto* fresh = reinterpret_cast<float*>(scratch);
+    Pool::instance().run([&](Team& team) {
+      team.for_each(blocks * sequences, offsets[sequences] * channels * 16, [&](int64_t task) {
+        const int64_t i = task / blocks, first = task % blocks * kTogether, n = std::min(kTogether, channels - first);
+        const int64_t begin = offsets[i], tokens = offsets[i + 1] - begin;
+        const bool open = slots[i] < 0;
+        const float* tail = tails + (open ? -1 - slots[i] : slots[i]) * size + first;
+        const auto take = [&](int64_t at, float* to) {  // inputs of a token, or those in the tail where it is negative
+          if (at < 0) {
+            std::memcpy(to, tail + (at + kept) * channels, n * sizeof(float));
+            return;
+          }
+          const float *a = x + (begin + at) * x_stride + first, *by = a + 2 * channels;
+          for (int64_t c = 0; c < n; ++c) to[c] = a[c] * by[c];
+        };
+        float seen[kTogether], mixed[kTogether];
+        for (int64_t at = 0; at < tokens; ++at) {
+          std::fill_n(mixed, n, 0.0f);
+          for (int64_t j = 0; j < each; ++j) {
+            take(at - kept + j, seen);
+            for (int64_t c = 0; c < n; ++c) mixed[c] += seen[c] * taps[(first + c) * each + j];
+          }
+          const float* gate = x + (begin + at) * x_stride + channels + first;
+          float* to = out + (begin + at) * out_stride + first;
+          for (int64_t c = 0; c < n; ++c) to[c] = gate[c] * mixed[c];
+          if (open) std::memcpy(opened + (begin + at) * opened_stride + first, seen, n * sizeof(float));
         }
-      }
+        if (tokens && !open)
+          for (int64_t t = 0; t < kept; ++t) take(tokens - kept + t, fresh + i * size + t * channels + first);
+      });
+      team.for_each(sequences, sequences * size * 8, [&](int64_t i) {
+        if (offsets[i + 1] > offsets[i] && slots[i] >= 0)
+          std::memcpy(tails + slots[i] * size, fresh + i * size, size * sizeof(float));
+      });
     });
   });
 }
 
 PSHARD_API void pshard_settle_states(int key_heads, int value_heads, int head, int tiled, float* states, float* tails,
-                                     int slot, float* opened, int64_t opened_stride, int64_t first, int64_t last) {
+                                     int64_t kept, int64_t channels, int slot, float* opened, int64_t opened_stride,
+                                     int64_t first, int64_t last) {
   const int32_t number = slot;
   Net net{};
   net.key_heads = key_heads, net.value_heads = value_heads, net.d = head, net.tiled = tiled != 0;
-  net.states = states, net.tails = tails, net.slots = &number;
+  net.states = states, net.slots = &number;
   net.opened = opened, net.opened_stride = opened_stride;
-  if (last > first) settle(net, first, last);
+  if (last <= first) return;
+  if (value_heads) settle(net, first, last);
+  settle_tail(tails + slot * kept * channels, kept, channels, opened, opened_stride, first, last);
 }
