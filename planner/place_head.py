@@ -20,7 +20,7 @@ from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 ROWS = 16  # of a head's micro-batch: a step's drafts in one, prompts in many, and little room for logits
-USUAL = 2  # drafts a step, by which it is decided whether a unit pays for its room in VRAM
+USUAL = 5  # drafts a step, by which it is decided whether a unit pays for its room in VRAM
 _UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
 _BY_RULE = Solve("by rule", 0.0, 0.0, "", "head")
 
