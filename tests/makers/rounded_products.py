@@ -10,12 +10,13 @@ from pshard.runtime.kernels.plain_rows import gate_of
 from pshard.runtime.kernels.unpack import unpack
 
 
-def quantise(x: torch.Tensor) -> torch.Tensor:
-    """x [M, cols] as int8 codes times a scale for each 32 columns, as `triton_many.store_group` has them: float64."""
+def quantise(x: torch.Tensor, fused: bool = False) -> torch.Tensor:
+    """x [M, cols] as int8 codes times a scale for each 32 columns, as `triton_many.store_group` has them: float64.
+    fused: as a GPU multiplies and rounds at once; Triton's interpreter rounds the product first."""
     blocks = x.to(torch.bfloat16).float().view(x.shape[0], -1, 32)
     peak = blocks.abs().amax(2, keepdim=True)
     inverse = torch.full_like(peak, 127.0) / peak.clamp_min(1e-30)  # a number over a tensor is no division in torch
-    codes = (blocks * inverse).round()
+    codes = ((blocks.double() * inverse.double()) if fused else blocks * inverse).round()
     return (codes.double() * (peak / 127.0).double()).view(x.shape)
 
 
