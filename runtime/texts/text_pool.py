@@ -72,7 +72,7 @@ class TextPool:
 
     @property
     def most_rows(self) -> int:
-        """Tokens of one text that a step can verify."""
+        """Rows that a step can verify, of all texts."""
         return self.largest_step if self.open_rows is None else min(self.largest_step, self.open_rows)
 
     @property

@@ -33,7 +33,7 @@ class LocalMachine:
     def __init__(self, engine: Engine, facts: PlanFacts, prefixes: PrefixLimits | None = None) -> None:
         """prefixes: what files of prefixes may take; None: there are none. Raises UserError, and closes the engine,
         when they cannot be kept."""
-        self._engine, self.facts = engine, allow_drafts(facts, engine.texts.open_rows)
+        self._engine, self.facts = engine, allow_drafts(facts, engine.texts.most_rows)
         try:
             keep_prefixes(engine, prefixes)
         except BaseException:

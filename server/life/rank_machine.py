@@ -194,7 +194,7 @@ class RankMachine:
 
     def __init__(self, ranks: Ranks, facts: PlanFacts) -> None:
         self._ranks = ranks
-        self.facts = allow_drafts(facts, ranks.ask("count_open_rows", all_ranks=False))
+        self.facts = allow_drafts(facts, ranks.ask("count_draft_rows", all_ranks=False))
         self._pool = RankPool(ranks)
         self.pool: Pool = self._pool
         self.drafter: TextDrafter | None = None

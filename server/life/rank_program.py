@@ -124,9 +124,9 @@ class TextsByNumber:
         """As `TextPool.close`."""
         self._pool.close(self._texts.pop(number), keep)
 
-    def count_open_rows(self) -> int | None:
-        """As `TextPool.open_rows`."""
-        return self._pool.open_rows
+    def count_draft_rows(self) -> int:
+        """As `TextPool.most_rows`; never None, which is no answer."""
+        return self._pool.most_rows
 
     def commit(self, number: int, length: int) -> list[int]:
         """As `TextPool.commit`."""

@@ -78,9 +78,8 @@ def plan_drafts(facts: PlanFacts, drafts: DraftSettings) -> PlanFacts:
     return replace(facts, drafts=drafts, shown=replace(facts.shown, drafter=drafts.kind, drafts=drafts.most))
 
 
-def allow_drafts(facts: PlanFacts, rows: int | None) -> PlanFacts:
-    """Facts of an engine in which drafts of a step can have so many rows, see `TextPool.open_rows`."""
-    rows = facts.tiers[-1] if rows is None else rows
+def allow_drafts(facts: PlanFacts, rows: int) -> PlanFacts:
+    """Facts of an engine in which drafts of a step can have so many rows, see `TextPool.most_rows`."""
     if rows > 1 or not facts.drafts.most:
         return replace(facts, open_rows=rows)
     why = "no drafts: their rows cannot be held back from the model's states"
