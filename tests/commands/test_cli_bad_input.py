@@ -668,7 +668,7 @@ def test_bad_bench_flags(refuse: Refuse, flags: list[str], words: str) -> None:
         (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn"], "is not a number of ranks"),
         (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn=0"], "is not a number of ranks"),
         (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn=-1"], "is not a number of ranks"),
-        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "expert=1"], "UNIT of attn, delta, ffn, shared, experts, head"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "expert=1"], "delta, conv, ffn, shared, experts, head"),
         (["--vram", "6,6", "-sm", "tensor", "--max-tp", "ffn=1,ffn=2"], "names ffn twice"),
         (["--vram", "6", "-c", "4096"], "model's context of 512"),
         (["--vram", "6", "-c", "100", "--prompt", "100"], "do not fit the context"),

@@ -171,7 +171,7 @@ def test_a_draft_model_drafts_for_all_texts_at_once_and_they_are_those_alone(ser
     check_blocks(thread, loader)
 
 
-@pytest.mark.parametrize("like", ["glm4moe", pytest.param("qwen35", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("like", ["glm4moe", pytest.param("dense", marks=pytest.mark.slow)])
 def test_a_models_head_drafts_for_all_texts_at_once_and_they_are_those_alone(serve, tmp_path, like):  # noqa: F811
     write_headed(tmp_path / "m.gguf", like)
     rng = random.Random(2)
