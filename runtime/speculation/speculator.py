@@ -210,7 +210,12 @@ class Speculator:
         text, greedy = self._text, self._sampler.greedy
         start = len(text.ids)
         piece = Piece(text, (token, *drafts), "all", best=int(greedy), full=not greedy, kind=VERIFY)
-        told = self._tell(self._pool.step([piece])[0], drafts)
+        rows = self._pool.step([piece])[0]
+        try:
+            told = self._tell(rows, drafts)
+        except BaseException:
+            self._pool.commit(text, start)  # else its drafts would hold up all texts
+            raise
         self._held = start + len(told)
         return told
 

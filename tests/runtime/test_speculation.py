@@ -17,7 +17,7 @@ from plan_samples import make_tier, make_variant
 from toy_kinds import ToyFile
 
 from pshard.batch import VERIFY
-from pshard.errors import UserError
+from pshard.errors import StepFailed, UserError
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
@@ -200,6 +200,22 @@ def test_states_are_held_back_so_that_nothing_is_copied_or_computed_twice(
         monkeypatch.setattr(engine._executor, "run", count)
         assert make(engine, SETTINGS["greedy"], 9) == alone
         assert max(steps[1:]) == 4 and len(steps) < TOKENS * 0.7  # a plan without drafts has room for 4 rows
+
+
+def test_drafts_of_a_draw_that_fails_are_cut_off(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise StepFailed("no numbers")
+
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    with start() as engine:
+        alone = make(engine, SETTINGS["greedy"], 0)
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+        with monkeypatch.context() as patched, pytest.raises(StepFailed, match="no numbers"):
+            patched.setattr(speculator, "match_drafts", fail)
+            make(engine, SETTINGS["greedy"], 3)
+        assert list(engine.tokens()) == some_ids(30)
+        engine.forward([alone[0]])
+        assert make(engine, SETTINGS["greedy"], 3) == alone
 
 
 def test_more_rows_than_a_plan_has_room_for_are_refused_before_anything_changes(tmp_path: Path) -> None:
