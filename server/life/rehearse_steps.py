@@ -40,7 +40,7 @@ def rehearse_steps(engine: "Engine", deterministic: bool, drafts: int = 0) -> No
         for smaller, tier in prompts if texts else ():
             _run_prompt(pool, texts, smaller, tier)
         _open_texts(pool, texts, most)
-        most_rows = min(tiers[-1], len(texts) * (drafts + 1))
+        most_rows = min(tiers[-1], pool.most_rows, len(texts) * (drafts + 1))
         for rows in (rung for rung in RUNGS if drafts and 1 < rung <= most_rows):
             _run_drafts(pool, texts, rows, drafts)
         for width in sorted({len(texts), *(rung for rung in RUNGS if rung < len(texts))}, reverse=True):
@@ -68,8 +68,7 @@ def _run_drafts(pool: "TextPool", texts: list[Text], rows: int, drafts: int) -> 
     """A step of so many rows of texts that verify drafts, as many as they may; none where blocks are lacking."""
     counts = [min(drafts + 1, rows - start) for start in range(0, rows, drafts + 1)]
     wanted = {text: len(text.ids) + n for text, n in zip(texts, counts)}
-    most = rows if pool.open_rows is None else pool.open_rows
-    if sum(counts[: len(wanted)]) == rows <= most and not pool.missing(wanted):
+    if not pool.missing(wanted):
         for best in (DRAWN, 1):
             pool.step([Piece(text, (0,) * n, "all", best, kind=VERIFY) for text, n in zip(wanted, counts)])
             for text in wanted:
