@@ -45,7 +45,6 @@ def run_drafted(
         samples.append(_time_text(engine, test, counted))
         link += engine.link_bytes - before
         progress()
-    record, steps = counted.record, counted.record.steps + counted.spent.rested
     each = counted.spent.seconds / max(1, counted.spent.drafts)
     made_up = settings.made_up.rates if settings.made_up else ()
     base = summarise_samples(tuple(without), test.n_gen)["avg_ts"]
@@ -55,7 +54,7 @@ def run_drafted(
         **summarise_samples(tuple(samples), test.n_gen),
         predicted_ts=_predict(engine, settings),
         link_bytes=link // repetitions,
-        drafts=BenchedDrafts(settings.kind, settings.most, steps, record.shares, base, made_up, each),
+        drafts=BenchedDrafts(counted.kind, counted.most, counted.steps, counted.record.shares, base, made_up, each),
     )
 
 

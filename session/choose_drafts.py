@@ -93,7 +93,7 @@ def describe_drafts(settings: "DraftSettings") -> str:
     shares = " ".join(f"{share:.2f}" for share in record.shares)
     each = f", by position {shares}" if shares else ""
     made_up = "; made up, the text means nothing" if settings.made_up else ""
-    spent, steps = settings.spent, record.steps + settings.spent.rested
+    spent, steps = settings.spent, settings.steps
     took = ""
     if settings.kind in PROGRAMS and spent.drafts:
         took = f"; a draft took {1e3 * spent.seconds / spent.drafts:.2f} ms"

@@ -71,7 +71,6 @@ class Source:
 
     drafter: Drafter
     length: DraftLength
-    is_lookup: bool
     rows: int = 0
     idle: int = 0
 
@@ -90,6 +89,11 @@ class DraftSettings:
     record: AcceptanceRecord = field(default_factory=lambda: AcceptanceRecord(LOOKUP))
     spent: DraftSeconds = field(default_factory=DraftSeconds)
     p_min: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """All that were counted, those that were to have no drafts too."""
+        return self.record.steps + self.spent.rested
 
 
 class Speculator:
@@ -119,11 +123,10 @@ class Speculator:
         most = min(wanted.most, self._pool.most_rows - 1)
         if wanted.kind == LOOKUP or looks_first(wanted.kind):
             lookup = PromptLookup() if wanted.kind == LOOKUP else PromptLookup(LONG)
-            yield Source(lookup, DraftLength(most, self._seconds, wanted.fixed), True)
+            yield Source(lookup, DraftLength(most, self._seconds, wanted.fixed))
         if wanted.kind in PROGRAMS:
             assert isinstance(head, SecondProgram), "whoever asks for its drafts has a plan with it"
-            drafter = HeadDrafter(head, self._text, wanted.p_min)
-            yield Source(drafter, DraftLength(most, self._seconds, wanted.fixed), False)
+            yield Source(HeadDrafter(head, self._text, wanted.p_min), DraftLength(most, self._seconds, wanted.fixed))
 
     def _see(self, tokens: Sequence[int]) -> None:
         for source in self._sources:
@@ -183,17 +186,16 @@ class Speculator:
             wanted = source.length.choose()
             room = self._count_room(min(wanted, most))
             drafts = source.drafter.draft(room)
-            is_last = source is self._sources[-1]
-            if not drafts and not is_last:
+            drafting = time.perf_counter() - begin
+            if source is self._sources[-1]:
+                self._spent.seconds += drafting
+                self._spent.drafts += len(drafts)
+            elif drafts:
+                self._spent.looked_up += len(drafts)
+            else:
                 if wanted:
                     source.length.miss()
                 continue
-            drafting = time.perf_counter() - begin
-            if source.is_lookup and not is_last:
-                self._spent.looked_up += len(drafts)
-            else:
-                self._spent.seconds += drafting
-                self._spent.drafts += len(drafts)
             if self._made_up:
                 drafts += (token,) * (room - len(drafts))
             return source, wanted if room else 0, drafts, drafting
