@@ -160,6 +160,25 @@ def test_gate_and_up_are_one_launch_that_gives_what_both_products_give(
     assert scale > 0 and error(out, (act(gates) * ups).numpy()) < 0.02
 
 
+@needs_kernels
+def test_gate_and_up_are_two_products_where_a_card_has_no_room_for_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def refuse(*given: object) -> None:
+        raise OutOfResources(163840, 101376, "shared memory")
+
+    (gate, g), (up, u) = (random_weight("Q4_0", 48, 64, seed=i) for i in (12, 13))
+    x = random_tensor(70, 64, seed=14)
+    out, both = x.new_full((70, 48), float("nan")), x.new_empty(70, 96)
+    kernels = kernels_with(("Q4_0",), kernel=INT8_GATED)
+    monkeypatch.setattr(int8_rows, "multiply_gated", refuse)
+    for _ in range(2):  # the second asks for it no more
+        kernels.gate_up(x, gate, up, out.fill_(float("nan")), both, scratch(1 << 16))
+        gates, ups = (torch.from_numpy(numpy64(x) @ w.T) for w in (g, u))
+        assert error(out, (torch.nn.functional.silu(gates) * ups).numpy()) < 0.02
+    assert len(kernels.passed_over) == 1 and "163840 of shared memory" in kernels.passed_over[0]
+
+
 def make_experts(qtypes: tuple[str, str], rule: Experts, width: int) -> tuple[ExpertWeights, list[list[np.ndarray]]]:
     """A layer's packed experts, some of which are not on this side, and the values of their gates, ups and downs."""
     shapes = ((rule.d_expert, width), (rule.d_expert, width), (width, rule.d_expert))

@@ -52,15 +52,18 @@ def gate_up(
     gate, up = targets[0].weight, targets[1].weight
     key, ways = picker.many_rows_gated(gate.qtype, x.shape[0])
     alike = (gate.qtype, gate.rows) == (up.qtype, up.rows)
-    ways = tuple(tile for tile in ways if tile != LIBRARY and alike and int8_rows.fits(gate, tile, scratch))
-    if not ways:
-        multiply(x, targets, scratch, picker)
-        return False
-    if ways[0].stages:
-        picker.launch(key, ways, lambda tile: int8_rows.multiply_gated(x, gate, up, out, tile, scratch, activation))
-    else:
-        picker.launch(key, ways[:1], lambda tile: int8_rows.multiply(x, targets, tile, scratch))
-    return ways[0].stages > 0
+    ways = tuple(t for t in ways if t == LIBRARY or (alike and int8_rows.fits(gate, t, scratch)))
+
+    def start(tile: Tile) -> bool:
+        if tile == LIBRARY:  # each as it is the fastest alone
+            multiply(x, targets, scratch, picker)
+        elif tile.stages:
+            int8_rows.multiply_gated(x, gate, up, out, tile, scratch, activation)
+        else:
+            int8_rows.multiply(x, targets, tile, scratch)
+        return tile.stages > 0
+
+    return picker.launch(key, ways or (LIBRARY,), start)
 
 
 def _multiply_by(

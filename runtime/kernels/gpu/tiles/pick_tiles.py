@@ -1,6 +1,7 @@
 """Which tile every launch takes: what a profile chose for this card, else the first of its limits that works."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from pshard.errors import KernelRefused
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
@@ -8,6 +9,7 @@ from pshard.runtime.kernels.gpu.default_tiles import INT8_WAYS, candidate_tiles,
 from pshard.runtime.kernels.gpu.tiles.kernel_failures import describe_failure, is_kernel_failure, name_card, refuse
 from pshard.times.gpu_tiles import INT8_EXPERTS, INT8_GATED, INT8_KERNEL, LIBRARY, Tile, TileChoice, choose_bucket
 
+Made = TypeVar("Made")
 Key = tuple[str, str, int]  # kernel, quant type or that of cells, bucket of tokens; as of a `TileChoice`
 
 
@@ -104,7 +106,7 @@ class TilePicker:
             self._ways[key] = found
         return found
 
-    def launch(self, key: Key, ways: tuple[Tile, ...], start: Callable[[Tile], None]) -> None:
+    def launch(self, key: Key, ways: tuple[Tile, ...], start: Callable[[Tile], Made]) -> Made:
         """start(tile) with the first of these that works; one that does not is not tried again. Raises KernelRefused
         when there is none."""
         for tile in ways:
