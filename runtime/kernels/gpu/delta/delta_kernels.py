@@ -70,27 +70,22 @@ class DeltaOnGpu:
         vectors = (weights.conv, weights.dt_bias, weights.decay, weights.norm, weights.eps)
         place = states if opened is None else opened  # without: no row is open
         kept = {"opened": place, "opened_stride": place.stride(0), "counters": self._few_rows.scratch[1]}
-        warps = max(1, STEP_WARPS * weights.head**2 // 128**2)
-        if longest > DELTA_STEPS:
-            self._activations.ready = None
+        in_chunks, ready = longest > DELTA_STEPS, None
+        if in_chunks:
             _run_chunks(rows, weights, heads, (states, tails), ends, longest, scratch, limits=self._picker.limits)
-            if opened is not None:
-                triton_delta.delta_steps_kernel[(weights.value_heads, slots.shape[0])](
-                    *rows, *vectors, states, tails, **ends, **kept,
-                    **dict(zip(("words", "scale", "sums"), NOT_QUANTISED)), **heads, QUANTISE=False, ONLY_OPEN=True,
-                    num_warps=warps,
-                )  # fmt: skip
-            return
-        most = self._few_rows.scratch[1].numel() // weights.key_heads
-        if slots.shape[0] > most:
-            raise ValueError(f"{slots.shape[0]} sequences at once; the kernels count {most}")
-        ready = self._activations.hand_over(out) if weights.head >= 32 else None
+        else:
+            most = self._few_rows.scratch[1].numel() // weights.key_heads
+            if slots.shape[0] > most:
+                raise ValueError(f"{slots.shape[0]} sequences at once; the kernels count {most}")
+            ready = self._activations.hand_over(out) if weights.head >= 32 else None
         if ready is None:
             self._activations.ready = None
+        if in_chunks and opened is None:
+            return
         triton_delta.delta_steps_kernel[(weights.value_heads, slots.shape[0])](
             *rows, *vectors, states, tails, **ends, **kept,
             **dict(zip(("words", "scale", "sums"), ready or NOT_QUANTISED)), **heads,
-            QUANTISE=ready is not None, ONLY_OPEN=False, num_warps=warps,
+            QUANTISE=ready is not None, ONLY_OPEN=in_chunks, num_warps=_step_warps(weights.head),
         )  # fmt: skip
 
     def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
@@ -101,9 +96,8 @@ class DeltaOnGpu:
             given = self._point_to(alike), alike[0].opened.stride(0), slot, rows.start, rows.stop
             if values:
                 triton_delta.settle_states_kernel[(values, len(alike))](
-                    *given, KEYS=keys, VALUES=values, D=head, TILED=tiled,
-                    num_warps=max(1, STEP_WARPS * head**2 // 128**2),
-                )  # fmt: skip
+                    *given, KEYS=keys, VALUES=values, D=head, TILED=tiled, num_warps=_step_warps(head)
+                )
             triton_delta.settle_tails_kernel[(triton.cdiv(channels, TAIL_CHANNELS), len(alike))](
                 *given, channels, TAIL=tail, BLOCK=TAIL_CHANNELS, num_warps=4
             )
@@ -115,6 +109,11 @@ class DeltaOnGpu:
         if places not in self._addresses:
             self._addresses[places] = torch.tensor(places, dtype=torch.int64).to(nets[0].tails.device)
         return self._addresses[places]
+
+
+def _step_warps(head: int) -> int:
+    """Of a program that has a head's state in registers."""
+    return max(1, STEP_WARPS * head**2 // 128**2)
 
 
 def _run_chunks(
