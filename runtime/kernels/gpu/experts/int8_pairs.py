@@ -9,19 +9,15 @@ from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed
 from pshard.runtime.kernels.gpu.experts import triton_int8
 from pshard.runtime.kernels.gpu.experts.sorted_pairs import Kinds, Sorted
-from pshard.runtime.kernels.gpu.products.int8_rows import GROUP, WITH_ADDENDS, cut_room
+from pshard.runtime.kernels.gpu.products.int8_rows import GROUP, are_alike, cut_room, cut_sums, suits
 from pshard.runtime.kernels.gpu.products.places import places
-from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
-from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
-from pshard.times.gpu_tiles import INT8_TYPES, Tile, holds_pairs
+from pshard.times.gpu_tiles import Tile, holds_pairs
 
 
 def fits(kinds: Kinds, pairs: int, experts: int, tile: Tile) -> bool:
     """Whether so many pairs can be computed in int8: tiles of quantised inputs lie where results will."""
-    gate, up, _ = kinds
-    alike = (gate.qtype, gate.rows) == (up.qtype, up.rows) and gate.rows % 32 == 0
-    whole = all(m.qtype in INT8_TYPES and (m.qtype not in WITH_ADDENDS or m.cols % 256 == 0) for m in kinds)
-    return alike and whole and holds_pairs(tile, pairs, experts)
+    whole = are_alike(kinds.gate, kinds.up) and kinds.gate.rows % 32 == 0
+    return whole and all(map(suits, kinds)) and holds_pairs(tile, pairs, experts)
 
 
 def multiply(
@@ -60,14 +56,10 @@ def _launch(
     count: int,
     **more: Any,
 ) -> None:
-    encoding, across = ENCODINGS[matrix.qtype], tile.rows // 32
-    along = tile.warps // across
     words, scale, sums = room
     triton_int8.pairs_many_kernel[(triton.cdiv(matrix.rows, tile.rows), count)](
         words=words, scale=scale, sums=sums, addresses=addresses[0], second_addresses=addresses[1], rows=matrix.rows,
-        chunks=matrix.cols // 32, places=places(matrix), WR=across, WT=along, GROUPS=tile.tokens // GROUP // along,
-        UNIT=tile.depth, AHEAD=tile.stages > 1, QTYPE=matrix.qtype, LOW=encoding.low, HIGH=encoding.high,
-        FACTOR=FACTORS.get(matrix.qtype, 1), num_warps=tile.warps, maxnreg=tile.registers, **more,
+        chunks=matrix.cols // 32, places=places(matrix), **cut_sums(matrix, tile), **more,
     )  # fmt: skip
 
 

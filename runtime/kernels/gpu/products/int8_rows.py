@@ -1,7 +1,7 @@
 """Products of more than SMALL_BATCH rows in int8, straight from packed weights: see triton_many."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,8 +32,17 @@ class Target(NamedTuple):
 
 def fits(weight: Packed, tile: Tile, scratch: torch.Tensor) -> bool:
     """Whether such a product can be computed in int8 with so much scratch."""
-    whole = weight.qtype not in WITH_ADDENDS or weight.cols % 256 == 0
-    return weight.qtype in INT8_TYPES and whole and _tokens_at_once(weight.cols, tile, scratch) > 0
+    return suits(weight) and _tokens_at_once(weight.cols, tile, scratch) > 0
+
+
+def suits(weight: Packed) -> bool:
+    """Whether `sum_chunks` knows such a matrix."""
+    return weight.qtype in INT8_TYPES and (weight.qtype not in WITH_ADDENDS or weight.cols % 256 == 0)
+
+
+def are_alike(gate: Packed, up: Packed) -> bool:
+    """Whether one launch can multiply by both."""
+    return (gate.qtype, gate.rows) == (up.qtype, up.rows)
 
 
 def multiply(
@@ -78,16 +87,20 @@ def _launch(
     activation: str = "",
 ) -> None:
     weight, second = weights
-    encoding, across = ENCODINGS[weight.qtype], tile.rows // 32
-    along = tile.warps // across
     grid = (triton.cdiv(weight.rows, tile.rows) * triton.cdiv(out.shape[0], tile.tokens),)
     triton_many.many_rows_kernel[grid](
         weight.data, None if second is None else second.data, *room, out, *out.shape, weight.cols // 32, out.stride(0),
-        *places(weight),
-        WR=across, WT=along, GROUPS=tile.tokens // GROUP // along, UNIT=tile.depth, AHEAD=tile.stages > 1, BAND=BAND,
-        QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high, FACTOR=FACTORS.get(weight.qtype, 1),
-        ACCUMULATE=accumulate, ACTIVATION=activation, num_warps=tile.warps, maxnreg=tile.registers,
+        *places(weight), BAND=BAND, ACCUMULATE=accumulate, ACTIVATION=activation, **cut_sums(weight, tile),
     )  # fmt: skip
+
+
+def cut_sums(weight: Packed, tile: Tile) -> dict[str, Any]:
+    """What kernels that call `sum_chunks` are compiled for, of a matrix and a tile."""
+    encoding, across = ENCODINGS[weight.qtype], tile.rows // 32
+    along = tile.warps // across
+    shape = {"WR": across, "WT": along, "GROUPS": tile.tokens // GROUP // along, "UNIT": tile.depth}
+    kind = {"QTYPE": weight.qtype, "LOW": encoding.low, "HIGH": encoding.high, "FACTOR": FACTORS.get(weight.qtype, 1)}
+    return shape | kind | {"AHEAD": tile.stages > 1, "num_warps": tile.warps, "maxnreg": tile.registers}
 
 
 def _tokens_at_once(cols: int, tile: Tile, scratch: torch.Tensor) -> int:

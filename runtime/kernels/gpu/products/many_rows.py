@@ -51,7 +51,7 @@ def gate_up(
     products instead."""
     gate, up = targets[0].weight, targets[1].weight
     key, ways = picker.many_rows_gated(gate.qtype, x.shape[0])
-    alike = (gate.qtype, gate.rows) == (up.qtype, up.rows)
+    alike = int8_rows.are_alike(gate, up)
     ways = tuple(t for t in ways if t == LIBRARY or (alike and int8_rows.fits(gate, t, scratch)))
 
     def start(tile: Tile) -> bool:
