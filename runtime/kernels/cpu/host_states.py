@@ -30,8 +30,7 @@ class StatesOnHost(PlainKernels):
     ) -> None:
         """Which form is faster for a sequence the library knows, and where it needs room."""
         rows, kept = (qkv, z, beta, alpha), (states, tails)
-        alike = all(x.dtype == torch.float32 for x in (*rows, *kept, out))
-        if not alike or weights.head % 16 or not all(x.is_contiguous() for x in kept):
+        if not _are_known(weights.head, *kept) or any(x.dtype != torch.float32 for x in (*rows, out)):
             super().delta_net(
                 qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest,
                 opened=opened,
@@ -42,7 +41,7 @@ class StatesOnHost(PlainKernels):
 
     def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
         for net in nets:
-            if net.tails.dtype == torch.float32 and net.heads[2] % 16 == 0:
+            if _are_known(net.heads[2], net.tails, net.tails if net.states is None else net.states):
                 native.settle_states(net, slot, rows)
             else:
                 super().settle_states([net], slot, rows)
@@ -61,3 +60,8 @@ class StatesOnHost(PlainKernels):
         index, left = (slots, offsets, slots.shape[0]), (opened, 0 if opened is None else opened.stride(0))
         shape = (taps.shape[0], taps.shape[1])
         native.short_conv((x, x.stride(0)), taps, shape, tails, index, (out, out.stride(0)), left)
+
+
+def _are_known(head: int, *kept: torch.Tensor) -> bool:
+    """Whether the library knows states and tails as these are kept, of heads of so many elements."""
+    return head % 16 == 0 and all(x.dtype == torch.float32 and x.is_contiguous() for x in kept)

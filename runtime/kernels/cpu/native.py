@@ -729,13 +729,9 @@ def delta_net(
 
 def settle_states(net: "OpenNet", slot: int, rows: slice) -> None:
     """See `api.Kernels.settle_states`, of one net, f32."""
-    keys, values, head = net.heads
-    heads, kept = (
-        (keys, values, head, net.tiled),
-        (_at(net.tails if net.states is None else net.states), _at(net.tails)),
-    )
+    kept = 0 if net.states is None else _at(net.states), _at(net.tails)
     opened = _at(net.opened), net.opened.stride(0)
-    _function("settle_states")(*heads, *kept, *net.tails.shape[1:], slot, *opened, rows.start, rows.stop)
+    _function("settle_states")(*net.heads, net.tiled, *kept, *net.tails.shape[1:], slot, *opened, rows.start, rows.stop)
 
 
 def short_conv(
