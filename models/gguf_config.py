@@ -43,8 +43,9 @@ def gguf_config(
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
     known = (*((_CLAMP,) if arch.clamped else ()), *(CAPS if arch.capped else CAPS[1:] if arch.by_layer else ()))
-    for key in _HARMLESS.keys() - set(known):
-        keys.refuse_unless(key, *_HARMLESS[key])
+    for key, harmless in _HARMLESS.items():
+        if key not in known:
+            keys.refuse_unless(key, *harmless)
     if not (arch.latent or arch.warmed):
         keys.refuse_unless(LOG_MULTIPLIER, 0.0)
     if TABLE not in stored:
