@@ -92,7 +92,8 @@ def count_hf_drafters(config: dict[str, Any], where: str) -> int:
 def _sliding_window(arch: Architecture, config: dict[str, Any], keys: Keys) -> int:
     """Tokens of the window, 0 for none. Qwen files state one that `use_sliding_window` switches off."""
     kinds = config.get("layer_types")
-    if config.get("use_sliding_window") is False or (isinstance(kinds, list) and set(kinds) == {"full_attention"}):
+    full = isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds)
+    if config.get("use_sliding_window") is False or full:
         return 0
     has_one = arch.window_every > 1 or arch.full_every or config.get("sliding_window") is not None
     return keys.integer("sliding_window") if has_one else 0

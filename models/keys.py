@@ -77,6 +77,13 @@ class Keys:
         if value is not None and value not in harmless:
             self.refuse(key, f"is {value!r}, which is not supported yet")
 
+    def kinds(self, key: str, *known: str) -> list[str] | None:
+        """What a list says of each layer, one of those known; None when it is missing. Raises UserError for others."""
+        found = self.values.get(self.prefix + key)
+        if found is not None and not (isinstance(found, list) and all(kind in known for kind in found)):
+            self.refuse(key, f"has others than {' and '.join(known)}")
+        return found
+
     def refuse(self, key: str, what: str) -> NoReturn:
         """Raise a UserError that names file and key, and says what to do."""
         raise UserError(f"{self.where}: {self.prefix}{key} {what}; {ANOTHER}")

@@ -62,10 +62,10 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
 
 def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what config.json says of single layers. Raises UserError that names the key."""
-    kinds, layers = keys.values.get("layer_types"), config.n_layers
+    kinds, layers = keys.kinds("layer_types", _WINDOWED, "full_attention"), config.n_layers
     if kinds is None:  # as transformers has it: five of six see a window
         kinds = [_WINDOWED if (i + 1) % 6 else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {_WINDOWED, "full_attention"}:
+    if len(kinds) != layers:
         keys.refuse("layer_types", f"does not say of each of {layers} layers if it has sliding or full attention")
     windows = tuple(kind == _WINDOWED for kind in kinds)
     dims, kv = _hf_heads(keys, windows)
@@ -80,8 +80,8 @@ def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfi
     if width and keys.integer("vocab_size_per_layer_input", 262144) != config.vocab:
         keys.refuse("vocab_size_per_layer_input", f"is not {config.vocab}, as there are tokens")
     cap = keys.factor("final_logit_softcapping")
-    config = replace(config, head_dim=dims[0], window_head_dim=dims[1], rope=rope, window_rope=windowed, logit_cap=cap)
-    config = replace(config, row_width=width)
+    config = replace(config, head_dim=dims[0], window_head_dim=dims[1], rope=rope, window_rope=windowed)
+    config = replace(config, logit_cap=cap, row_width=width)
     return _check(keys, "num_attention_heads", _with_heads(keys, "layer_types", config, windows, kv))
 
 

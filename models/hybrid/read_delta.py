@@ -51,12 +51,8 @@ def hf_delta(keys: Keys, n_layers: int) -> Delta:
     keys.refuse_unless("attn_output_gate", True)
     head = keys.integer("linear_key_head_dim")
     keys.refuse_unless("linear_value_head_dim", head)
-    kinds = keys.values.get("layer_types")
-    recurrent = None
-    if kinds is not None:
-        if not isinstance(kinds, list) or not set(kinds) <= {"linear_attention", "full_attention"}:
-            keys.refuse("layer_types", "has others than linear_attention and full_attention")
-        recurrent = [kind == "linear_attention" for kind in kinds]
+    kinds = keys.kinds("layer_types", "linear_attention", "full_attention")
+    recurrent = None if kinds is None else [kind == "linear_attention" for kind in kinds]
     full = list_full(keys, n_layers, "layer_types", recurrent)
     heads = keys.integer("linear_num_key_heads"), keys.integer("linear_num_value_heads")
     return _check(keys, Delta(*heads, head, False, full), "linear_num_key_heads")

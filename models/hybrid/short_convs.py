@@ -36,16 +36,16 @@ def hf_conv(keys: Keys, n_layers: int) -> ShortConv:
     check_layers(keys, n_layers)
     for key, known in (("conv_bias", False), ("tie_embedding", True), ("use_expert_bias", True)):
         keys.refuse_unless(key, known)
-    kinds, full = keys.values.get("layer_types"), keys.values.get("full_attn_idxs")
-    if kinds is not None and not (isinstance(kinds, list) and set(kinds) <= {"conv", "full_attention"}):
-        keys.refuse("layer_types", "has others than conv and full_attention")
-    if kinds is None and full is not None:
-        if not isinstance(full, list) or not all(type(i) is int and 0 <= i < n_layers for i in full):
-            keys.refuse("full_attn_idxs", f"is no list of layers of {n_layers}")
-        kinds = ["full_attention" if i in full else "conv" for i in range(n_layers)]
-    if kinds is None:
+    kinds, full = keys.kinds("layer_types", "conv", "full_attention"), keys.values.get("full_attn_idxs")
+    if kinds is not None:
+        recurrent = [kind == "conv" for kind in kinds]
+    elif full is None:
         keys.refuse("layer_types", "is missing, so what each layer is")
-    layers = list_full(keys, n_layers, "layer_types", [kind == "conv" for kind in kinds])
+    elif not isinstance(full, list) or not all(type(i) is int and 0 <= i < n_layers for i in full):
+        keys.refuse("full_attn_idxs", f"is no list of layers of {n_layers}")
+    else:
+        recurrent = [i not in full for i in range(n_layers)]
+    layers = list_full(keys, n_layers, "layer_types", recurrent)
     return _check(keys, "hidden_size", ShortConv(_taps(keys, "conv_L_cache"), layers, keys.integer("hidden_size")))
 
 

@@ -139,6 +139,8 @@ def test_what_metadata_says_and_is_not_computed_is_refused(
     ("family", "keys", "says"),
     [
         ("gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 5}, "layer_types has windows in other"),
+        ("lfm2", {"layer_types": [["conv"]] * 4}, "layer_types has others than conv and full_attention"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [0, 4]}, "full_attn_idxs is no list of layers of 4"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),

@@ -228,6 +228,7 @@ def test_what_a_file_says_wrong_is_named(tmp_path: Path, changes: dict[str, Any]
         ({"linear_value_head_dim": 64}, "linear_value_head_dim is 64, which is not supported yet"),
         ({"linear_num_key_heads": ...}, "linear_num_key_heads is missing"),
         ({"layer_types": ["mamba"] * 4}, "layer_types has others than linear_attention and full_attention"),
+        ({"layer_types": [["mamba"]] * 4}, "layer_types has others than linear_attention and full_attention"),
         ({"layer_types": ["full_attention"]}, "does not say of each of 4 layers what it is"),
     ],
     ids=str,
