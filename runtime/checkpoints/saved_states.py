@@ -6,6 +6,7 @@ channels. float32.
 """
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -18,12 +19,12 @@ from pshard.runtime.checkpoints.checkpoints import Checkpoint
 from pshard.runtime.residents import Snapshot
 from pshard.units.delta_net import QUERY_KEY, TAIL, delta_of
 from pshard.units.short_conv import PARTS, PIECE, conv_of
-from pshard.units.unit import Unit
 
 
 @dataclass(frozen=True)
 class StateHead:
-    """One key head of one layer: number among those of a checkpoint, its unit, head among this rank's `heads`."""
+    """One key head of one layer, or PIECE channels: number among those of a checkpoint, its unit, head among this
+    rank's `heads`."""
 
     number: int
     unit: str
@@ -35,31 +36,35 @@ def find_states(spec: ModelSpec, held: Ranges) -> "SavedStates | None":
     """The blocks of a model that a rank has; None of one without such states."""
     if spec.config.conv:
         return SavedTails(spec, held)
-    return SavedStates(spec, held) if any(QUERY_KEY in unit.by_role for unit in spec.units) else None
+    return SavedNets(spec, held) if any(QUERY_KEY in unit.by_role for unit in spec.units) else None
 
 
-class SavedStates:
-    """The blocks of a model with a gated delta net that a rank has."""
+class SavedStates(ABC):
+    """The blocks of a model's states that a rank has."""
 
-    def __init__(self, spec: ModelSpec, held: Ranges) -> None:
-        """held: what of the model this rank has."""
-        self._delta, units = delta_of(spec.config), [u for u in spec.units if QUERY_KEY in u.by_role]
-        self.count = len(units) * self._delta.key_heads  # blocks of a checkpoint
-        self._heads = tuple(self._list_heads(units, held))
-
-    def _list_heads(self, units: Sequence[Unit], held: Ranges) -> Iterator[StateHead]:
+    def __init__(self, spec: ModelSpec, held: Ranges, role: str, heads: int, width: int) -> None:
+        """held: what of the model this rank has; role: a matrix whose rows are cut as states are, `width` of them for
+        each of a layer's `heads`."""
+        units = [unit for unit in spec.units if role in unit.by_role]
+        self.count = len(units) * heads  # blocks of a checkpoint
+        found = list[StateHead]()
         for layer, unit in enumerate(units):
-            rows = held[unit.name].get(unit.by_role[QUERY_KEY].name, (0, 0))
-            heads = range(rows[0] // self._delta.head, rows[1] // self._delta.head)
-            if rows[1] == unit.by_role[QUERY_KEY].rows:  # all of it, queries and keys: nothing is cut
-                heads = range(self._delta.key_heads)
-            for at, head in enumerate(heads):
-                yield StateHead(layer * self._delta.key_heads + head, unit.name, at, len(heads))
+            matrix = unit.by_role[role]
+            rows = held[unit.name].get(matrix.name, (0, 0))
+            own = range(rows[0] // width, rows[1] // width)
+            if rows[:2] == (0, matrix.rows):  # all of it, which may be queries and keys: nothing is cut
+                own = range(heads)
+            found += [StateHead(layer * heads + head, unit.name, at, len(own)) for at, head in enumerate(own)]
+        self._heads = tuple(found)
 
     @property
+    @abstractmethod
     def block_nbytes(self) -> int:
-        group, d = self._delta.group, self._delta.head
-        return 4 * (group * d * d + TAIL * (2 + group) * d)
+        """Bytes of a block."""
+
+    @abstractmethod
+    def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
+        """Where a block's parts lie in a rank's states."""
 
     def write(self, file: BinaryIO, offsets: Sequence[int], states: Sequence[Checkpoint]) -> Iterator[tuple[int, int]]:
         """This rank's blocks of all checkpoints, to where all of them begin; (number, CRC) of each."""
@@ -85,8 +90,21 @@ class SavedStates:
                     at += view.numel()
             yield Checkpoint(length, states)
 
+
+class SavedNets(SavedStates):
+    """Those of a gated delta net: a block for each key head."""
+
+    def __init__(self, spec: ModelSpec, held: Ranges) -> None:
+        self._delta = delta_of(spec.config)
+        super().__init__(spec, held, QUERY_KEY, self._delta.key_heads, self._delta.head)
+
+    @property
+    def block_nbytes(self) -> int:
+        group, d = self._delta.group, self._delta.head
+        return 4 * (group * d * d + TAIL * (2 + group) * d)
+
     def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
-        """Where a block's parts lie in a rank's states: matrices of value heads, columns of q, k and v."""
+        """Matrices of value heads, columns of q, k and v."""
         (matrices, tails), d, group, head = states[place.unit], self._delta.head, self._delta.group, place.head
         own = [head + place.heads * i for i in range(group)]
         if not self._delta.tiled:
@@ -97,18 +115,11 @@ class SavedStates:
 
 
 class SavedTails(SavedStates):
-    """The blocks of a model with short convolutions that a rank has: PIECE channels each."""
+    """Those of short convolutions: a block for each PIECE channels."""
 
     def __init__(self, spec: ModelSpec, held: Ranges) -> None:
-        self._tail, pieces = conv_of(spec.config).taps - 1, conv_of(spec.config).channels // PIECE
-        units = [unit for unit in spec.units if PARTS[0] in unit.by_role]
-        self.count = len(units) * pieces
-        heads = []
-        for layer, unit in enumerate(units):
-            rows = held[unit.name].get(unit.by_role[PARTS[0]].name, (0, 0))
-            own = range(rows[0] // PIECE, rows[1] // PIECE)
-            heads += [StateHead(layer * pieces + n, unit.name, at, len(own)) for at, n in enumerate(own)]
-        self._heads = tuple(heads)
+        self._tail = conv_of(spec.config).taps - 1
+        super().__init__(spec, held, PARTS[0], conv_of(spec.config).channels // PIECE, PIECE)
 
     @property
     def block_nbytes(self) -> int:
