@@ -62,7 +62,7 @@ def build_units(
     make = UnitMaker(arch, config, stored, where)
     units = [make.unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     if config.row_width:  # in front: what stays on the host is looked up before the accelerator begins
-        table = Expected(ROW_TABLE, (config.vocab, config.n_layers * config.row_width))
+        table = Expected(ROW_TABLE, (config.vocab, config.rows_width))
         units.insert(0, make.unit("rows", TOKEN_ROWS, -1, iter([table])))
         units.append(make.unit("blk.0.mixed_rows", MIXED_ROWS, 0, _mixed_rows(config)))
     for i in range(config.n_layers):
@@ -259,7 +259,7 @@ def _blend(d_model: int, block: str, scaled: bool) -> Iterator[Expected]:
 
 def _mixed_rows(config: ModelConfig) -> Iterator[Expected]:
     """What the residual stream adds to the rows of its tokens."""
-    yield Expected("per_layer_model_proj.weight", (config.n_layers * config.row_width, config.d_model))
+    yield Expected("per_layer_model_proj.weight", (config.rows_width, config.d_model))
     yield Expected("per_layer_proj_norm.weight", (config.row_width,))
 
 

@@ -194,6 +194,11 @@ class ModelConfig:
     row_width: int = 0  # numbers that each layer takes of a token's own row of a second table; 0: there is none
 
     @property
+    def rows_width(self) -> int:
+        """Numbers of a token's own row: what all layers take of it."""
+        return self.n_layers * self.row_width
+
+    @property
     def keeps_fixed(self) -> bool:
         """Whether some layers keep a state of a fixed size of each sequence."""
         return self.delta is not None or self.conv is not None

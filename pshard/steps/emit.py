@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig
 from pshard.plan import Placement, RankPlan, TierPlan
 from pshard.routing.expert_uses import read_nbytes
 from pshard.steps.move import (
@@ -261,10 +262,7 @@ class _Whereabouts:
     def __init__(self, spec: ModelSpec, tokens: int, stays: bool, at: _At) -> None:
         self.hidden, beside, self._part = at
         self._beside = set(beside)
-        self._stays, self._nbytes = stays, dict.fromkeys((HIDDEN, PART, *AS_WIDE), 4 * tokens * spec.config.d_model)
-        if spec.config.experts:
-            self._nbytes[ROUTED] = 4 * tokens * routed_words(spec.config)
-        self._nbytes[LAYERED] = 4 * tokens * spec.config.n_layers * spec.config.row_width
+        self._stays, self._nbytes = stays, _size_ports(spec.config, tokens)
 
     @property
     def at(self) -> _At:
@@ -340,8 +338,17 @@ def _copy_unit(form: _Form, slot: int) -> Move:
 
 def handed_nbytes(spec: ModelSpec, tokens: int, ports: tuple[str, ...]) -> int:
     """Bytes that a rank of a pipeline hands on, of so many tokens: the residual stream, and these ports."""
-    config = spec.config
-    return 4 * tokens * (config.d_model + (LAYERED in ports) * config.n_layers * config.row_width)
+    sizes = _size_ports(spec.config, tokens)
+    return sum(sizes[port] for port in (HIDDEN, *ports))
+
+
+def _size_ports(config: ModelConfig, tokens: int) -> dict[str, int]:
+    """Bytes of what stands between units, of so many tokens."""
+    sizes = dict.fromkeys((HIDDEN, PART, *AS_WIDE), 4 * tokens * config.d_model)
+    sizes[LAYERED] = 4 * tokens * config.rows_width
+    if config.experts:
+        sizes[ROUTED] = 4 * tokens * routed_words(config)
+    return sizes
 
 
 def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[Step]:

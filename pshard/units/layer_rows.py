@@ -23,10 +23,6 @@ GATE, OUT, AFTER = "inp_gate.weight", "proj.weight", "post_norm.weight"
 MADE, GATED = "made_rows", "row_gate"  # scratch: what the stream adds to rows; a layer's gate
 
 
-def _width(config: ModelConfig) -> int:
-    return config.n_layers * config.row_width
-
-
 def _look_up(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     return (LookUp(tensors[TABLE], sqrt(config.row_width / 2), ROWS),)  # halved, as both summands are
 
@@ -53,11 +49,11 @@ def _take(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
 
 
 def _mixing_scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
-    return tuple(Buffer(name, (tokens, _width(config)), "f32") for name in (LAYERED, MADE))
+    return tuple(Buffer(name, (tokens, config.rows_width), "f32") for name in (LAYERED, MADE))
 
 
 def _taking_scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
-    return Buffer(LAYERED, (tokens, _width(config)), "f32"), Buffer(GATED, (tokens, config.row_width), "act")
+    return Buffer(LAYERED, (tokens, config.rows_width), "f32"), Buffer(GATED, (tokens, config.row_width), "act")
 
 
 TOKEN_ROWS = replace(EMBEDDING, name="token rows", operations=_look_up, cut=keep_whole(TABLE), ports=LOOKS_UP_ROWS)

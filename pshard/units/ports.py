@@ -12,7 +12,7 @@ ENTERED = "entered"  # what a parallel layer's units take: the residual stream a
 ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/moe/routed.py)
 PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
 DENSE, EXPERTED = "dense", "experted"  # what an FFN and the experts beside it give, float32 [M, d_model]: see BLEND
-LAYERED = "layered"  # what each layer takes of its tokens' own rows, float32 [M, n_layers * row_width]
+LAYERED = "layered"  # what each layer takes of its tokens' own rows, float32 [M, rows_width]
 SUMMED = (DENSE, EXPERTED)  # of which ranks sum their parts as a unit has left them there
 AS_WIDE = (ENTERED, DENSE, EXPERTED)  # as the residual stream
 # those that stand beside the residual stream until a unit of a later layer writes them anew
