@@ -152,11 +152,11 @@ def _plan_offered(
 def _prepare_output(args: argparse.Namespace, planned: Planned, elsewhere: bool, tell: Tell) -> Callable[..., None]:
     """Work out all that is to be said of the plans, and tell what they lack; what is returned says it, as JSON beside
     what it is given. Raises UserError for what cannot be said, before anything is written."""
+    from pshard.planner.price.prompt_math import describe_no_int8
+
     profile = planned.profile
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
-    from pshard.planner.price.prompt_math import describe_no_int8
-
     asked = answer(planned, args.steps, args.why)
     emitted = emit_arguments(planned, args.emit) if args.emit else []
     for line in list_unsaid_of(planned) if args.emit else ():

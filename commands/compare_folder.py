@@ -33,10 +33,14 @@ def see_machine(
 
 
 def ask_outlook(
-    args: argparse.Namespace, profile: MachineProfile, elsewhere: bool, file: "ModelFile"
+    args: argparse.Namespace,
+    profile: MachineProfile,
+    elsewhere: bool,
+    file: "ModelFile",
+    tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[MachineProfile, Workload]:
     """The machine as `see_machine` has it, and what plans are for."""
-    machine = see_machine(args, file, profile, elsewhere, lambda _: None)
+    machine = see_machine(args, file, profile, elsewhere, tell)
     return machine, make_workloads(args, file.spec, machine)[0]
 
 
@@ -67,10 +71,10 @@ def compare_folder(
 
     def ask(file: "ModelFile") -> tuple[MachineProfile, Workload]:
         nonlocal profile
-        machine = see_machine(args, file, profile, elsewhere, tell_once)
+        machine, workload = ask_outlook(args, profile, elsewhere, file, tell_once)
         profile = replace(profile, disks=machine.disks or profile.disks)  # what was timed for one is known for all
-        asked.append(make_workloads(args, file.spec, machine)[0])
-        return machine, asked[-1]
+        asked.append(workload)
+        return machine, workload
 
     outlooks = compare_quants(models, files, ask, {})
     with planning_bar(f"planning what {folder} has"):
