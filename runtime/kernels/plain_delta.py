@@ -54,9 +54,10 @@ class PlainDelta:
             decay, share = _decay(beta[rows], alpha[rows], weights, states.dtype)
             if slot < 0:
                 assert opened is not None
-                mixed, u = run_open(q, k, v, decay, share, before)
+                mixed, u, _ = _recur(q, k, v, decay, share, before)
                 net = OpenNet(tails, opened, states, weights.key_heads, weights.tiled)
-                of_key = [key_head_of(weights).index(i) for i in range(weights.key_heads)]
+                uses = key_head_of(weights)
+                of_key = [uses.index(i) for i in range(weights.key_heads)]
                 found = qkv[rows], k[of_key].transpose(0, 1), u.transpose(0, 1), decay.T.exp()
                 for to, value in zip(net.split(rows), found, strict=True):
                     to.copy_(value)
@@ -123,16 +124,10 @@ def run_recurrent(
     return out, state
 
 
-def run_open(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, share: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, u) [H, T, dv] of the same, each token's u being what it adds to the state along its key."""
-    return _recur(q, k, v, decay, share, state)[:2]
-
-
 def _recur(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, share: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the same also u [H, T, dv], between the two: what each token adds to the state along its key."""
     out, added = torch.empty_like(v), torch.empty_like(v)
     for t in range(v.shape[1]):
         state = state * decay[:, t, None, None].exp()

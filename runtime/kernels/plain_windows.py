@@ -2,7 +2,7 @@
 
 import torch
 
-from pshard.runtime.kernels.api import AS_THEY_ARE, Scoring
+from pshard.runtime.kernels.api import Scoring
 
 SCORES = 1 << 24  # at once: 64 MiB
 
@@ -14,7 +14,7 @@ def attend_seen(
     before: tuple[int, int],
     window: int,
     sinks: torch.Tensor | None,
-    bent: Scoring = AS_THEY_ARE,
+    bent: Scoring,
 ) -> torch.Tensor:
     """float32 [H, n, d]: query i, scaled, over the cells up to its own, at most `window` of them (0: all).
 
