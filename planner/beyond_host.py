@@ -34,7 +34,7 @@ def move_beyond(
     if room.beyond is None or kept_bytes(room, tiers) <= room.beyond.host:
         return tiers
     best, least, why = tiers, inf, None
-    for tried, moved in _list_tries(room, tiers, costs, room.beyond):
+    for tried, moved in dict.fromkeys(_list_tries(room, tiers, costs, room.beyond)):  # many are alike
         try:
             found = _move_all(room, tried, moved, pin_order, room.beyond.home)
         except NoPlan as error:
@@ -53,17 +53,22 @@ def move_beyond(
 
 def _list_tries(
     room: Room, tiers: tuple[TierPlan, ...], costs: Sequence[TierCosts], beyond: Beyond
-) -> Iterator[tuple[tuple[TierPlan, ...], set[str]]]:
-    """Tiers, and what of them may live beyond host memory."""
-    for tried in dict.fromkeys(_list_starts(room, tiers)):
+) -> Iterator[tuple[tuple[TierPlan, ...], frozenset[str]]]:
+    """Tiers, and what of them may live beyond host memory. They are as they are; with what is left of their arenas
+    filled with pins; and with other pins, the largest units first: the largest one of what is not pinned is as large as
+    slots are."""
+    names = _list_spread(room)
+    by_size = sorted(names, key=lambda name: -room.spec.unit(name).packed_nbytes)
+    without_pins = tuple(dict.fromkeys(_list_bare(room, tiers)))
+    starts = [tiers, _fill_arena(room, tiers, names), *(_fill_arena(room, bare, by_size) for bare in without_pins)]
+    for tried in dict.fromkeys(starts):
         for moved in _choose_moved(room, tried, costs, beyond):
-            yield tried, moved
-    names = sorted(_list_spread(room), key=lambda name: -room.spec.unit(name).packed_nbytes)
-    for bare in _list_bare(room, tiers):
+            yield tried, frozenset(moved)
+    for bare in without_pins:
         sizes = {nbytes for _, nbytes in _list_movable(room, bare, costs, beyond.home)}
         for size in sorted(sizes)[-MOST_SIZES:]:  # of the slots of the smallest tier: larger units are elsewhere in it
-            tried = _fill_arena(room, bare, names, SLOTS * size)
-            yield tried, _choose_evenly(room, tried, costs, beyond, size)
+            tried = _fill_arena(room, bare, by_size, SLOTS * size)
+            yield tried, frozenset(_choose_evenly(room, tried, costs, beyond, size))
 
 
 def _choose_evenly(
@@ -125,21 +130,10 @@ def _lack(nbytes: int, beyond: Beyond) -> NoPlan:
     return NoPlan(f"host memory lacks {mib} MiB for what cannot live in {beyond.home}: give it more, or --vram")
 
 
-def _list_starts(room: Room, tiers: tuple[TierPlan, ...]) -> Iterator[tuple[TierPlan, ...]]:
-    """The tiers as they are; with what is left of their arenas filled with pins; and with other pins, the largest units
-    first: the largest one of what is not pinned is as large as slots are."""
-    yield tiers
-    names = _list_spread(room)
-    yield _fill_arena(room, tiers, names)
-    by_size = sorted(names, key=lambda name: -room.spec.unit(name).packed_nbytes)
-    for bare in _list_bare(room, tiers):
-        yield _fill_arena(room, bare, by_size)
-
-
 def _list_spread(room: Room) -> list[str]:
     """Units in an order of which every beginning lies evenly over the layers; none whose rows are looked up."""
-    spread = sorted((i * SPREAD % 1, unit.name) for i, unit in enumerate(room.spec.units))
-    return [name for _, name in spread if not room.spec.unit(name).kind.is_looked_up]
+    names = sorted((i * SPREAD % 1, unit.name) for i, unit in enumerate(room.spec.units))
+    return [name for _, name in names if not room.spec.unit(name).kind.is_looked_up]
 
 
 def _list_bare(room: Room, tiers: Sequence[TierPlan]) -> Iterator[tuple[TierPlan, ...]]:
@@ -214,7 +208,7 @@ def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int) -> 
 
 
 def _move_all(
-    room: Room, tiers: tuple[TierPlan, ...], moved: set[str], pin_order: tuple[str, ...], home: Home
+    room: Room, tiers: tuple[TierPlan, ...], moved: frozenset[str], pin_order: tuple[str, ...], home: Home
 ) -> tuple[TierPlan, ...]:
     """The tiers with these units beyond host memory. Raises NoPlan where a tier has no room for slots."""
     barred = [frozenset[str]()] * len(tiers)
@@ -264,7 +258,7 @@ def _over_lanes(unit: Unit, cost: TierCosts, home: Home) -> float:
 
 
 def _redraft(
-    room: Room, tier: TierPlan, moved: set[str], barred: frozenset[str], pin_order: tuple[str, ...], home: Home
+    room: Room, tier: TierPlan, moved: frozenset[str], barred: frozenset[str], pin_order: tuple[str, ...], home: Home
 ) -> TierPlan:
     """A tier with units beyond host memory but where it has them in VRAM; those that are barred it has not. Where slots
     for them lack room, the last pins live there too. Raises NoPlan where that is not enough."""
