@@ -3,10 +3,9 @@
 All that a layer misses is asked for at once. What slots have is computed first, then each of the others as it lands.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from pshard.runtime.kernels.api import ExpertWeights
 from pshard.runtime.memory.expert_slots import SlotPool, _Table
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.transfers import Transfers
-from pshard.units.moe.expert_cache import ExpertCache
 
 
 class DemandPool(SlotPool):
@@ -28,28 +26,17 @@ class DemandPool(SlotPool):
 
     follower: DemandFollower
 
-    def __init__(
-        self,
-        cache: ExpertCache,
-        memory: torch.Tensor,
-        spec: ModelSpec,
-        plan: RankPlan,
-        device: Device,
-        transfers: Transfers,
-        host: HostSide,
-    ) -> None:
-        super().__init__(cache, memory, spec, plan, device, transfers, host)
-        self._store = transfers.disk
-        self._asked: deque[tuple[Move, int]] = deque()  # of the layer at hand
-        self._alone = torch.zeros((3, self.follower.slot_of.shape[1]), dtype=torch.int64)
+    @cached_property
+    def _alone(self) -> torch.Tensor:
+        """A table of one expert, the one that has just landed."""
+        return torch.zeros((3, self.follower.slot_of.shape[1]), dtype=torch.int64)
 
     def fill(self, blobs: Callable[[str], torch.Tensor]) -> None:
         """Read what lies in the slots at the start, layer by layer."""
         for row, slots in enumerate(self.follower.slot_of):
             held = np.flatnonzero(slots >= 0).tolist()
-            self._ask(Turn((), tuple(Move(int(slots[expert]), row, expert) for expert in held), ()))
-            while self._asked:
-                self._store.wait_part(self._asked.popleft()[1])
+            for _, number in self._ask(Turn((), tuple(Move(int(slots[expert]), row, expert) for expert in held), ())):
+                self._transfers.disk.wait_part(number)
 
     def attach(self, tokens: int, on: str, unit: str, weights: ExpertWeights) -> ExpertWeights:
         """See SlotPool. What lies in no slot is nowhere in memory."""
@@ -67,26 +54,27 @@ class DemandPool(SlotPool):
     def bring(self, row: int, addresses: torch.Tensor, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
         """See ExpertWeights; ids: of the layer `row` of the pool, int32 [tokens, used]."""
         turn = self.follower.look_up(row, ids.numpy())
-        self._ask(turn)
-        if len(turn.started) < len(np.unique(ids.numpy())):
-            yield addresses, not self._asked
-        while self._asked:
-            move, number = self._asked.popleft()
-            self._store.wait_part(number)
+        asked = self._ask(turn)
+        if len(asked) < len(np.unique(ids.numpy())):
+            yield addresses, not asked
+        for move, number in asked:
+            self._transfers.disk.wait_part(number)
             self.follower.arrive((move,))
             self._update_all(Turn((move,), (), ()))
             column = self._alone[:, move.expert]
             column.copy_(addresses[:, move.expert])
-            yield self._alone, not self._asked
+            yield self._alone, move is turn.started[-1]
             column.zero_()
 
-    def _ask(self, turn: Turn) -> None:
+    def _ask(self, turn: Turn) -> list[tuple[Move, int]]:
+        """What starts, all asked for, with the numbers to wait for."""
         self._update_all(turn)
-        first = self._memory.data_ptr()
+        first, asked = self._memory.data_ptr(), []
         for move in turn.started:
             place = self._places[move.layer][move.expert]
             to = first + move.slot * self._slot_bytes
-            self._asked.append((move, self._store.ask_part(self._units[move.layer].name, place, to)))
+            asked.append((move, self._transfers.disk.ask_part(self._units[move.layer].name, place, to)))
+        return asked
 
     def _update_all(self, turn: Turn) -> None:
         for (_, on), table in self._tables.items():
