@@ -42,8 +42,8 @@ class Tables:
         native, tiles = profile.host.kernels == "native", "amx" in profile.host.isa
         self.vector_tokens = (TILE_TOKENS if tiles else SMALL_BATCH) if native else 0
         self._matmul: dict[tuple[str, str], dict[tuple[int, int], Curve]] = defaultdict(dict)
-        rows = defaultdict(list)
-        for m in price_math(profile).matmuls:
+        rows, own = defaultdict(list), price_math(profile)
+        for m in own.matmuls:
             rows[m.device, m.qtype, m.rows, m.cols].append((m.tokens, m.seconds))
         for (device, qtype, r, c), points in rows.items():
             self._matmul[device, qtype][r, c] = _curve(points)
@@ -57,7 +57,7 @@ class Tables:
         for (device, kv_type, heads, sequences, tokens), points in cells.items():
             by, count = (self._attention, tokens) if sequences == 1 else (self._together, sequences)
             by[device, kv_type].setdefault(heads, {})[count] = _curve(points)
-        self.routed, self.deltas = ExpertTables(price_math(profile)), DeltaTables(profile)
+        self.routed, self.deltas = ExpertTables(own), DeltaTables(profile)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
         timed = [((c.direction, c.memory), c.nbytes, c.seconds) for c in copies]

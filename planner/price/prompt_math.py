@@ -88,7 +88,7 @@ def describe_no_int8(spec: ModelSpec, profile: MachineProfile) -> str | None:
 
 def _types(spec: ModelSpec) -> list[tuple[str, str]]:
     """Kernels and types of the model's products of many tokens: those of the output are of few."""
-    return sorted(dict.fromkeys(_list_types(spec)))
+    return sorted(set(_list_types(spec)))
 
 
 def _list_types(spec: ModelSpec) -> Iterator[tuple[str, str]]:
