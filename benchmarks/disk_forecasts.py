@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.homes import READ
-from pshard.machine import DiskTiming, MachineProfile
+from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.on_disk import mark_made
@@ -28,11 +28,11 @@ from pshard.planner.price.draft import Room
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.predicted_times import decode_rate, first_token_seconds
+from pshard.runtime.memory.disk.fake_disk import FakeDisk
 from pshard.units.moe.experts import EXPERTS
 from pshard.workload import Workload
 
 RATES = (3.5e9, 7e9, 12.5e9)
-SIZES = (1 << 16, 1 << 20, 1 << 28)  # bytes for which a drive has timings
 LATENCY = 1e-4
 PROMPTS = (4096, 16384)
 DESKTOP, LARGE_CARD = MACHINES["rtx4060-ryzen-7700"], MACHINES["rtx5080-xeon-w5-3425"]
@@ -43,8 +43,7 @@ def make_machine(ram: int, vram: int, rate: float) -> MachineProfile:
     """A desktop with so many GB: two channels of DDR5, an RTX 5080 from 16 GB on, else an RTX 4060, and a drive."""
     own = {name: getattr(LARGE_CARD, name) for name in CARD} if vram >= 16 else {}
     rates = replace(DESKTOP, **own, heads=LARGE_CARD.heads, acc_memory_bytes=vram << 30, host_memory_bytes=ram << 30)
-    disk = tuple(DiskTiming("drive", True, 0, 0, n, LATENCY + n / rate) for n in SIZES)
-    return replace(profile_from_datasheet(rates), disks=disk, ram_bytes=ram << 30)
+    return replace(profile_from_datasheet(rates), disks=FakeDisk(rate, LATENCY).timings, ram_bytes=ram << 30)
 
 
 def forecast(spec: ModelSpec, ram: int, vram: int, rate: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import CannotWrite, NoPlan, UserError
-from pshard.machine import DiskTiming, MachineProfile
+from pshard.machine import MachineProfile
 from pshard.on_disk import mark_made
 from pshard.workload import MIB, UNLIMITED_MIB, Workload
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 AMPLE = 0.8  # a model below this part of what is usable needs no disk: states and buffers fit beside it
 ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
-MADE_UP = (1 << 16, 1 << 20, 1 << 28)  # bytes of units for which a made-up disk has timings
 SLOW = 1e9  # bytes a second: NVMe drives do better
 
 
@@ -86,8 +85,7 @@ def assume_disk(
 
     file.spec = mark_made(file)
     if fake := read_fake_disk():
-        rows = (DiskTiming(fake.name, True, 0, 0, n, fake.latency + n / fake.rate) for n in MADE_UP)
-        profile = replace(profile, disks=tuple(rows))
+        profile = replace(profile, disks=fake.timings)
     known = sorted({row.disk for row in profile.disks})
     if not known:
         say(f"note: no disk was timed, so nothing is planned to stay there; {VARIABLE}=fake:rate=7G plans for 7 GB/s")

@@ -6,9 +6,11 @@ import re
 from dataclasses import dataclass
 
 from pshard.errors import UserError
+from pshard.machine import DiskTiming
 
 VARIABLE = "PSHARD_DISK"
 FAULTS = ("", "eio", "dead", "short", "hang")  # as csrc/threads/reader.cpp numbers them
+UNIT_BYTES = (1 << 16, 1 << 20, 1 << 28)  # for which a profile has timings of it
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -29,6 +31,11 @@ class FakeDisk:
     def name(self) -> str:
         """As profiles call it."""
         return f"fake disk of {self.rate / 1e6:g} MB/s"
+
+    @property
+    def timings(self) -> tuple[DiskTiming, ...]:
+        """As a profile has them, without a measurement: of bringing units."""
+        return tuple(DiskTiming(self.name, True, 0, 0, n, self.latency + n / self.rate) for n in UNIT_BYTES)
 
 
 def read_fake_disk() -> FakeDisk | None:
