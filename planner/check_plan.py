@@ -191,7 +191,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     sizes = spec.state_sizes(shape)
     kv = sum(sizes[p.unit] for p in tier.placements if p.has_state_in_vram)
     scratch = buffers.scratch_bytes(spec, tier.tokens, shape, act)
-    scratch += sum(u.state_nbytes(spec.config, shape) for u in spec.units if u.kind.stands)
+    scratch += spec.standing_nbytes(shape)
     if any(p.stages_state for p in tier.placements):
         scratch += max(sizes.values())
     widths = (u.kind.joins(p.cpu_rows, spec.config) for u, p in zip(spec.units, tier.placements) if p.cpu_rows)
