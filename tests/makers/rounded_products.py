@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from rounded_kernels import rounded
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.kernels.api import Packed
@@ -13,14 +14,14 @@ from pshard.runtime.kernels.unpack import unpack
 def quantise(x: torch.Tensor, fused: bool = False) -> torch.Tensor:
     """x [M, cols] as int8 codes times a scale for each 32 columns, as `triton_many.store_group` has them: float64.
     fused: as a GPU multiplies and rounds at once; Triton's interpreter rounds the product first."""
-    blocks = x.to(torch.bfloat16).float().view(x.shape[0], -1, 32)
+    blocks = rounded(x).view(x.shape[0], -1, 32)
     peak = blocks.abs().amax(2, keepdim=True)
     inverse = torch.full_like(peak, 127.0) / peak.clamp_min(1e-30)  # a number over a tensor is no division in torch
     codes = ((blocks.double() * inverse.double()) if fused else blocks * inverse).round()
     return (codes.double() * (peak / 127.0).double()).view(x.shape)
 
 
-class RoundedKernels(PlainKernels):
+class RoundedProducts(PlainKernels):
     """`way`: "int8", or "bf16" for a library's products; sums are exact, which those of float32 nearly are."""
 
     def __init__(self, way: str, vocab: int) -> None:
@@ -38,11 +39,7 @@ class RoundedKernels(PlainKernels):
 
     def linear(self, x, weight, out, tile, bias=None, accumulate=False) -> None:
         found = self._product(x, weight) + (0.0 if bias is None else bias)
-        out.copy_(out + found if accumulate else _round(found))
+        out.copy_(out + found if accumulate else rounded(found))
 
     def gate_up(self, x, gate, up, out, both, tile, activation="silu") -> None:
-        out.copy_(_round(gate_of(activation)(_round(self._product(x, gate))) * _round(self._product(x, up))))
-
-
-def _round(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.bfloat16).float()
+        out.copy_(rounded(gate_of(activation)(rounded(self._product(x, gate))) * rounded(self._product(x, up))))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from engines import open_engine
-from rounded_products import RoundedKernels, quantise
+from rounded_products import RoundedProducts, quantise
 
 from pshard.models import open_model
 from pshard.paths import bundled_model
@@ -21,7 +21,7 @@ def read_logits(monkeypatch: pytest.MonkeyPatch, way: str | None, tokens: int, w
     assert path is not None
     file = open_model(path)
     ids = file.tokenizer().encode(TEXT)
-    made = PlainKernels if way is None else partial(RoundedKernels, way, file.spec.config.vocab)
+    made = PlainKernels if way is None else partial(RoundedProducts, way, file.spec.config.vocab)
     monkeypatch.setattr(build_executor, "PlainKernels", made)
     found = []
     with open_engine(path, tokens=(1, tokens), context=WINDOW) as engine:
