@@ -33,7 +33,7 @@ class Onward:
 
 
 class InPlace:
-    """An operation that changes its one operand."""
+    """An operation that changes its operand x, and reads no other unless it says so."""
 
     x: Rows
 
@@ -214,7 +214,7 @@ def heads_of(x: Rows, of: Rotate | Attend, alone: bool) -> tuple[Rows, ...]:
 
 
 @dataclass(frozen=True)
-class GateRows:
+class GateRows(InPlace):
     """An activation times the sigmoid of another one, `width` elements a token each."""
 
     width: int
@@ -225,13 +225,9 @@ class GateRows:
     def reads(self) -> tuple[Rows, ...]:
         return self.x, self.gate
 
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        return (self.x,)
-
 
 @dataclass(frozen=True)
-class TimesRows:
+class TimesRows(InPlace):
     """An activation times what stands in a port, `width` elements a token each."""
 
     width: int
@@ -241,10 +237,6 @@ class TimesRows:
     @property
     def reads(self) -> tuple[Rows, ...]:
         return self.x, self.by
-
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        return (self.x,)
 
 
 BENDS = ("times", "plus", "clamp", "relu2", "gelu", "gelu16", "xielu")  # as `Kernels.bend_rows` has them
