@@ -189,7 +189,6 @@ class ModelConfig:
     logit_cap: float = 0.0  # logits become cap tanh(logits / cap); 0: they stay
     score_cap: float = 0.0  # the same of scores
     sloped: bool = False  # scores fall with the distance of cells, by a slope of each head (ALiBi, arXiv 2108.12409)
-    chunked: bool = False  # windows are chunks of a text that follow each other
     borrowers: int = 0  # the last so many layers keep no cells, and read those of others: see `lender`
     row_width: int = 0  # numbers that each layer takes of a token's own row of a second table; 0: there is none
 

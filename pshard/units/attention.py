@@ -113,7 +113,6 @@ def _operations(
             mixed,
             config.score_cap,
             slopes=tensors.get(SLOPES),
-            chunked=config.chunked and window > 0,
             borrows=borrows,
         ),
         *((GateRows(q, mixed, multiply.writes[3]),) if GATE in tensors else ()),
