@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from pshard.speculation import Acceptance
+
+GOLDEN = (5**0.5 - 1) / 2  # places so far apart, modulo 1, fill the numbers from 0 to 1 evenly, however many there are
 
 
 def match_drafts(draw: Callable[[int], int], drafts: Sequence[int], stops: Collection[int] = ()) -> list[int]:
@@ -23,12 +23,12 @@ def match_drafts(draw: Callable[[int], int], drafts: Sequence[int], stops: Colle
 
 class MadeUp:
     """Makes up how many drafts hold, at given chances: for random weights, whose drafts never do. The text means
-    nothing."""
+    nothing. Steps are spread evenly over the chances, so that a text of some dozens of steps has what they say."""
 
-    def __init__(self, acceptance: Acceptance, seed: int = 0) -> None:
-        self.acceptance, self._random = acceptance, np.random.default_rng(seed)
+    def __init__(self, acceptance: Acceptance) -> None:
+        self.acceptance, self._place = acceptance, 0.5
 
     def count(self, drafts: int) -> int:
         """How many of the first drafts of a step hold."""
-        place = self._random.random()
+        place, self._place = self._place, (self._place + GOLDEN) % 1
         return next((i for i in range(drafts) if place >= self.acceptance.at(i + 1)), drafts)

@@ -1,8 +1,9 @@
 """Goes on with one text, several tokens a step where drafts hold: the tokens are those of steps of one token."""
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -115,6 +116,7 @@ class Speculator:
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
         self._held: int | None = None  # how much of the text holds, where drafts behind it are still there
+        self._note: Callable[[float], None] | None = None  # the last step, once it is known what settling it takes
         self._seconds, self._tier = seconds, 0
         self._sources = tuple(self._list_sources(wanted, head))
 
@@ -169,14 +171,23 @@ class Speculator:
         begin = time.perf_counter()
         told = self._verify(token, drafts) if drafts else [self._compute(token)]
         seconds = time.perf_counter() - begin
-        self._seconds.observe(len(drafts) + 1, self._tier, seconds)
         self._see(told[:-1])
-        if wanted:
+        length = source.length if wanted else None
+        if length:
             self._record.add(len(drafts), len(told) - 1)
-            source.length.note(len(drafts), len(told) - 1, seconds, drafting)
         else:
             self._spent.rested += 1
+        self._note = partial(self._note_step, length, len(drafts), len(told) - 1, seconds, drafting)
         return told
+
+    def _note_step(
+        self, length: DraftLength | None, drafted: int, accepted: int, seconds: float, drafting: float, settling: float
+    ) -> None:
+        """What a step took, and taking the rows that hold into states. length: of whose drafts, where there was a
+        choice of some."""
+        self._seconds.observe(drafted + 1, self._tier, seconds + settling)
+        if length:
+            length.note(drafted, accepted, seconds + settling, drafting)
 
     def _draft(self, token: int, most: int) -> tuple[Source, int, tuple[int, ...], float]:
         """Drafts of the first who has some, at most so many; whose they are, how many were wanted, 0 where there is no
@@ -224,8 +235,12 @@ class Speculator:
     def _settle(self, length: int | None = None) -> None:
         """Let the text have what holds of it, or less. Not before the next step: whoever leaves keeps what was told."""
         held, self._held = self._held, None
+        begin = time.perf_counter()
         if held is not None:
             self._pool.commit(self._text, held if length is None else min(length, held))
+        note, self._note = self._note, None
+        if note:
+            note(time.perf_counter() - begin)
 
     def _tell(self, rows: Sequence[Row], drafts: Sequence[int]) -> list[int]:
         if self._made_up:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 from pshard.batch import DECODE, VERIFY, Batch, Span
 from pshard.errors import StepFailed, UserError
@@ -60,7 +61,7 @@ class Scheduler:
         self._made_up = MadeUp(made_up) if made_up else None
         self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine(), promises.gap)
         self._link_bytes = machine.link_bytes
-        self._kept = 0
+        self._kept, self._settling = 0, 0.0  # seconds of taking the present step's rows that hold into states
 
     @property
     def busy(self) -> bool:
@@ -152,7 +153,7 @@ class Scheduler:
 
     def settle(self, step: "StepDone", rows: Sequence[Sequence[Row] | UserError]) -> None:
         """Hand out what a step made; an error stands for rows of a job that the machine refused."""
-        made, held = 0, dict[Request, tuple[int, int]]()
+        made, held, self._settling = 0, dict[Request, tuple[int, int]](), 0.0
         for share, own in zip(step.shares, rows):
             try:
                 if isinstance(own, UserError):
@@ -196,7 +197,9 @@ class Scheduler:
         assert run.text is not None
         drawn = draw_tokens(run, rows, drafts, self._made_up)
         if drafts:
+            begin = perf_counter()
             self.machine.pool.commit(run.text, len(run.text.ids) - len(drafts) + drawn.held)
+            self._settling += perf_counter() - begin
         told = Told(len(drawn.tokens), drawn.held)
         if drawn.tokens and not self._tell(run, drawn, now):
             self.jobs.end_run(run, Ended("cancelled"), now)
@@ -224,8 +227,8 @@ class Scheduler:
     def _note_step(self, step: "StepDone", made: int, held: dict[Request, tuple[int, int]]) -> None:
         seconds = step.end - step.start
         if not step.switched:
-            self.pace.observe(step.batch, step.tier, seconds)
-        self.drafts.note(held, None if step.batch.others.texts else seconds)
+            self.pace.observe(step.batch, step.tier, seconds + self._settling)
+        self.drafts.note(held, None if step.batch.others.texts else seconds + self._settling)
         self.tally.add_drafts(held.values())
         moved, self._link_bytes = self._link_bytes, self.machine.link_bytes
         busy = self.machine.facts.busy.get(step.tier, ())

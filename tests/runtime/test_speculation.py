@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation import speculator
+from pshard.runtime.speculation.accept import MadeUp
 from pshard.runtime.speculation.draft_length import DraftLength
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
 from pshard.runtime.speculation.speculator import DraftSettings
@@ -265,6 +267,33 @@ def test_made_up_acceptance_holds_as_often_as_it_says(demo_engine: Engine) -> No
     assert found is not None
     assert found.at(1) == pytest.approx(0.8, abs=0.08)
     assert found.at(3) == pytest.approx(0.5, abs=0.08)
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 5, 7])
+def test_a_short_text_has_the_tokens_a_step_that_made_up_chances_say(drafts: int) -> None:
+    """A bench of 128 tokens has some 35 steps, which chance alone would leave 10% off."""
+    chances = Acceptance((0.8, 0.64, 0.51))
+    made = MadeUp(chances)
+    told = sum(1 + made.count(drafts) for _ in range(35))
+    assert told / 35 == pytest.approx(chances.tokens(drafts), rel=0.02)
+
+
+def test_what_settling_takes_counts_as_the_steps_that_verified(
+    demo_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, seen, commit = [0.0], list[tuple[int, float]](), demo_engine.texts.commit
+
+    def take_long(*asked: object) -> list[int]:
+        clock[0] += 5.0
+        return commit(*asked)
+
+    monkeypatch.setattr(speculator, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(demo_engine.texts, "commit", take_long)
+    monkeypatch.setattr(demo_engine._seconds, "observe", lambda rows, tier, seconds: seen.append((rows, seconds)))
+    demo_engine.reset()
+    wanted = DraftSettings(LOOKUP, 3, fixed=True, made_up=Acceptance((0.5,)))
+    assert len(list(demo_engine.generate(some_ids(30), 40, Sampling(seed=1), False, None, wanted))) == 40
+    assert len(seen) == wanted.steps and all(seconds == 5.0 * (rows > 1) for rows, seconds in seen)
 
 
 def test_steps_in_which_drafts_rest_are_not_recorded_as_steps_that_found_none(

@@ -15,6 +15,7 @@ from test_scheduler import GREEDY, Bench, Odd, prompt_of
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.server.scheduling import scheduler
 from pshard.server.scheduling.step_drafts import READ, LookupDrafter
 from pshard.server.shapes.metrics_text import write_metrics
 from pshard.speculation import LOOKUP, LOOKUP_MTP, Acceptance
@@ -209,6 +210,27 @@ def test_made_up_acceptance_holds_as_often_as_it_says_and_is_not_for_log_probabi
     shares = [held / drafted for (_, held), (_, drafted) in zip(counters.accepted, counters.drafted)]
     assert np.allclose(shares, (0.8, 0.64, 0.5), atol=0.08)
     assert all(len(ear.tokens) == 600 for ear in ears) and likely.tokens == answer(prompt_of(4, 5), 20)
+
+
+def test_what_settling_takes_counts_as_the_steps_that_verified(monkeypatch):
+    clock, seen = [0.0], []
+    bench = bench_of(1.0, 3, True)
+    commit, observe = bench.machine.pool.commit, bench.scheduler.pace.observe
+
+    def take_long(*asked):
+        clock[0] += 5.0
+        return commit(*asked)
+
+    def watch(batch, tier, seconds):
+        seen.append((batch.tokens > 1 and not batch.others.texts, seconds))
+        observe(batch, tier, seconds)
+
+    monkeypatch.setattr(scheduler, "perf_counter", lambda: clock[0])
+    bench.machine.pool.commit, bench.scheduler.pace.observe = take_long, watch
+    bench.add(prompt_of(0, 5), 40)
+    bench.run()
+    assert sum(verified for verified, _ in seen) > 5
+    assert all((seconds > 5.0) == verified for verified, seconds in seen)
 
 
 def test_a_program_drafts_for_those_texts_for_which_lookup_finds_nothing():
