@@ -12,8 +12,8 @@ from pshard.errors import UserError
 class Routing:
     """How an architecture's layers choose among experts where its files do not say.
 
-    `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention are V3's
-    where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
+    `scores`, `normed`, `early`, `beside` and what follows `choice_bias` are as in `Experts`; files of latent attention
+    are V3's where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
     `norm_fixed`: `normed` is so whatever files say. `shared_unsaid`: shared experts where a GGUF file has no number of
     them; None: it must have one. `sizes_as_dense`: experts have as many rows as the FFN of its dense
     relative.
@@ -29,6 +29,8 @@ class Routing:
     biases: bool = False
     norm_fixed: bool = False
     shared_unsaid: int | None = None
+    early: str = ""
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Architecture:
     they use or "tiled", one of each in turn; the others' attention is gated, and folders have norms' weights less 1.
     `conv`: most layers have a short convolution instead of attention. `routing`: its layers have experts.
 
-    As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own unless the others
-    are still, `still_every`, `activation`, `ungated`, `wide_qk_norm`, `norms`, `centred`, `parallel`.
+    As in `ModelConfig`: `first_full`, `full_every`, whose layers with windows have positions of their own unless the
+    others are still, `still_every`, `activation`, `ungated`, `wide_qk_norm`, `norms`, `centred`, `parallel`.
     `fused`: q, k and v are one tensor, or gate and up.
     `multiplied`: what is multiplied by a number that files give: "embedding", "residual" (what layers add), "score",
     "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
@@ -82,6 +84,7 @@ class Architecture:
     hf_pairing: str = "halves"
     full_every: int = 0
     still_every: int = 0
+    first_full: bool = False
     activation: str = "silu"
     norms: str = "before"
     centred: bool = False
@@ -114,7 +117,10 @@ class Architecture:
         return replace(self, full_every=0, still_every=0) if self.may_lack_windows and not window else self
 
     def of_layers(self, n_layers: int) -> "Architecture":
-        """The same of a model with so many layers, of which ALiBi leaves all heads as they are."""
+        """The same of a model with so many layers, of which ALiBi leaves all heads as they are. Of as few as one in so
+        many is still, llama.cpp rotates all where the first would be."""
+        if self.first_full and n_layers == self.still_every:
+            return replace(self, still_every=0)
         sloped = self.sloped or n_layers == self.sloped_layers > 0
         return replace(self, sloped=True, still_every=1) if sloped else self
 
@@ -125,7 +131,7 @@ class Architecture:
 
 
 _DECLARED = (
-    *("window_every", "full_every", "still_every", "activation", "ungated"),
+    *("window_every", "full_every", "still_every", "first_full", "activation", "ungated"),
     *("wide_qk_norm", "norms", "centred", "parallel", "sloped"),
 )
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -393,6 +399,18 @@ ARCHITECTURES = (
         routing=_DEEPSEEK_V3,
         defaults=_EXAONE_MOE,
     ),
+    Architecture(
+        "smallthinker",
+        "smallthinker",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        full_every=4,
+        still_every=4,
+        first_full=True,
+        may_lack_windows=True,
+        routing=Routing(scores="sigmoid", norm_fixed=True, activation="relu", early="scores", sizes_as_dense=True),
+        remote=True,
+    ),
     Architecture("plamo", "plamo", "halves", parallel=True, remote=True),
     Architecture("olmo", "olmo", "adjacent", centred=True, unweighted=True, clamped=True, defaults=_OLMO),
     Architecture("orion", "orion", "halves", biases=_NORM_BIASES, centred=True, remote=True),
@@ -561,7 +579,6 @@ _LACKING = {
     **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
     "arctic": "an FFN beside experts of another input",
     "grovemoe": "experts that belong to chunks of experts",
-    "smallthinker": "a router that takes the input of its layer",
     **dict.fromkeys(("mimo2", "mimo-v2-flash"), "values of another length than keys"),
     **dict.fromkeys(("step35", "step3p5", "step3p7"), "a gate of each head and an FFN that is clamped"),
     "laguna": "a gate of each head and heads that differ from layer to layer",

@@ -34,7 +34,16 @@ from pshard.units.moe.router import NORMS as ROUTER_NORMS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
-from pshard.units.ports import ENTERS, FOLLOWS, GIVES_DENSE, GIVES_EXPERTED, Ports
+from pshard.units.ports import (
+    ENTERS,
+    FOLLOWS,
+    GIVES_DENSE,
+    GIVES_EXPERTED,
+    ROUTES,
+    SCORES_EARLY,
+    TAKES_EARLY,
+    Ports,
+)
 from pshard.units.short_conv import PARTS as CONV_PARTS
 from pshard.units.short_conv import SHORT_CONV
 from pshard.units.unit import Cells, Unit, UnitKind
@@ -109,7 +118,7 @@ class UnitMaker:
         elif config.conv and i not in config.conv.full:
             yield unit(block + "conv", SHORT_CONV, i, _conv(config.conv, config.d_model, block))
         else:
-            kind, ports = _kind(config, i), ENTERS if config.parallel else None
+            kind, ports = _kind(config, i), ENTERS if config.parallel or config.keeps_input else None
             lender = config.lender(i)
             tensors = _attention(self._arch, kind.sees(config), block, self.biases, lender != i)
             attention = unit(block + "attention", kind, i, tensors, ports)
@@ -122,7 +131,10 @@ class UnitMaker:
                 yield unit(block + "rows", LAYER_ROWS, i, _layer_rows(config, block, scaled))
             return
         rule, d = config.experts, config.d_model
-        yield unit(block + "router", ROUTER, i, _router(rule, d, block, ROUTER_FACTORS in self._roles))
+        if rule.beside:
+            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False))
+        ports = {"scores": SCORES_EARLY, "inputs": TAKES_EARLY}.get(rule.early, ROUTES)
+        yield unit(block + "router", ROUTER, i, _router(rule, d, block, ROUTER_FACTORS in self._roles), ports)
         if rule.apart:
             yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False), GIVES_DENSE)
         if rule.d_shared:
@@ -274,7 +286,7 @@ def _layer_rows(config: ModelConfig, block: str, scaled: bool) -> Iterator[Expec
 
 def _router(experts: Experts, d_model: int, block: str, factors: bool) -> Iterator[Expected]:
     """The norm before experts, and what the choice among them takes."""
-    yield Expected(block + ROUTER_NORMS[experts.apart], (d_model,))
+    yield Expected(block + ROUTER_NORMS[2 if experts.beside else experts.apart], (d_model,))
     yield Expected(block + "ffn_gate_inp.weight", (experts.count, d_model))
     if experts.biases:
         yield Expected(block + "ffn_gate_inp.bias", (experts.count,))

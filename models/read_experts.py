@@ -36,6 +36,8 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
         d_shared=_shared_rows(routing, keys, d_expert),
         shared_gate=routing.shared_gate,
         dense_layers=keys.integer("leading_dense_block_count", 0, least=0),
+        early=routing.early,
+        beside=routing.beside,
         every=keys.integer("interleave_moe_layer_step", 1),
     )
     return check_experts(experts, keys.where)

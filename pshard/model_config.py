@@ -47,12 +47,13 @@ class Experts:
     router's `scores`: "softmax" over all experts, "sigmoid" of each, or "chosen", a softmax over those that are chosen.
     `normed`: they are divided by their sum, then multiplied by `scale`. A `choice_bias` is added to scores for the
     choice alone. Of `groups` equal groups of experts those of the best `groups_used` may be chosen; a group's score is
-    the sum of its best two. `activation`: "silu", as in a SwiGLU, a gelu as in `ModelConfig`, or "clamped", as gpt-oss
-    has it. `biases`: the router and the experts have some.
+    the sum of its best two. `activation`: "silu", as in a SwiGLU, "relu", a gelu as in `ModelConfig`, or "clamped", as
+    gpt-oss has it. `biases`: the router and the experts have some. `early`: of what the layer began with, before its
+    attention, "scores" are made, not normalised, or the "inputs" of router and experts; "": neither.
 
     `d_shared`: rows of the FFN that every token takes beside its experts; `shared_gate`: it is multiplied by the
     sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead, and of the
-    others all but the last of each `every`.
+    others all but the last of each `every`. `beside`: layers with experts have an ordinary FFN too.
     """
 
     count: int
@@ -70,6 +71,8 @@ class Experts:
     shared_gate: bool = False
     dense_layers: int = 0
     every: int = 1
+    early: str = ""
+    beside: bool = False
     apart: bool = False  # a layer has an FFN too; both results are normalised, and their sum again
 
     def are_in(self, layer: int) -> bool:
@@ -167,6 +170,7 @@ class ModelConfig:
     delta: Delta | None = None
     conv: ShortConv | None = None
     full_every: int = 0  # of so many layers the last has full attention, the others the window; 0: see window_every
+    first_full: bool = False  # of so many layers as `full_every` and `still_every` say the first is meant, not the last
     window_rope: Rope | None = None  # of layers with a window; None: that of the others
     still_every: int = 0  # of so many layers the last one's heads are not rotated; 0: all are
     temperature: Temperature | None = None  # of attention
@@ -201,6 +205,11 @@ class ModelConfig:
     def keeps_fixed(self) -> bool:
         """Whether some layers keep a state of a fixed size of each sequence."""
         return self.delta is not None or self.conv is not None
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether what layers begin with is used after their attention."""
+        return self.experts is not None and self.experts.early != ""
 
     @property
     def normed_before(self) -> bool:
@@ -238,7 +247,7 @@ class ModelConfig:
         if self.windows_in:
             return self.windows_in[layer]
         if self.full_every:
-            return (layer + 1) % self.full_every != 0
+            return not self._is_nth(layer, self.full_every)
         return layer % self.window_every == 0
 
     def lender(self, layer: int) -> int:
@@ -254,7 +263,10 @@ class ModelConfig:
 
     def is_still(self, layer: int) -> bool:
         """Whether the layer's heads are not rotated."""
-        return self.still_every > 0 and (layer + 1) % self.still_every == 0
+        return self.still_every > 0 and self._is_nth(layer, self.still_every)
+
+    def _is_nth(self, layer: int, every: int) -> bool:
+        return (layer if self.first_full else layer + 1) % every == 0
 
     @property
     def window(self) -> int:

@@ -14,7 +14,9 @@ LAYER_SCALE = "layer_output_scale.weight"  # [1], by which a layer's last unit m
 
 def enter(tensors: Tensors, role: str, config: ModelConfig, follows: bool = False) -> tuple[Operation, ...]:
     """The operations by which a unit begins, which leave `NORMED`. role: of the norm's weight; follows: the unit is not
-    the first of its layer."""
+    the first of its layer, which keeps what the layer begins with where that is used later."""
+    if config.keeps_input and not follows:
+        return Take(STREAM, config.d_model, TAKEN), *normalise(tensors, role, config)
     if config.parallel:
         norm = () if follows else normalise(tensors, role, config, TAKEN)
         return *norm, Take(TAKEN, config.d_model)
@@ -46,5 +48,6 @@ def leave(
 
 
 def entered_buffers(config: ModelConfig, tokens: int) -> tuple[Buffer, ...]:
-    """Scratch for what a parallel layer's units take."""
-    return (Buffer(ENTERED, (tokens, config.d_model), "f32"),) if config.parallel else ()
+    """Scratch for what a parallel layer's units take, or for what a layer begins with."""
+    kept = config.parallel or config.keeps_input
+    return (Buffer(ENTERED, (tokens, config.d_model), "f32"),) if kept else ()

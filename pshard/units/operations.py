@@ -81,7 +81,7 @@ class Norm(Onward):
 
 @dataclass(frozen=True)
 class Take(Onward):
-    """What is in a port, `width` elements a token, in the type of activations."""
+    """What is in a port, `width` elements a token, in the type of activations; or a copy of it in another port."""
 
     x: Rows
     width: int
@@ -432,8 +432,13 @@ class Route:
     router: TensorSpec
     chosen: int
     biases: tuple[TensorSpec, ...] = ()
-    reads: ClassVar[tuple[Rows, ...]] = (CHOSEN,)
+    x: Rows = CHOSEN
     writes: ClassVar[tuple[Rows, ...]] = (CHOSEN,)
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operand."""
+        return (self.x,)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 IDS, LOGITS = "ids", "logits"  # what goes into a program, and what comes out
 HIDDEN = "hidden"  # the residual stream, float32 [M, d_model]
-ENTERED = "entered"  # what a parallel layer's units take: the residual stream as normalised, float32 [M, d_model]
+# float32 [M, d_model]: what a parallel layer's units take, the residual stream as normalised; or the stream as a layer
+# began with it, where its router takes that: see `Experts.early`
+ENTERED = "entered"
 ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/moe/routed.py)
 PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
 DENSE, EXPERTED = "dense", "experted"  # what an FFN and the experts beside it give, float32 [M, d_model]: see BLEND
@@ -41,6 +43,8 @@ ADDS = Ports((HIDDEN,), adds=True)
 ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel layer, which normalises for all
 FOLLOWS = Ports((ENTERED,), adds=True)  # the others
 ROUTES = Ports((HIDDEN,), (ROUTED,))
+SCORES_EARLY = Ports((HIDDEN, ENTERED), (ROUTED,))  # routers that take some, or all, of what their layer began with
+TAKES_EARLY = Ports((ENTERED,), (ROUTED,))
 IS_ROUTED = Ports((ROUTED,), adds=True)
 # One hand-off to the CPU takes less than two: so the first of these that it computes takes what the next one needs, and
 # only an accelerator blends.

@@ -233,7 +233,8 @@ class Unit:
         """Whether it begins with a norm of the whole residual stream, which may be made as something is added there."""
         first = next(iter(self.operations(config)), None)
         alone = isinstance(first, Norm) and first.x == STREAM and not first.centred
-        return alone and not {LOGITS, ENTERED} & set(self.ports.writes)  # logits are of wanted rows only
+        # logits are of wanted rows only, and who takes what a layer began with needs the stream itself, or two inputs
+        return alone and not {LOGITS, ENTERED} & {*self.ports.reads, *self.ports.writes}
 
     def state(self, config: ModelConfig, shape: StateShape) -> State | None:
         """The law of the unit's state, whether or not it stands."""

@@ -123,7 +123,10 @@ class Course:
             side.kernels.rms_norm(x, weight, eps, out, accumulate=norm.adds, scale=scale)
 
     def take(self, operation: Take) -> None:
-        self.places[operation.out] = take(self.work.side, self.at(operation.x))
+        if operation.out == NORMED:
+            self.places[operation.out] = take(self.work.side, self.at(operation.x))
+        else:
+            self.work.side.kernels.place(self.at(operation.x), self.at(operation.out))
 
     def multiply(self, product: Product) -> None:
         side = self.work.side

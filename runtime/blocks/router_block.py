@@ -10,6 +10,7 @@ from pshard.runtime.kernels.api import Routes
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.routed import rule_of
 from pshard.units.moe.router import BIAS, CHOICE_BIAS, FACTORS, NORMS, WEIGHT
+from pshard.units.ports import ENTERED
 
 DIVIDED_TOKENS = 2048  # from here on half of the scores take longer than bringing the other half's choices
 
@@ -24,16 +25,21 @@ class RouterBlock(Block):
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, vectors = work.side, work.rows.tokens, weights.vectors
         x, routes = view_routed(side, work.rows, filled=True)
-        normalise(side, _find_norm(weights), n, residual, x)
         rule, begin = rule_of(side.config), work.rows.begin
+        entered = side.space.rows(ENTERED, n) if rule.early else x
+        if rule.early == "inputs":
+            side.kernels.rms_norm(entered, _find_norm(weights), side.config.norm_eps, x)
+        else:
+            normalise(side, _find_norm(weights), n, residual, x)
+        scored, router = entered if rule.early == "scores" else x, weights.matrices[WEIGHT]
         biases, factors = (vectors.get(BIAS), vectors.get(CHOICE_BIAS)), vectors.get(FACTORS)
         if work.exchange is None or n < DIVIDED_TOKENS:
-            side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, *biases, begin=begin, factors=factors)
+            side.kernels.route(scored, router, rule, routes, *biases, begin=begin, factors=factors)
             return
         ends = [n * rank // work.exchange.size for rank in range(work.exchange.size + 1)]
         own = slice(*ends[work.exchange.rank :][:2])
         part = Routes(routes.ids[own], routes.weights[own])
-        side.kernels.route(x[own], weights.matrices[WEIGHT], rule, part, *biases, begin=begin[own], factors=factors)
+        side.kernels.route(scored[own], router, rule, part, *biases, begin=begin[own], factors=factors)
         widths = tuple(rule.used * (end - start) for start, end in pairwise(ends))
         work.exchange.gather(view_choices(side, work.rows), widths)
 

@@ -463,7 +463,7 @@ class Kernels(RowKernels, StateKernels, Protocol):
         weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] float32 or act_dtype;
         out float32, row strides free.
 
-        act(g, u) is silu(g) * u, a gelu as in `gate_up`, or for "clamped" with g = min(g, 7), u =
+        act(g, u) is silu(g) * u, relu(g) * u, a gelu as in `gate_up`, or for "clamped" with g = min(g, 7), u =
         clamp(u, -7, 7): g * sigmoid(1.702 g) * (u + 1). The order of sums depends on shapes and routes
         only. scratch: what pshard.units.moe.experts lists, and for float32 x "normed" [M, D] of act_dtype.
         """

@@ -25,11 +25,11 @@ def product(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -
 
 
 def gate_of(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a gate's product passes before it multiplies the other: "silu", "gelu" approximated by tanh, or "gelu16"
-    (llama.cpp's ggml_vec_gelu_f32: a table of half-precision numbers by half-precision numbers within +-10)."""
+    """What a gate's product passes before it multiplies the other: "silu", "relu", "gelu" approximated by tanh, or
+    "gelu16" (llama.cpp's ggml_vec_gelu_f32: a table of half-precision numbers by such numbers within +-10)."""
     if activation == "gelu16":
         return _gelu16
-    return F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
+    return {"silu": F.silu, "relu": F.relu}.get(activation) or partial(F.gelu, approximate="tanh")
 
 
 def _gelu16(x: torch.Tensor) -> torch.Tensor:

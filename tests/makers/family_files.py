@@ -95,6 +95,15 @@ RECIPES = {
         thetas=(1e6, 1e6),
         experts=Moe(8, 3, 64, sigmoid=True, scale=2.5, bias=True, shared=64, dense=1),
     ),
+    "smallthinker": Recipe(
+        layers=5,
+        relu=True,
+        windows=(0, 48, 48, 48, 0),
+        still=(True, False, False, False, True),
+        thetas=(1.5e6, 1.5e6),
+        ffn=64,
+        experts=Moe(8, 3, 64, sigmoid=True, early="scores"),
+    ),
     "plamo": Recipe(parallel=True, kv=1, eps=1e-5),
     "command-r-plus": Recipe(
         adjacent=True,
@@ -235,6 +244,7 @@ REMOTE = (
     "xverse",
     "baichuan",
     "pangu-embedded",
+    "smallthinker",
     "plamo",
     "orion",
     "maincoder",
@@ -244,7 +254,7 @@ REMOTE = (
 WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
-        *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe"),
+        *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -452,6 +462,7 @@ _OWN_KEYS: dict[str, Any] = {
     **dict.fromkeys(("exaone4", "exaone-moe"), lambda r: {
         "attention.sliding_window": max(r.windows), "attention.sliding_window_pattern": [w > 0 for w in r.windows],
     }),
+    "smallthinker": lambda r: {"attention.sliding_window": max(r.windows)},
     "cohere2": lambda r: {
         "logit_scale": r.logits, "attention.sliding_window": max(r.windows), "rope.scaling.type": "none",
     },

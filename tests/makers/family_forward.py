@@ -33,7 +33,8 @@ class LongRope(NamedTuple):
 class Moe(NamedTuple):
     """Routed experts of `rows` (0: as the FFN), `used` of `count`. Their weights are divided by their sum if `normed`,
     then multiplied by `scale`; `bias` is added for the choice alone. `shared`: rows of one that all tokens take. Layers
-    below `dense`, and all but the last of each `every`, have an FFN."""
+    below `dense`, and all but the last of each `every`, have an FFN. early: scores are made of the "scores" of what the
+    layer began with, or router and experts take these "inputs", by a norm of their own."""
 
     count: int = 0
     used: int = 0
@@ -45,6 +46,7 @@ class Moe(NamedTuple):
     shared: int = 0
     dense: int = 0
     every: int = 1
+    early: str = ""
 
     def are_in(self, layer: int) -> bool:
         return self.count > 0 and layer >= self.dense and (layer + 1) % self.every == 0
@@ -90,6 +92,7 @@ class Recipe:
     score: float = 32**-0.5
     logits: float = 1.0
     gelu: bool = False
+    relu: bool = False
     before: bool = True
     after: bool = False
     wide_norms: bool = False
@@ -121,6 +124,7 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
     """Logits of every token of one sequence, [n, vocabulary]."""
     x = weights["token_embd.weight"][ids] * recipe.embed
     for layer in range(recipe.layers):
+        began = x
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
         if recipe.parallel:
             h = _normalise(recipe, x, own, "attn_norm")
@@ -128,7 +132,7 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
             continue
         for norm, after, branch in (
             ("attn_norm", "post_attention_norm", lambda h, own=own, layer=layer: _attend(recipe, own, h, layer)),
-            ("ffn_norm", "post_ffw_norm", lambda h, own=own: _gate(recipe, own, h)),
+            ("ffn_norm", "post_ffw_norm", lambda h, own=own, began=began: _gate(recipe, own, h, began)),
         ):
             added = branch(_normalise(recipe, x, own, norm) if recipe.before else x)
             if recipe.after:
@@ -233,14 +237,14 @@ def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
     return plain if local else plain / recipe.slower, 1.0
 
 
-def _gate(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
+def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None = None) -> np.ndarray:
     rule = recipe.experts
     if recipe.act:
         up, down = (own[f"ffn_{role}.bias"] if recipe.ffn_biases else 0.0 for role in ("up", "down"))
         return _bend(recipe.act, h @ own["ffn_up.weight"].T + up, own.get("act")) @ own["ffn_down.weight"].T + down
     if "ffn_gate_inp.weight" not in own:
         return _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
-    logits = h @ own["ffn_gate_inp.weight"].T
+    logits = (began if rule.early == "scores" else h) @ own["ffn_gate_inp.weight"].T
     if rule.sigmoid:
         shares = 1 / (1 + np.exp(-logits))
     else:
@@ -276,4 +280,5 @@ def _bend(act: str, x: np.ndarray, numbers: np.ndarray | None) -> np.ndarray:
 
 def _expert(recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray) -> np.ndarray:
     g = h @ gate.T
-    return ((gelu(g) if recipe.gelu else g / (1 + np.exp(-g))) * (h @ up.T)) @ down.T
+    bent = gelu(g) if recipe.gelu else np.maximum(g, 0) if recipe.relu else g / (1 + np.exp(-g))
+    return (bent * (h @ up.T)) @ down.T

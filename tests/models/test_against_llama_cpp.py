@@ -89,6 +89,9 @@ def write_model(folder: Path, arch: str) -> Path:
             patch.setitem(RECIPES, "exaone4", exaone)
             patch.setitem(RECIPES, "command-r-plus", replace(RECIPES["command-r-plus"], layers=64))
             patch.setitem(RECIPES, "baichuan", replace(RECIPES["baichuan"], layers=32))
+            small = RECIPES["smallthinker"]  # of which it takes all windows for 4096 tokens
+            small = replace(small, windows=tuple(4096 * (w > 0) for w in small.windows))
+            patch.setitem(RECIPES, "smallthinker", small)
             ernie = RECIPES["ernie4_5-moe"]
             patch.setitem(RECIPES, "ernie4_5-moe", replace(ernie, experts=ernie.experts._replace(every=1)))
             return write_family(folder / "m.gguf", arch, **OPENED).path

@@ -34,6 +34,7 @@ from pshard.units.operations import (
     Take,
     TimesRows,
 )
+from pshard.units.ports import ENTERED
 
 CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they carry out
     LookUp: (),  # of the weights, not of the kernels
@@ -60,6 +61,8 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
 
 def list_calls(operation: Operation) -> tuple[str, ...]:
     """What one operation calls."""
+    if isinstance(operation, Take) and operation.out.buffer == ENTERED:  # a copy
+        return ("place",)
     centred = isinstance(operation, Norm) and operation.centred
     return (*(("centre_rows",) if centred else ()), *CALLS[type(operation)])
 
@@ -84,7 +87,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in {"centre_rows"}.union(*CALLS.values()):
+    for name in {"centre_rows", "place"}.union(*CALLS.values()):
         monkeypatch.setattr(PlainKernels, name, record(name))
     return names
 
@@ -93,7 +96,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "like",
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
-        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2"),
+        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker"),
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:

@@ -76,6 +76,12 @@ MISTAKES = {
         {"after": False},
     ],
     "exaone-moe": [{"still": ()}, {"windows": (49, 49, 49, 0)}, {"head_norms": False}, {"adjacent": True}],
+    "smallthinker": [
+        {"still": ()}, {"windows": ()}, {"windows": (0, 47, 47, 47, 0)}, {"relu": False},
+        {"still": (False, False, False, True, False)},
+        *({"experts": RECIPES["smallthinker"].experts._replace(**wrong)} for wrong in (
+            {"early": ""}, {"sigmoid": False}, {"normed": False})),
+    ],
     "plamo": [{"parallel": False}, {"adjacent": True}],
     "command-r-plus": [{"own_norms": False}, {"parallel": False}, {"logits": 1.0}],
     "olmo": [{"clamp": 0.0}, {"clamp": 0.71}, {"centred": False}, {"adjacent": False}],
@@ -247,7 +253,18 @@ def test_phi3_4k_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch: p
         assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["exaone4", "olmo3"])
+def test_smallthinker_of_four_layers_rotates_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp does; other settings are read whatever they are: scores, the base of windows' angles."""
+    shape = replace(RECIPES["smallthinker"], layers=4, windows=(0, 48, 48, 48), still=())
+    soft = replace(RECIPES["smallthinker"], experts=Moe(8, 3, 64, early="scores"), thetas=(1.5e6, 3e5))
+    for recipe, keys in ((shape, {}), (soft, {"smallthinker.rope.freq_base_swa": 3e5})):
+        monkeypatch.setitem(RECIPES, "smallthinker", recipe)
+        _, weights, path = write_family(tmp_path / "m.gguf", "smallthinker", **keys)
+        with open_engine(path, context=LONG) as engine:
+            assert difference(engine.forward(IDS, all_logits=True), family_logits(recipe, weights, IDS)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["exaone4", "olmo3", "smallthinker"])
 def test_without_a_window_all_layers_are_alike(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = replace(RECIPES[family], windows=(), still=(), yarn=None)
     monkeypatch.setitem(RECIPES, family, plain)

@@ -2,19 +2,22 @@
 
 Every rank has all of it and must choose as the others do, to the last bit: see `places_of`.
 
+Some take what their layer began with instead, see `Experts.early`.
+
 What it finds stands in `routed`, for the layer's units that follow; the residual stream stays as it is.
 """
 
 from pshard.model_config import ModelConfig
+from pshard.units.enter import entered_buffers
 from pshard.units.moe.routed import routed_buffer, rule_of
-from pshard.units.operands import CHOSEN
+from pshard.units.operands import CHOSEN, STREAM, TAKEN
 from pshard.units.operations import Norm, Operation, Route
 from pshard.units.ports import ROUTES
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import ANYWHERE, Tensors, UnitKind, keep_whole
 
-NORMS = ("ffn_norm.weight", "pre_ffw_norm_2.weight")  # the latter where an FFN beside experts has the former
+NORMS = ("ffn_norm.weight", "pre_ffw_norm_2.weight", "ffn_norm_exps.weight")  # the others where an FFN has the first
 FACTORS = "ffn_down_exps.scale"  # by which the weights of single experts are multiplied
 WEIGHT, BIAS, CHOICE_BIAS = "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias"
 
@@ -22,11 +25,13 @@ WEIGHT, BIAS, CHOICE_BIAS = "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_pro
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     biases = tuple(tensors[role] for role in (BIAS, CHOICE_BIAS, FACTORS) if role in tensors)
     norm = next(tensors[role] for role in NORMS if role in tensors)
-    return Norm(norm, config.d_model, out=CHOSEN), Route(tensors[WEIGHT], rule_of(config).used, biases)
+    rule = rule_of(config)
+    x, scored = TAKEN if rule.early == "inputs" else STREAM, TAKEN if rule.early == "scores" else CHOSEN
+    return Norm(norm, config.d_model, x=x, out=CHOSEN), Route(tensors[WEIGHT], rule.used, biases, scored)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
-    return (routed_buffer(config, tokens),)
+    return routed_buffer(config, tokens), *entered_buffers(config, tokens)
 
 
 ROUTER = UnitKind(
@@ -37,7 +42,7 @@ ROUTER = UnitKind(
     cut=keep_whole(*NORMS, WEIGHT, BIAS, CHOICE_BIAS, FACTORS),
     scratch=_scratch,
     ports=ROUTES,
-    llama_cpp="(ffn_norm|ffn_gate_inp|exp_probs_b|pre_ffw_norm_2).*",
+    llama_cpp="(ffn_norm|ffn_norm_exps|ffn_gate_inp|exp_probs_b|pre_ffw_norm_2).*",
     strategy="first",
     contends="weights",
     phase=0.5,

@@ -56,6 +56,9 @@ class HostRows:
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         native.times_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), by.stride(0)), by)
 
+    def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        native.copy_rows(rows, (rows.shape[0], rows.shape[1]), (rows.stride(0), out.stride(0)), out)
+
     def centre_rows(self, x: torch.Tensor) -> None:
         native.centre_rows(x, (x.shape[0], x.shape[1]), x.stride(0))
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 27  # as csrc/api.cpp has it
+ABI = 28  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -74,6 +74,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "norm_heads": ("v", "plllplfi"),
     "gate_rows": ("v", "plplll"),
     "times_rows": ("v", "plplll"),
+    "copy_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
     "rope_store": ("v", "plliiippfpplippplpplliii"),
     "head_products": ("v", "pllpilllplll"),
@@ -157,7 +158,7 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
 
 # what a gate's numbers pass before they multiply an up's: as csrc/kernels.h numbers them; "gelu16" is that of a table
 # of half-precision numbers by such numbers, as llama.cpp has it
-GATES = ("silu", "gelu", "gelu16", "clamped")
+GATES = ("silu", "gelu", "gelu16", "clamped", "relu")
 _SCORES = ("softmax", "sigmoid", "chosen")  # as csrc/experts/route.cpp numbers them
 _RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
 _PATH = Path(__file__).with_name("_native.so")
@@ -549,6 +550,11 @@ def norm_heads(
 def gate_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], gate: Buffer) -> None:
     """x *= sigmoid(gate), f32 [tokens, width] both, rows `strides` apart; relative error below 1e-6."""
     _function("gate_rows")(_at(x), strides[0], _at(gate), strides[1], *shape)
+
+
+def copy_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], out: Buffer) -> None:
+    """out[t] = x[t], f32 [tokens, width]; strides: from row to row of x and of out."""
+    _function("copy_rows")(_at(x), strides[0], _at(out), strides[1], *shape)
 
 
 def times_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], by: Buffer) -> None:

@@ -68,6 +68,7 @@ struct Kernels {
   void (*dequantize[kTypes])(const uint8_t* record, const Planes& planes, int64_t cols, int first, int last, void* out,
                              int64_t stride, bool bf16);
   void (*silu_mul)(float* gate, const float* up, int64_t n);  // gate = gate * sigmoid(gate) * up
+  void (*relu_mul)(float* gate, const float* up, int64_t n);  // gate = max(gate, 0) * up
   void (*gelu_mul)(float* gate, const float* up, int64_t n);  // gate = gelu(gate) * up, by tanh
   void (*gelu16_mul)(float* gate, const float* up, int64_t n);  // the same as a table of f16 has it
   void (*sigmoid_mul)(float* x, const float* gate, int64_t n);  // x = x * sigmoid(gate)
@@ -86,11 +87,12 @@ struct Kernels {
   uint64_t (*sum)(const uint8_t* data, size_t nbytes);              // reads every byte once
 };
 
-enum GateKind : int { kSilu, kGelu, kGelu16, kClamped };  // as native.py numbers them
+enum GateKind : int { kSilu, kGelu, kGelu16, kClamped, kRelu };  // as native.py numbers them
 
 // What makes of a gate's and an up's numbers what the product with down takes.
 inline auto gate_of(const Kernels& k, int kind) {
-  return kind == kSilu ? k.silu_mul : kind == kGelu ? k.gelu_mul : kind == kGelu16 ? k.gelu16_mul : k.clamped_mul;
+  const decltype(k.silu_mul) gates[] = {k.silu_mul, k.gelu_mul, k.gelu16_mul, k.clamped_mul, k.relu_mul};
+  return gates[kind];
 }
 
 const Kernels* kernels_portable();

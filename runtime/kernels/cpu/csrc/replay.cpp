@@ -54,6 +54,7 @@ const Callable kCallables[] = {
     make<pshard_norm_heads>("norm_heads", pshard_norm_heads),
     make<pshard_gate_rows>("gate_rows", pshard_gate_rows),
     make<pshard_times_rows>("times_rows", pshard_times_rows),
+    make<pshard_copy_rows>("copy_rows", pshard_copy_rows),
     make<pshard_scale_rows>("scale_rows", pshard_scale_rows),
     make<pshard_rope_store>("rope_store", pshard_rope_store),
     make<pshard_head_products>("head_products", pshard_head_products),

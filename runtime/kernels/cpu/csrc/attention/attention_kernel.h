@@ -20,6 +20,10 @@ void silu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   }
 }
 
+void relu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
+  for (int64_t i = 0; i < n; i += 16) store(gate + i, mul(max(zero(), load(gate + i)), load(up + i)));
+}
+
 // By the approximation with tanh: g / (1 + exp(-2 sqrt(2/pi) (g + 0.044715 g^3))).
 inline Floats gelu(Floats g) {
   const Floats bent = mul(g, fma(mul(g, g), splat(-1.5957691216f * 0.044715f), splat(-1.5957691216f)));

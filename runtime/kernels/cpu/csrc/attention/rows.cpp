@@ -256,6 +256,12 @@ PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, in
   });
 }
 
+// out[t] = x[t]
+PSHARD_API void pshard_copy_rows(const float* x, int64_t stride, float* out, int64_t out_stride, int64_t tokens,
+                                 int64_t width) {
+  for_rows(tokens, width, [&](int64_t t) { std::copy_n(x + t * stride, width, out + t * out_stride); });
+}
+
 // x[t] *= by[t]
 PSHARD_API void pshard_times_rows(float* x, int64_t stride, const float* by, int64_t by_stride, int64_t tokens,
                                   int64_t width) {

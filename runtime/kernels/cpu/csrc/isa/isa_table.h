@@ -34,6 +34,7 @@ Kernels make_kernels(const char* isa) {
   k.isa = isa;
   k.quantize = quantize;
   k.silu_mul = silu_mul;
+  k.relu_mul = relu_mul;
   k.gelu_mul = gelu_mul;
   k.gelu16_mul = gelu16_mul;
   k.sigmoid_mul = sigmoid_mul;
