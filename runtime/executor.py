@@ -165,7 +165,7 @@ class Executor:
         in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)
         self.in_force = tier, in_force
         pins, states = self.residents.settle(tier)
-        for step in self._program(tier, False)[0].entering:
+        for step in self.program(tier, False)[0].entering:
             if step.slot is not None:
                 bring_weights(self._context, in_force, step, ())
             elif step.unit in (pins if isinstance(step.portion, Pins) else states):
@@ -174,7 +174,7 @@ class Executor:
                     in_force.arriving[step.unit] = arrived
         return in_force
 
-    def _program(self, tier: TierPlan, has_past: bool) -> tuple[Program, Program | None]:
+    def program(self, tier: TierPlan, has_past: bool) -> tuple[Program, Program | None]:
         """The tier's steps as they are launched; and for running ahead, where that can be."""
         key = tier.tokens, has_past
         if key not in self._programs:
@@ -238,7 +238,7 @@ class Executor:
         walk = self.walks.make(in_force, ids, segments, logit_rows)
         best_only = best_only or (chooser is not None and chooser.is_quick)
         walk.logits.ask(best_only, chooser)
-        program, ahead = self._program(tier, batch.cells > 0)
+        program, ahead = self.program(tier, batch.cells > 0)
         if foresee is not None:
             walk.logits.make_next = partial(self.walks.make_next, in_force, foresee, logit_rows, ahead)
         try:

@@ -153,7 +153,7 @@ class Residents:
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         whole = divide_operations(unit, step.share, self._spec.config)
         here = whole.on_cpu if step.on == "cpu" and step.part else whole.after if step.part == "rest" else whole.on_acc
-        weights = block.prepare(Laid(unit, self._spec.config, self._weights_of(step, carved), device, here))
+        weights = block.prepare(Laid(unit, self._spec.config, self.weights_of(step, carved), device, here))
         weights, opens = context.slots.attach(tokens, step, weights), unit.opens_with_norm(self._spec.config)
         if not step.part:
             state = self._state_of(step, carved)
@@ -181,7 +181,8 @@ class Residents:
             is_partial,
         )
 
-    def _weights_of(self, step: Compute, carved: Carved) -> UnitWeights:
+    def weights_of(self, step: Compute, carved: Carved) -> UnitWeights:
+        """The weights of a step's unit where they are, those that it is lent too."""
         own = self._own_weights(step, carved)
         if lent := self._spec.unit(step.unit).lent:
             theirs = self._lent[step.unit].matrices

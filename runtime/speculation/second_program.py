@@ -4,7 +4,7 @@ micro-batches, and a chain of its likeliest tokens a draft. What it keeps of tex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from math import exp
+from math import exp, isnan
 
 import torch
 
@@ -129,6 +129,11 @@ class SecondProgram:
                     continue
                 rows[i] = Rows(asks[i].text, (best.token,), rows[i].past + len(rows[i].ids), best.state)
                 self._note_draft(asks[i].text, best.token)
+            if going and len(asks) == 1 and not chances:
+                others = self._follow_on(rows[0], asks[0].most - len(drafts[0]))
+                if others is not None:
+                    drafts[0] += others
+                    break
         for ask in asks:
             self._end(ask.text)
         return [tuple(own) for own in drafts]
@@ -142,6 +147,28 @@ class SecondProgram:
 
     def _end(self, text: Text) -> None:
         """A text has its drafts."""
+
+    def _follow_on(self, rows: Rows, count: int) -> list[int] | None:
+        """So many of the likeliest tokens behind one, up to the first that the model does not have, for which the host
+        waits once; None where they must come one by one."""
+        program, tokens = self._program, list[int]()
+        assert program.in_force is not None
+        tier, in_force = program.in_force
+        segment = replace(self._blocks.segment_at(rows.text, 0, count, rows.past), tokens=1)
+        with program.device.current():
+            self._make_ready([rows], 1)
+            with program.device.computing():
+                steps = program.program(tier, True)[0]
+                found = program.walks.follow_on(in_force, steps, rows.ids[0], segment, count)
+        if found is None:
+            return None
+        for logit, token in found.tolist():
+            if isnan(logit) or token >= self._model.spec.config.vocab:
+                break
+            tokens.append(int(token))
+        for token in tokens[: count - 1]:
+            self._note_draft(rows.text, token)
+        return tokens
 
     def _run(self, rows: Sequence[Rows], wants: bool, chances: bool = False) -> list[Likeliest]:
         """Compute tokens of texts. wants: of each text the likeliest next token; chances: and how likely it is."""

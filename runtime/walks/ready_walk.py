@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.logits import Logits
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import IndexView, RunContext, TierInForce
+from pshard.runtime.walks.chain import Chain, make_chain
 from pshard.runtime.walks.program import Program
 from pshard.runtime.walks.step_sizes import fill_rows
 from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, Walk
@@ -60,6 +63,7 @@ class WalkMaker:
         self._context, self._residents, self._states, self._graphs = context, residents, states, graphs
         self._ids = context.host.ids
         self._next: ReadyWalk | None = None
+        self._chain: tuple[TierInForce, Chain | None] | None = None
         self.exact = False
 
     def make(self, tier: TierInForce, ids: Sequence[int], segments: tuple[Segment, ...], logit_rows: list[int]) -> Walk:
@@ -78,9 +82,22 @@ class WalkMaker:
             if ahead:
                 self._next.walk.find_lists(ahead)
 
+    def _bound(self, cells: int) -> int:
+        """Cells for which launch sizes are chosen where there are so many."""
+        return min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._states.context)
+
+    def follow_on(
+        self, tier: TierInForce, program: Program, token: int, segment: Segment, count: int
+    ) -> np.ndarray | None:
+        """See `Chain.run`; None where tokens must be computed one by one."""
+        if self._chain is None or self._chain[0] is not tier:
+            self._chain = tier, make_chain(self._context, self._residents, tier, program)
+        chain = self._chain[1]
+        return chain.run(token, segment, count, self._bound(segment.past + count)) if chain else None
+
     def forget(self) -> None:
         """Drop the walk that was made for the next micro-batch."""
-        self._next = None
+        self._next, self._chain = None, None
 
     def _prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
         config, tokens = self._context.spec.config, sum(s.tokens for s in segments)
@@ -91,8 +108,7 @@ class WalkMaker:
             filled = fill_rows(tokens, tier.tokens, exact), fill_rows(len(logit_rows), tier.tokens, exact)
         written, here, there = tier.index_rows(self._context.host.index, segments, logit_rows, filled)
         cells = max(s.past + s.tokens for s in segments)
-        bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._states.context)
-        bound = self._states.context if exact else bound
+        bound = self._states.context if exact else self._bound(cells)
         spans = tier.spans_of(len(segments))
         on_host = here.rows(segments, cells, config.window, spans)
         rows = on_host, there.rows(segments, bound, config.window, spans, told=not exact)

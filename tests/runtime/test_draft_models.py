@@ -16,6 +16,7 @@ from model_files import write_gguf
 from pshard.errors import UserError
 from pshard.models.attach_draft import open_drafted
 from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.second_program import Ask
@@ -63,6 +64,25 @@ def test_the_text_is_that_without_drafts_and_the_model_itself_drafts_what_it_tel
                 assert told == alone and record.steps
                 if draft == model and sampling is GREEDY:
                     assert record.held == record.tried  # its cells are those of what was told, also behind drafts
+
+
+def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
+    model: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose graphs repeat; behind a cut too, where the cells of drafts are known."""
+    found, chains = list[list[object]](), list[object]()
+    for repeats in (False, True):
+        monkeypatch.setattr(HostKernels, "repeatable", repeats)
+        with open_with(model, other) as engine:
+            text, draft = engine.texts.begin(), engine.drafter.draft
+            engine.texts.extend([(text, some_ids(40))])
+            found.append([draft([Ask(text, (5,), most)]) for most in (7, 2, 7)])
+            (whole,) = found[-1][0]
+            engine.texts.extend([(text, [5, whole[0], whole[1] ^ 1])])
+            found[-1].append(draft([Ask(text, (9,), 7)]))
+            chains.append(engine.drafter._program.walks._chain[1])
+    assert found[0] == found[1]
+    assert chains[0] is None and chains[1] is not None
 
 
 def test_a_text_that_was_cut_is_drafted_as_if_nothing_else_had_been_there(model: Path) -> None:

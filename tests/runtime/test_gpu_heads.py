@@ -12,6 +12,7 @@ from head_forward import head_logits
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.runtime.walks import ready_walk
 from pshard.speculation import MTP, Acceptance
 
 pytestmark = pytest.mark.gpu
@@ -40,3 +41,31 @@ def test_a_head_drafts_as_the_reference_does(tmp_path: Path, like: str, on_acc: 
             settings = DraftSettings(MTP, drafts, True, Acceptance((0.8, 0.64)))
             told = list(engine.generate(prompt, 40, Sampling(temperature=0), False, None, settings))
             assert len(told) == 40 and sum(settings.record.held) > 0
+
+
+@pytest.mark.parametrize("like", HEADED)
+def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
+    tmp_path: Path, like: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a graph a token that counts on by itself, also where more cells take larger launches."""
+    monkeypatch.setattr(ready_walk, "LEAST_CELLS", 64)
+    engines = HeadedEngines(tmp_path / "m.gguf", like, own=like == "glm")
+    rng = random.Random(1)
+    ids = [rng.randrange(90) for _ in range(501)]
+    asks = [(length, most) for length in (5, 61, 70, 253, 500) for most in (2, 7, 2, 7)]
+    with engines.open(device="cuda") as engine:
+        walks, found = engine.drafter._program.walks, list[list[tuple[int, ...]]]()
+        for at_once in (True, False):
+            if not at_once:
+                monkeypatch.setattr(walks, "follow_on", lambda *_: None)
+            engine.reset()
+            text, told = engine.texts.begin(), list[tuple[int, ...]]()
+            for length, most in asks:
+                if new := ids[len(text.ids) : length]:
+                    engine.texts.extend([(text, new)])
+                told += engine.drafter.draft([Ask(text, (ids[length],), most)])
+            found.append(told)
+            engine.texts.close(text)
+            assert walks._chain is not None and walks._chain[1] is not None, "the plan has all of the head in VRAM"
+        assert [len(drafts) for drafts in found[0]] == [most for _, most in asks]
+        assert found[0] == found[1]

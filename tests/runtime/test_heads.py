@@ -12,11 +12,13 @@ from head_forward import LATER, MISTAKES, OF_OWN, head_logits
 
 from pshard.batch import VERIFY
 from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.runtime.texts.text import Piece, Text
+from pshard.runtime.walks.chain import Chain
 from pshard.speculation import MTP
 
 DRAFTS = 4
@@ -62,6 +64,54 @@ def test_texts_with_a_heads_drafts_are_those_without(headed: HeadedEngines) -> N
                 base = tell(engine, sampling, 0)
                 for drafts in (1, 3, 7):
                     assert tell(engine, sampling, drafts) == base, (on_acc, drafts)
+
+
+def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
+    headed: HeadedEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose graphs repeat: the host waits twice for all drafts of a text."""
+    ids, found = some_ids(31), list[list[object]]()
+    for repeats in (False, True):
+        monkeypatch.setattr(HostKernels, "repeatable", repeats)
+        with headed.open() as engine:
+            text, head = engine.texts.begin(), engine.drafter
+            engine.texts.extend([(text, ids[:20])])
+            engine.texts.extend([(text, ids[20:22])], all_logits=True)
+            runs, run = list[int](), head._program.run
+            monkeypatch.setattr(
+                head._program,
+                "run",
+                lambda ids, *more, _run=run, _runs=runs, **kept: _runs.append(1) or _run(ids, *more, **kept),
+            )
+            found.append([head.draft([Ask(text, (ids[22],), most)]) for most in (1, 2, 7)])
+            assert len(runs) == (3 if repeats else 10)
+            assert head.draft([Ask(text, (ids[22],), 7, 1e-9)]) == found[-1][2]  # chances are told one by one
+            engine.texts.close(text)
+            found[-1].append(tell(engine, Sampling(temperature=0), 3))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_drafts_that_are_launched_at_once_end_where_the_model_has_no_such_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    """inf: the fourth is beyond the model's vocabulary."""
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+    engines, ids = HeadedEngines(tmp_path / "m.gguf", "llama"), some_ids(31)
+    with engines.open() as engine:
+        text, run = engine.texts.begin(), Chain.run
+        engine.texts.extend([(text, ids[:20])])
+        (whole,) = engine.drafter.draft([Ask(text, (ids[20],), 7)])
+
+        def spoil(*asked: object) -> np.ndarray:
+            found = run(*asked)
+            found[2] = (wrong, 5) if wrong != wrong else (1.0, 1000)
+            return found
+
+        monkeypatch.setattr(Chain, "run", spoil)
+        assert engine.drafter.draft([Ask(text, (ids[20],), 7)]) == [whole[:3]]
+        monkeypatch.undo()
+        assert engine.drafter.draft([Ask(text, (ids[20],), 7)]) == [whole]
 
 
 def tell(engine: Engine, sampling: Sampling, drafts: int, most: int = 24) -> list[int]:

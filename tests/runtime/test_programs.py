@@ -195,7 +195,7 @@ def test_what_is_printed_is_what_is_launched(tmp_path: Path, monkeypatch: pytest
         for token in range(3):  # of which the first is written down
             engine.forward([token])
         executor = engine._executor
-        program = executor._program(executor.plan.covering(1), True)[ahead]
+        program = executor.program(executor.plan.covering(1), True)[ahead]
         assert program is not None and len(program.runs) == 2 * ahead
         lines = watch_launches(monkeypatch, engine, "blk.3.ffn")
         engine.forward([3])

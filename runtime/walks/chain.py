@@ -1,0 +1,122 @@
+"""Tokens of one text in a row, each the likeliest one behind the one before.
+
+The accelerator looks a token up, computes it, chooses the next one and counts the place in the text on: the host
+launches one graph a token, and waits for the last one only. A walk a token waits for each, and takes the host 0.3 to
+0.5 ms beside what the accelerator takes.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from pshard.buffers import STATES
+from pshard.homes import ACC, CPU
+from pshard.runtime.blocks.block import ALONE, Work
+from pshard.runtime.kernels.api import RowIndex, Segment
+from pshard.runtime.logits import Logits
+from pshard.runtime.residents import Residents
+from pshard.runtime.tier_in_force import BoundUnit, IndexView, RunContext, TierInForce
+from pshard.runtime.walks.program import Program, Stretch, Units
+from pshard.runtime.walks.unit_runs import UnitRuns
+from pshard.speculation import MOST_DRAFTS
+from pshard.steps.move import Activations, Move
+from pshard.steps.step import Compute
+from pshard.units.ports import PRIOR
+
+
+class Chain:
+    """That of a program whose units, but for tables, are all in VRAM. Everything is called in `computing()`."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        residents: Residents,
+        tier: TierInForce,
+        looked_up: tuple[BoundUnit, ...],
+        stretch: Stretch,
+    ) -> None:
+        """looked_up: tables that the accelerator reads where they are; stretch: what follows."""
+        self._context, self._residents, self._tier = context, residents, tier
+        self._looked_up, self._stretch = looked_up, stretch
+        device = context.device.torch_device
+        self._ids = torch.zeros(1, dtype=torch.int64, device=device)  # the next token
+        self._logit = torch.zeros(1, device=device)
+        self._best = torch.zeros(1, 2, device=device)
+        self._found = torch.zeros(MOST_DRAFTS, 2, device=device)
+
+    def run(self, token: int, segment: Segment, count: int, bound: int) -> np.ndarray:
+        """Compute a token, and the likeliest behind it, so many in all: float32 [count, 2], the largest logit behind
+        each and its id, a NaN where a logit is none.
+
+        segment: of the first token, with blocks for all; bound: cells that none of them exceeds, for launch sizes. What
+        a head takes of the model's state before the first token is in place. The last micro-batch was waited for.
+        """
+        context, device = self._context, self._context.device
+        written, here, there = self._tier.index_rows(context.host.index, (segment,), [0], (1, 1))
+        here.numbers[:] = written.numbers
+        context.host.ids.numpy()[0] = token
+        device.send(there.memory, here.memory)
+        device.send(self._ids, context.host.ids[:1])
+        key = "chain", id(context), self._tier.tokens, bound
+        for at in range(count):
+            own = replace(segment, past=segment.past + at)
+            device.repeat(key, True, partial(self._issue, there, own, bound))
+            self._found[at : at + 1].copy_(self._best)
+        return self._found[:count].cpu().numpy()
+
+    def _issue(self, index: IndexView, segment: Segment, bound: int) -> None:
+        """One token's kernels, and nothing else: a graph may hold them."""
+        side = self._tier.side
+        side.kernels.forget()
+        rows = RowIndex(index.begin, index.position, index.blocks, (segment,), bound, filled=1)
+        logits = Logits(self._context, self._tier, (index.wanted, index.wanted), 1)
+        work = Work(side, rows, self._ids, logits)
+        for unit in self._looked_up:
+            unit.run(work, ALONE)
+        units = UnitRuns(self._context, self._residents, self._tier, {ACC: work})
+        for part in self._stretch.parts:
+            if isinstance(part, Units):
+                units.run_all(part.steps)
+        torch.max(logits.on_device, 1, out=(self._logit, self._ids))
+        self._best[:, 0].copy_(self._logit)
+        self._best[:, 1].copy_(self._ids)
+        tensors = side.space.tensors
+        if PRIOR in tensors:
+            tensors[PRIOR][:1].copy_(tensors[STATES][:1])
+        index.position.add_(1)
+
+
+def make_chain(context: RunContext, residents: Residents, tier: TierInForce, program: Program) -> Chain | None:
+    """The chain of a program; None where its kernels do not repeat, where the CPU computes anything but rows of tables,
+    weights or states move, or the accelerator cannot read a table."""
+    side, spec = tier.side, context.spec
+    keeps_more = side.config.window or tier.sequences or context.host.picks is not None or tier.arriving
+    if not side.kernels.repeatable or context.group.size > 1 or keeps_more:
+        return None
+    steps, stretches = list[Compute](), list[Stretch]()
+    for item in program.body:
+        if isinstance(item, Units) and item.on == CPU and not stretches:
+            steps += item.computes
+        elif isinstance(item, Stretch) and item.waits_for is None:
+            stretches.append(item)
+        elif not (isinstance(item, Move) and isinstance(item.portion, Activations)):
+            return None
+    if len(stretches) != 1 or not stretches[0].gives_logits or not _is_plain(stretches[0]):
+        return None
+    if not all(spec.unit(step.unit).kind.is_looked_up for step in steps):
+        return None
+    on_acc = [replace(step, on=ACC) for step in steps]
+    tables = [m.data for step in on_acc for m in residents.weights_of(step, tier.carved).matrices.values()]
+    if context.device.kind != "cpu" and not all(data.is_cuda or data.is_pinned() for data in tables):
+        return None
+    looked_up = tuple(residents.bind(step, tier.carved, tier.tokens, context) for step in on_acc)
+    return Chain(context, residents, tier, looked_up, stretches[0])
+
+
+def _is_plain(stretch: Stretch) -> bool:
+    """Whether it is units, and activations that come to them."""
+    return all(
+        isinstance(part, Units) or (isinstance(part, Move) and part.brings(Activations)) for part in stretch.parts
+    )
