@@ -10,10 +10,10 @@ from quick_interpreter import quicken_interpreter
 from warm_python import run_warm
 
 
-def expect_interpreted_to_pass(file: str) -> None:
-    """Run the tests of a file with Triton's interpreter."""
+def expect_interpreted_to_pass(file: str, named: str = "") -> None:
+    """Run the tests of a file with Triton's interpreter, or those of them that have this in their names."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", file, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", file, "-k", named, "-p", "no:cacheprovider"]
     done = run_warm(command, environment, timeout=600)  # which has imported torch, and not Triton
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout

@@ -28,10 +28,31 @@ def quicken_interpreter() -> None:
     _keep_types_and_shapes(core)
     _quicken_semantic(interpreter.interpreter_semantic, core)
     _quicken_operations(interpreter)
+    _multiply_by_numpy(core, interpreter)
     unwrap = core._unwrap_if_constexpr
     plain = (core.tensor, int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type)
     as_they_are = frozenset(plain)
     core._unwrap_if_constexpr = lambda value: value if type(value) in as_they_are else unwrap(value)
+
+
+def _multiply_by_numpy(core: Any, interpreter: Any) -> None:
+    """The products of small matrices: one of NumPy's each, where `triton_mma` has some thirty operations. As float32
+    the sums of bytes are exact, which stay below 16 * 255 * 128."""
+    from pshard.runtime.kernels.gpu.products import triton_mma
+
+    def make(data: np.ndarray, kind: Any) -> Any:
+        return core.tensor(interpreter.TensorHandle(data, kind), core.block_type(kind, list(data.shape)))
+
+    def multiply_bytes(a: Any, b: Any, BITS: int = -1) -> Any:
+        left = a.handle.data.view(np.uint8 if BITS == 255 else np.int8).reshape(-1, 8, 16).astype(np.float32)
+        right = b.handle.data.view(np.int8).reshape(-1, 8, 16).astype(np.float32)
+        return make(np.matmul(left, right.swapaxes(1, 2)).astype(np.int32), core.int32)
+
+    def spread(low: Any, high: Any) -> tuple[Any, ...]:
+        pairs = (side.handle.data.reshape(-1, 2) for side in (low, high))
+        return tuple(make(np.ascontiguousarray(pair[:, i]), low.dtype) for pair in pairs for i in (0, 1))
+
+    triton_mma._products, triton_mma._spread = multiply_bytes, spread
 
 
 def _keep_types_and_shapes(core: Any) -> None:
