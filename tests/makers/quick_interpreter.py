@@ -25,6 +25,7 @@ def quicken_interpreter() -> None:
         return number_types[name]
 
     interpreter._get_np_dtype = keep_number_types
+    _convert_bfloat16_by_bits(interpreter)
     _keep_types_and_shapes(core)
     _quicken_semantic(interpreter.interpreter_semantic, core)
     _quicken_operations(interpreter)
@@ -33,6 +34,20 @@ def quicken_interpreter() -> None:
     plain = (core.tensor, int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type)
     as_they_are = frozenset(plain)
     core._unwrap_if_constexpr = lambda value: value if type(value) in as_they_are else unwrap(value)
+
+
+def _convert_bfloat16_by_bits(interpreter: Any) -> None:
+    """bfloat16 is the upper half of a float32's bits; the interpreter cuts the others off too."""
+    convert = interpreter._convert_float
+
+    def convert_bits(given: np.ndarray, kind: Any, wanted: Any, rounding: Any) -> np.ndarray:
+        if rounding is None and (kind.name, wanted.name) == ("bf16", "fp32"):
+            return given.view(np.uint16).astype(np.uint32) << 16
+        if rounding is None and (kind.name, wanted.name) == ("fp32", "bf16"):
+            return (given.view(np.uint32) >> 16).astype(np.uint16)
+        return convert(given, kind, wanted, rounding)
+
+    interpreter._convert_float = convert_bits
 
 
 def _multiply_by_numpy(core: Any, interpreter: Any) -> None:
@@ -109,6 +124,19 @@ def _quicken_semantic(semantic: Any, core: Any) -> None:
     check, check_bits = semantic.binary_op_type_checking_impl, semantic.bitwise_op_type_checking_impl
     kept = _keep_numbers(semantic, core)
     constants: dict[Any, Any] = {}
+    promoted: dict[Any, Any] = {}
+
+    def promote(lhs: Any, rhs: Any, how: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        """The types that two tensors' types become are worked out once."""
+        key = lhs.dtype.name, rhs.dtype.name, how, *named.items()
+        if key not in promoted:
+            left, right = check(lhs, rhs, *how, **named)
+            promoted[key] = [None if new.dtype == old.dtype else new.dtype for new, old in ((left, lhs), (right, rhs))]
+            return left, right
+        one, other = promoted[key]
+        return semantic.broadcast_impl_value(
+            lhs if one is None else semantic.cast(lhs, one), rhs if other is None else semantic.cast(rhs, other)
+        )
 
     def check_operands(lhs: Any, rhs: Any, *rest: Any, **named: Any) -> tuple[Any, Any]:
         divides = named.get("div_or_mod", rest[3:4] == (True,))
@@ -126,6 +154,8 @@ def _quicken_semantic(semantic: Any, core: Any) -> None:
                 right.handle.data.flags.writeable = False
                 constants[key] = right
             return left, right
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            return promote(lhs, rhs, rest, named)
         return check(lhs, rhs, *rest, **named)
 
     def check_bit_operands(lhs: Any, rhs: Any) -> tuple[Any, Any]:
