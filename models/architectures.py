@@ -16,7 +16,7 @@ class Routing:
     are V3's where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
     `norm_fixed`: `normed` is so whatever files say. `shared_unsaid`: shared experts where a GGUF file has no number of
     them; None: it must have one. `sizes_as_dense`: experts have as many rows as the FFN of its dense
-    relative.
+    relative. `listed`: files say of each layer whether it has experts.
     """
 
     scores: str = "softmax"
@@ -31,6 +31,7 @@ class Routing:
     shared_unsaid: int | None = None
     early: str = ""
     beside: bool = False
+    listed: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Architecture:
     `conv`: most layers have a short convolution instead of attention. `routing`: its layers have experts.
 
     As in `ModelConfig`: `first_full`, `full_every`, whose layers with windows have positions of their own unless the
-    others are still, `still_every`, `activation`, `ungated`, `wide_qk_norm`, `norms`, `centred`, `parallel`.
+    others are still, `still_every`, `activation`, `ungated`, `wide_qk_norm`, `norms`, `centred`, `parallel`,
+    `gate_curve`.
     `fused`: q, k and v are one tensor, or gate and up.
     `multiplied`: what is multiplied by a number that files give: "embedding", "residual" (what layers add), "score",
     "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
@@ -62,7 +64,8 @@ class Architecture:
     `own_head_norms`: some of its models are so, or have such. `turned_norms`: norms of heads follow their rotation.
     `unweighted`: norms of the stream have no weights. `clamped`: files may say within what q, k and v are;
     `capped`: at what scores and logits are capped. `window_unsaid`: tokens of a window where GGUF files do not say.
-    `window_base`: of angles in layers with windows where files do not say; 0: as in others.
+    `window_base`: of angles in layers with windows where files do not say; 0: as in others. `sorted`: files list which
+    layers have a window, which have other numbers of heads and turn others of them; what heads give is gated.
     """
 
     name: str
@@ -110,6 +113,8 @@ class Architecture:
     ungated: bool = False
     window_base: float = 0.0
     by_layer: bool = False
+    sorted: bool = False
+    gate_curve: str = "sigmoid"
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def of_windows(self, window: object) -> "Architecture":
@@ -132,7 +137,7 @@ class Architecture:
 
 _DECLARED = (
     *("window_every", "full_every", "still_every", "first_full", "activation", "ungated"),
-    *("wide_qk_norm", "norms", "centred", "parallel", "sloped"),
+    *("wide_qk_norm", "norms", "centred", "parallel", "sloped", "gate_curve"),
 )
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
@@ -186,6 +191,24 @@ _GEMMA4 = _defaults(  # Gemma4TextConfig of transformers
     rope_parameters={
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
+_LAGUNA = _defaults(  # LagunaConfig of transformers
+    head_dim=128,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    intermediate_size=8192,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=131072,
+    sliding_window=512,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    norm_topk_prob=True,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 )
 _ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
@@ -550,6 +573,19 @@ ARCHITECTURES = (
     ),
     _GEMMA4_DENSE,
     replace(_GEMMA4_DENSE, routing=Routing(norm_fixed=True)),
+    Architecture(
+        "laguna",
+        "laguna",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        qk_norm=True,
+        partial=True,
+        windows=True,
+        sorted=True,
+        gate_curve="softplus",
+        routing=replace(_DEEPSEEK_V3, listed=True),
+        defaults=_LAGUNA,
+    ),
     Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
     Architecture("paddleocr_vl_text", "paddleocr", "halves", defaults=_ERNIE),
     *(
@@ -581,7 +617,6 @@ _LACKING = {
     "grovemoe": "experts that belong to chunks of experts",
     **dict.fromkeys(("mimo2", "mimo-v2-flash"), "values of another length than keys"),
     **dict.fromkeys(("step35", "step3p5", "step3p7"), "a gate of each head and an FFN that is clamped"),
-    "laguna": "a gate of each head and heads that differ from layer to layer",
     "mistral4": "latent attention with a temperature",
 }
 

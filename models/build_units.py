@@ -14,6 +14,8 @@ from pshard.units.attention import (
     ATTENTION,
     BORROWING_ATTENTION,
     BORROWING_WINDOWED,
+    GATE,
+    HEAD_GATE,
     LENDING_ATTENTION,
     LENDING_WINDOWED,
     QKV,
@@ -120,7 +122,8 @@ class UnitMaker:
         else:
             kind, ports = _kind(config, i), ENTERS if config.parallel or config.keeps_input else None
             lender = config.lender(i)
-            tensors = _attention(self._arch, kind.sees(config), block, self.biases, lender != i)
+            gates = [role for role in (GATE, HEAD_GATE) if block + role in self._stored]
+            tensors = _attention(self._arch, kind.sees(config), block, self.biases, gates, lender != i)
             attention = unit(block + "attention", kind, i, tensors, ports)
             yield replace(attention, borrows=_cells_of(lender, before)) if lender != i else attention
         if config.experts is None or not config.experts.are_in(i):
@@ -163,8 +166,9 @@ def _cells_of(layer: int, units: Sequence[Unit]) -> Cells:
 
 
 def _attention(
-    arch: Architecture, config: ModelConfig, block: str, biases: set[str], borrows: bool = False
+    arch: Architecture, config: ModelConfig, block: str, biases: set[str], gates: list[str], borrows: bool
 ) -> Iterator[Expected]:
+    """gates: of heads or of single numbers, as far as the layer has tensors of them."""
     d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     if config.normed_before:
         yield from _norm(block + "attn_norm", d, biases)
@@ -173,8 +177,10 @@ def _attention(
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
             yield Expected(f"{block}{role}.bias", (rows,))
-    if config.gated:
-        yield Expected(block + "attn_q_gate.weight", (q, d))
+    if config.gated and (GATE in gates or not config.heads_gated):
+        yield Expected(block + GATE, (q, d))
+    if config.heads_gated and not (config.gated and GATE in gates):
+        yield Expected(block + HEAD_GATE, (config.n_heads, d))
     if arch.sinks:
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.sloped:

@@ -12,6 +12,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import part_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
 from pshard.models.families.by_layer import NO_TURN
+from pshard.models.families.layer_sorts import first_of, gguf_sorts
 from pshard.models.families.read_numbers import CAPS, gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
 from pshard.models.hybrid.short_convs import gguf_conv
@@ -51,7 +52,7 @@ def gguf_config(
     if TABLE not in stored:
         raise UserError(f"{where}: tensor {TABLE} is missing: the file is incomplete; {FETCH_AGAIN}")
     _check_vocabulary(keys, metadata, stored[TABLE])
-    d_model, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    d_model, n_heads = keys.integer("embedding_length"), _count_heads(arch, keys)
     latent = gguf_latent(keys) if arch.latent else None
     head_dim = latent.cell if latent else keys.integer("attention.key_length", d_model // n_heads)
     if not latent and keys.integer("attention.value_length", head_dim) != head_dim:
@@ -70,7 +71,9 @@ def gguf_config(
         n_heads=n_heads,
         n_kv_heads=_count_kv_heads(arch, keys, n_heads),
         head_dim=head_dim,
-        d_ffn=0 if arch.by_layer or (experts and experts.are_in(0)) else keys.integer("feed_forward_length"),
+        d_ffn=0
+        if arch.by_layer or arch.sorted or (experts and experts.are_in(0))
+        else keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
         norm_eps=keys.real(f"attention.layer_norm_{'' if arch.centred else 'rms_'}epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
@@ -88,13 +91,18 @@ def gguf_config(
     )
     if arch.turned_norms:  # which undo what multiplies sine and cosine
         config = replace(config, rope=replace(config.rope, attention_factor=1.0))
-    return check_config(arch, gguf_numbers(arch, keys, config), where)
+    config = gguf_numbers(arch, keys, config)
+    return check_config(arch, gguf_sorts(keys, config, stored) if arch.sorted else config, where)
+
+
+def _count_heads(arch: Architecture, keys: Keys) -> int:
+    return first_of(keys, "attention.head_count") if arch.sorted else keys.integer("attention.head_count")
 
 
 def _count_kv_heads(arch: Architecture, keys: Keys, n_heads: int) -> int:
     if arch.latent:
         return 1
-    if arch.by_layer:  # see gguf_layers
+    if arch.by_layer or arch.sorted:  # see gguf_layers, gguf_sorts
         return n_heads
     return (
         count_kv_heads(keys, n_heads) if arch.delta or arch.conv else keys.integer("attention.head_count_kv", n_heads)

@@ -6,6 +6,7 @@ from typing import Any
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
+from pshard.models.families.layer_sorts import hf_ropes
 from pshard.models.families.read_numbers import hf_numbers
 from pshard.models.hybrid.read_delta import hf_delta
 from pshard.models.hybrid.short_convs import adjust_rows, hf_conv
@@ -50,6 +51,11 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     positions = config
     if own_positions or arch.by_layer:  # of the latter's full layers: see hf_layers
         positions = split_positions(config, arch.window_base)[int(arch.by_layer)]
+    turned = latent.rope if latent else head_dim
+    if arch.sorted:
+        rope, _ = hf_ropes(arch, keys, head_dim, context)
+    else:
+        rope = hf_rope(positions, arch.rotated, turned, context, where)
     made = ModelConfig(
         architecture=arch.name,
         n_layers=n_layers,
@@ -57,11 +63,11 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("num_key_value_heads", n_heads),
         head_dim=head_dim,
-        d_ffn=0 if experts and experts.are_in(0) else keys.integer("intermediate_size"),
+        d_ffn=0 if arch.sorted or (experts and experts.are_in(0)) else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
         norm_eps=keys.real(_name_eps(arch, config), span=EPSILONS),
         context=context,
-        rope=_pair(arch, keys, hf_rope(positions, arch.rotated, latent.rope if latent else head_dim, context, where)),
+        rope=_pair(arch, keys, rope),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
         sliding_window=_sliding_window(arch, config, keys),
         experts=experts,

@@ -24,6 +24,7 @@ from pshard.models.arrange_tensors import (
 )
 from pshard.models.build_units import HEAD, build_units
 from pshard.models.families.by_layer import arrange_layers, rename_scales
+from pshard.models.families.layer_sorts import arrange_sorts, rename_choice
 from pshard.models.families.made_norms import make_vectors, stack_head_norms
 from pshard.models.families.stored_rows import add_one_to_norms, split_fused
 from pshard.models.families.text_part import take_gguf_text, take_text_settings, take_text_tensors
@@ -46,7 +47,7 @@ from pshard.paths import name_in_hub_cache
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
 
-NAMED_AS = {"hy_v3": "dots1"}  # gguf 0.19 does not know the one, whose tensors are called as the other's
+NAMED_AS = {"hy_v3": "dots1", "laguna": "step35"}  # gguf 0.19 does not know the ones, called as the others' are
 
 
 class ModelFile:
@@ -285,6 +286,7 @@ def _arrange_file(
     tensors, notes = split_keys(
         config, split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, stored)))
     )
+    tensors = arrange_sorts(config, tensors) if arch.sorted else tensors
     return arrange_layers(config, tensors) if arch.by_layer else tensors, notes
 
 
@@ -299,6 +301,7 @@ def _arrange_folder(
     tensors, more = split_keys(config, renamed)
     tensors = split_fused(arch, config, tensors)
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
+    tensors = arrange_sorts(config, tensors) if arch.sorted else tensors
     return arrange_layers(config, tensors) if arch.by_layer else tensors, notes + more
 
 
@@ -321,7 +324,7 @@ def _rename(
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
-        key = rename_experts(rename_scales(key))
+        key = rename_choice(rename_experts(rename_scales(key)))
         key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key

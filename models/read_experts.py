@@ -10,7 +10,7 @@ _SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # llama.cpp's numbers of ga
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # transformers 5 writes others
 _USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-_SCALES = ("routed_scaling_factor", "router_scaling_factor")
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor")
 _LEADS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
@@ -95,7 +95,7 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         groups_used=1 if keys.get("topk_method") == "greedy" else keys.integer("topk_group", 1),
         d_shared=d_shared,
         shared_gate=routing.shared_gate,
-        dense_layers=_dense_layers(keys),
+        dense_layers=0 if routing.listed else _dense_layers(keys),
         every=keys.integer("moe_layer_interval", 1),
     )
     return check_experts(experts, keys.where)

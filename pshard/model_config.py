@@ -53,7 +53,8 @@ class Experts:
 
     `d_shared`: rows of the FFN that every token takes beside its experts; `shared_gate`: it is multiplied by the
     sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead, and of the
-    others all but the last of each `every`. `beside`: layers with experts have an ordinary FFN too.
+    others all but the last of each `every`; or `layers` says of each whether it has experts. `beside`: layers with
+    experts have an ordinary FFN too.
     """
 
     count: int
@@ -73,10 +74,13 @@ class Experts:
     every: int = 1
     early: str = ""
     beside: bool = False
+    layers: tuple[bool, ...] = ()
     apart: bool = False  # a layer has an FFN too; both results are normalised, and their sum again
 
     def are_in(self, layer: int) -> bool:
         """Whether a layer has experts."""
+        if self.layers:
+            return self.layers[layer]
         return layer >= self.dense_layers and (layer + 1) % self.every == 0
 
 
@@ -167,6 +171,8 @@ class ModelConfig:
     experts: Experts | None = None
     latent: Latent | None = None
     gated: bool = False
+    heads_gated: bool = False  # what a head gives is multiplied by one number, of one more product of its input
+    gate_curve: str = "sigmoid"  # what becomes of such products first, or "softplus"
     delta: Delta | None = None
     conv: ShortConv | None = None
     full_every: int = 0  # of so many layers the last has full attention, the others the window; 0: see window_every
@@ -188,6 +194,7 @@ class ModelConfig:
     windows_in: tuple[bool, ...] = ()  # whether each layer has the window; (): see full_every and window_every
     window_head_dim: int = 0  # of layers with a window; 0: as of the others
     window_kv_heads: int = 0  # of layers with a window; 0: as of the others
+    window_heads: int = 0  # of layers with a window; 0: as of the others
     ffn_rows: tuple[int, ...] = ()  # of each layer; (): d_ffn, which is the most of any
     values_normed: bool = False  # each head's values are normalised, without weights
     logit_cap: float = 0.0  # logits become cap tanh(logits / cap); 0: they stay
@@ -239,8 +246,9 @@ class ModelConfig:
     @cached_property
     def windowed(self) -> "ModelConfig":
         """The same with the heads of layers with a window as those of all."""
-        dim, heads = self.window_head_dim or self.head_dim, self.window_kv_heads or self.n_kv_heads
-        return replace(self, head_dim=dim, n_kv_heads=heads, window_head_dim=0, window_kv_heads=0)
+        dim, kv = self.window_head_dim or self.head_dim, self.window_kv_heads or self.n_kv_heads
+        own = replace(self, n_heads=self.window_heads or self.n_heads, n_kv_heads=kv, head_dim=dim)
+        return replace(own, window_head_dim=0, window_kv_heads=0, window_heads=0)
 
     def has_window(self, layer: int) -> bool:
         """Whether the layer is one of those that see a window, where the model has one."""

@@ -11,6 +11,7 @@ from pshard.model_config import ModelConfig, Rope, Temperature
 from pshard.models.architectures import Architecture
 from pshard.models.families.by_layer import gguf_layers, hf_layers
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
+from pshard.models.families.layer_sorts import hf_sorts
 from pshard.models.keys import BASES, FACTORS, Keys
 
 _GGUF_MULTIPLIERS = {
@@ -70,6 +71,8 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
     """The config with what config.json says of these. Raises UserError that names the key."""
     _check_hf_layers(arch, keys, config)
     config = _multiply(config, {what: keys.real(_HF_MULTIPLIERS[what], 1.0, FACTORS) for what in arch.multiplied})
+    if arch.sorted:
+        return hf_sorts(arch, keys, config)
     if arch.by_layer:
         keys.refuse_unless("use_bidirectional_attention", False, "vision")  # the latter is of what a model sees
         root = math.sqrt(config.d_model)

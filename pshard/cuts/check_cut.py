@@ -292,7 +292,9 @@ class _Flow:
         self.expect(x != PARTIAL, role, "is of a unit that changes what ranks would have to sum before")
         match operation:
             case GateRows():
-                self.expect(x == values[1], role, "is of a unit whose gate is cut elsewhere")
+                each = operation.width // operation.gate.width
+                gate = replace(values[1], ranges=tuple((a * each, b * each) for a, b in values[1].ranges))
+                self.expect(x == gate, role, "is of a unit whose gate is cut elsewhere")
             case TimesRows():
                 self.expect(x == MIRRORED, role, "is multiplied by what every rank has all of, but is cut")
             case NormHeads(weight):

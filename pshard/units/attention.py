@@ -27,6 +27,7 @@ HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 EACH = ("attn_q_norms.weight", "attn_k_norms.weight")  # of every head its own
 STRETCH = "attn_q_stretch.weight"  # what each head's query is multiplied by once it is rotated
 GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
+HEAD_GATE = "attn_head_gate.weight"  # the same of one number for each head
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 SLOPES = "attn_slopes.weight"  # what scores of each head lose for a cell that they lie back: ALiBi (arXiv 2108.12409)
 AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
@@ -56,7 +57,7 @@ def group_roles(tensors: Collection[str], config: ModelConfig, borrows: bool = F
         return (q,)
     if config.wide_qk_norm:
         return v, q, k
-    return (*QKV, GATE) if GATE in tensors else QKV
+    return *QKV, *(role for role in (GATE, HEAD_GATE) if role in tensors)
 
 
 def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
@@ -115,7 +116,7 @@ def _operations(
             slopes=tensors.get(SLOPES),
             borrows=borrows,
         ),
-        *((GateRows(q, mixed, multiply.writes[3]),) if GATE in tensors else ()),
+        *(GateRows(q, mixed, gate, config.gate_curve) for gate in multiply.writes[3:]),
         *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
     )
 
@@ -143,7 +144,8 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
     # q and k, once they are normalised whole, stand before v, q and k
-    width = 2 * (heads + kv) + kv if config.wide_qk_norm else (2 if config.gated else 1) * heads + 2 * kv
+    gates = (heads if config.gated else 0) + (config.n_heads if config.heads_gated else 0)
+    width = 2 * (heads + kv) + kv if config.wide_qk_norm else heads + 2 * kv + gates
     return (
         Buffer(PRODUCTS, (tokens, width), "act"),
         Buffer(MIXED, (tokens, heads), "act"),
@@ -185,7 +187,7 @@ ATTENTION = UnitKind(
             **dict.fromkeys((*HEAD_NORMS, STRETCH), ("none", "all")),
             EACH[0]: ("rows", "cut"),
             EACH[1]: ("rows", "kv"),
-            **dict.fromkeys((SINKS, SLOPES), ("rows", "each")),
+            **dict.fromkeys((SINKS, SLOPES, HEAD_GATE), ("rows", "each")),
             OUT: ("cols", "cut"),
             OUT_BIAS: ("rows", "first"),
             AFTER: ("sum", "all"),
@@ -211,8 +213,8 @@ WINDOWED_ATTENTION = replace(
     name="windowed attention",
     operations=lambda tensors, config: _operations(tensors, config, "windowed attention", config.window),
     widths=lambda tensors, config: {
-        f"window_{n}" if n == "n_kv_heads" and config.window_kv_heads else n: size
-        for n, size in _widths(tensors, config.windowed).items()
+        own if getattr(config, own) else name: size
+        for (name, size), own in zip(_widths(tensors, config.windowed).items(), ("window_heads", "window_kv_heads"))
     },
     state=lambda config, shape: _state(config, shape, config.window),
     scratch=_scratch_of("windowed attention"),

@@ -214,11 +214,13 @@ def heads_of(x: Rows, of: Rotate | Attend, alone: bool) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True)
 class GateRows(InPlace):
-    """An activation times the sigmoid of another one, `width` elements a token each."""
+    """An activation, `width` elements a token, times the sigmoid or the "softplus" of another one, of which it has as
+    many, or one for each of so many equal parts: `Kernels.gate_rows`."""
 
     width: int
     x: Rows = NOWHERE
     gate: Rows = NOWHERE
+    curve: str = "sigmoid"
 
     @property
     def reads(self) -> tuple[Rows, ...]:

@@ -7,7 +7,7 @@ from pshard.runtime.blocks.listed_block import Listed, ListedBlock
 from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.kernels.unpack import BY_ROWS
 from pshard.runtime.memory.kv_cache import view_layer
-from pshard.units.attention import AFTER, GATE, NORM, QKV, count_heads
+from pshard.units.attention import AFTER, GATE, HEAD_GATE, NORM, QKV, count_heads
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -25,7 +25,7 @@ class AttentionBlock(ListedBlock):
 
     def first_norm(self, weights: Listed) -> torch.Tensor | None:
         m = weights.weights.matrices
-        packed = all(m[role].qtype not in BY_ROWS for role in (*QKV, GATE) if role in m)
+        packed = all(m[role].qtype not in BY_ROWS for role in (*QKV, GATE, HEAD_GATE) if role in m)
         return weights.weights.vectors.get(NORM) if packed else None
 
     def ends_in_product(self, weights: Listed) -> bool:

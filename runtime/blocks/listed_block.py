@@ -200,7 +200,7 @@ class Course:
         return self.at(Rows(operation.x.buffer, operation.x.first, sum(rows.width for rows in operation.reads)))
 
     def gate_rows(self, gate: GateRows) -> None:
-        self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate))
+        self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate), gate.curve)
 
     def times_rows(self, times: TimesRows) -> None:
         self.work.side.kernels.times_rows(self.at(times.x), self.at(times.by))

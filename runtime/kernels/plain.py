@@ -155,8 +155,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(rows)
 
-    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        x.mul_(torch.sigmoid(gate))
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor, curve: str = "sigmoid") -> None:
+        by = torch.nn.functional.softplus(gate.float()) if curve == "softplus" else torch.sigmoid(gate)
+        x.mul_(by.repeat_interleave(x.shape[1] // gate.shape[1], 1))
 
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         x.mul_(by)

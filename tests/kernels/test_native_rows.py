@@ -165,6 +165,7 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
     position = torch.randint(0, 50, (tokens,), dtype=torch.int32)
     work = {
         "gate_rows": lambda k, x: k.gate_rows(x, gate[:, :width]),
+        "softplus": lambda k, x: k.gate_rows(x, gate[:, :width], "softplus"),
         "times_rows": lambda k, x: k.times_rows(x, gate[:, :width]),
         "scale_rows": lambda k, x: k.scale_rows(x, hidden, weight),
         "warm_rows": lambda k, x: k.warm_rows(x, table, position),
@@ -175,6 +176,9 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
         "gelu": lambda k, x: k.bend_rows(x, "gelu"),
         "xielu": lambda k, x: k.bend_rows(x, "xielu", torch.tensor([0.8, 1.7, 0.5, -0.01])),
     }
+    if width % 8 == 0:  # a gate for each eight
+        for curve in ("sigmoid", "softplus"):
+            work[f"{curve} of eight"] = lambda k, x, curve=curve: k.gate_rows(x, gate[:, : width // 8], curve)
     for how in ("times", "plus"):
         work[how] = lambda k, x, how=how: k.bend_rows(x, how, bias)
         if width % 8 == 0:

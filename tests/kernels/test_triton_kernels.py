@@ -250,6 +250,17 @@ def test_rows_are_multiplied_by_the_sigmoid_of_their_gates(kernels: cuda.CudaKer
 
 
 @needs_kernels
+@pytest.mark.parametrize("curve", ["sigmoid", "softplus"])
+def test_heads_are_multiplied_by_a_curve_of_their_gates(kernels: cuda.CudaKernels, curve: str) -> None:
+    x, gate = random_tensor(3, 104, seed=76)[:, :96], random_tensor(3, 14, seed=77)[:, :12]
+    grown = np.exp(numpy64(gate))
+    by = np.log1p(grown) if curve == "softplus" else grown / (1 + grown)
+    expected = numpy64(x) * np.repeat(by, 8, axis=1)
+    kernels.gate_rows(x, gate, curve)
+    assert error(x, expected) < 0.01
+
+
+@needs_kernels
 @pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (70, 96)])
 def test_rows_are_multiplied_by_the_sigmoid_of_one_product_each(
     kernels: cuda.CudaKernels, shape: tuple[int, int]

@@ -234,6 +234,30 @@ RECIPES = {
         experts=Moe(8, 3),
     ),
     "pangu-embedded": Recipe(biases=True, out_bias=True, kv=1, thetas=(4e6, 4e6)),
+    "laguna": Recipe(
+        layers=5,
+        heads=4,
+        local_heads=(6, 2),
+        head_norms=True,
+        windows=(0, 48, 48, 48, 0),
+        rotated=16,
+        local_rotated=32,
+        thetas=(5e5, 2e4),
+        yarn=Yarn(4.0, 64, 1 + 0.1 * math.log(4)),
+        gate="heads",
+        eps=1e-5,
+        experts=Moe(8, 3, 64, sigmoid=True, scale=2.5, bias=True, shared=96, dense=1),
+    ),
+    "laguna-m": Recipe(
+        layers=3,
+        kv=4,
+        head_norms=True,
+        rotated=16,
+        thetas=(5e5, 5e5),
+        gate="numbers",
+        eps=1e-5,
+        experts=Moe(8, 3, 64, sigmoid=True, scale=1.25, bias=True, shared=64, dense=2),
+    ),
 }
 REMOTE = (
     "deepseek",
@@ -254,7 +278,7 @@ REMOTE = (
 WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
-        *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker"),
+        *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker", "laguna", "laguna-m"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -265,10 +289,11 @@ GGUF_NAMES = {
     "command-r-plus": "command-r",
     "stablelm-12b": "stablelm",
     "baichuan-13b": "baichuan",
+    "laguna-m": "laguna",
 }  # of families that another's files are called as
 COMPOSED = (
     *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
-    *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b", "lfm2moe"),
+    *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b", "lfm2moe", "laguna-m"),
 )  # of what others show each
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
 IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]
@@ -324,7 +349,8 @@ class _Drawn(NamedTuple):
             self.matrix(b + "shortconv.conv", r.d, r.taps)
             self.matrix(b + "shortconv.out_proj", r.d, r.d)
             return
-        q, kv = r.heads * r.head, r.kv * r.head
+        heads, groups = r.counts(layer)
+        q, kv = heads * r.head, groups * r.head
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             self.matrix(f"{b}attn_{part}", rows, r.d)
             if r.biases:
@@ -334,6 +360,8 @@ class _Drawn(NamedTuple):
             if (r.head_norms or r.wide_norms) and part != "v":
                 self.norm(f"{b}attn_{part}_norm", rows if r.wide_norms else r.head)
         self.matrix(b + "attn_output", r.d, q)
+        if r.gate:
+            self.matrix(b + "attn_gate", heads if r.gate == "heads" else q, r.d, by=2.0)
         if r.out_bias:
             self.bias(b + "attn_output", r.d)
 
@@ -418,7 +446,22 @@ def _moe_keys(r: Recipe) -> dict[str, Any]:
     return keys
 
 
+def _laguna(r: Recipe) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "expert_shared_feed_forward_length": r.experts.shared, "expert_shared_count": 1,
+        "attention.head_count": [r.counts(i)[0] for i in range(r.layers)],
+    }  # fmt: skip
+    if r.windows:
+        keys |= {"attention.sliding_window": max(r.windows), "rope.dimension_count_swa": r.local_rotated,
+                 "rope.freq_base_swa": r.thetas[1]}  # fmt: skip
+    if r.yarn:
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": r.yarn.factor,
+                 "rope.scaling.original_context_length": r.yarn.original}  # fmt: skip
+    return keys
+
+
 _OWN_KEYS: dict[str, Any] = {
+    **dict.fromkeys(("laguna", "laguna-m"), _laguna),
     **dict.fromkeys(("granite", "granitemoe"), lambda r: {
         "embedding_scale": r.embed, "residual_scale": r.residual, "attention.scale": r.score,
         "logit_scale": 1 / r.logits,
@@ -541,6 +584,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "ernie4_5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "paddleocr": ("PaddleOCRVLConfig", "PaddleOCRVLForConditionalGeneration"),
+    **dict.fromkeys(("laguna", "laguna-m"), ("LagunaConfig", "LagunaForCausalLM")),
     "qwen2vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
 }
 _HF_NAMES = {
@@ -550,6 +594,7 @@ _HF_NAMES = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.gate.e_score_correction",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_gate": "self_attn.g_proj",
 }  # fmt: skip
 _AFTER_ONLY = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SANDWICH = _AFTER_ONLY | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -688,6 +733,14 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         rope = {"full_attention": rope | {"rope_type": "linear", "factor": r.slower},
                 "sliding_attention": {"rope_type": "default", "rope_theta": r.thetas[1]}}  # fmt: skip
         settings |= {"sliding_window": max(r.windows), "query_pre_attn_scalar": r.head}
+    if family.startswith("laguna"):
+        if not r.windows:
+            rope = {"full_attention": rope}
+        else:
+            rope = {
+                "full_attention": {k: v for k, v in rope.items() if "scal" not in k},
+                "sliding_attention": {"rope_type": "default", "rope_theta": r.thetas[1]},
+            }
     settings["rope_parameters"] = rope
     if family in ("qwen2vl", "paddleocr"):
         pairs = r.head // 2
@@ -728,6 +781,15 @@ _HF_OWN: dict[str, Any] = {
         "attn_logit_softcapping": r.caps[0],
         "final_logit_softcapping": r.caps[1],
     },
+    **dict.fromkeys(
+        ("laguna", "laguna-m"),
+        lambda r: {
+            "num_attention_heads_per_layer": [r.counts(i)[0] for i in range(r.layers)],
+            "layer_types": ["sliding_attention" if r.window(i) else "full_attention" for i in range(r.layers)],
+            "sliding_window": max(r.windows, default=512),
+            "gating": "per-head" if r.gate == "heads" else "per-element",
+        },
+    ),
     "command-r-plus": lambda r: {"use_qk_norm": True},
     "olmo": lambda r: {"clip_qkv": r.clamp},
     "stablelm": lambda r: {"layer_norm_eps": r.eps, "use_qkv_bias": True},
@@ -754,6 +816,12 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
             "moe_num_experts": moe.count, "moe_k": moe.used, "moe_layer_start_index": moe.dense,
             "moe_layer_interval": moe.every, "moe_num_shared_experts": moe.shared // (moe.rows or 1),
         },
+        "laguna": {
+            "num_experts": moe.count, "num_experts_per_tok": moe.used, "moe_routed_scaling_factor": moe.scale,
+            "shared_expert_intermediate_size": moe.shared,
+            "mlp_layer_types": ["dense" if i < moe.dense else "sparse" for i in range(RECIPES[family].layers)]
+            if family.startswith("laguna") else [],
+        },
         "minimax-m2": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
         "hunyuan-moe": {"num_experts": moe.count, "moe_topk": moe.used},
         "exaone-moe": {
@@ -762,7 +830,7 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
         },
         "granitemoe": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
         "lfm2moe": {"num_experts": moe.count, "num_experts_per_tok": moe.used, "num_dense_layers": moe.dense},
-    }.get(family)  # fmt: skip
+    }.get(family.removesuffix("-m"))  # fmt: skip
     if own is None:
         return {}
     return own | {"experts_implementation": "eager"} | ({"moe_intermediate_size": moe.rows} if moe.rows else {})

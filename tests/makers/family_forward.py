@@ -66,7 +66,9 @@ class Recipe:
     and of logits. slopes: of heads, by distance. convs: layers with a short convolution of so many taps. bare:
     norms of the stream have no weights; norm_biases: or biases too. act: of FFNs without a gate, which may have
     biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's. turned: norms of heads follow
-    their rotation.
+    their rotation. local_heads, local_rotated: query and KV heads of layers with a window, and how many numbers of each
+    are rotated; 0: as of the others. gate: what "heads", or single "numbers" of them, give is multiplied by a curve
+    of one more product.
     """
 
     layers: int = 2
@@ -115,9 +117,20 @@ class Recipe:
     convs: tuple[bool, ...] = ()
     taps: int = 3
     experts: Moe = NONE
+    local_heads: tuple[int, int] = (0, 0)
+    local_rotated: int = 0
+    gate: str = ""
+    gate_curve: str = "softplus"
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def counts(self, layer: int) -> tuple[int, int]:
+        """Query heads and KV heads."""
+        return self.local_heads if self.local_heads[0] and self.window(layer) else (self.heads, self.kv)
+
+    def turned_numbers(self, layer: int) -> int:
+        return self.local_rotated if self.local_rotated and self.window(layer) else self.rotated
 
 
 def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarray:
@@ -193,15 +206,21 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
     window = recipe.window(layer) or n
     seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - window)
     mixed = np.empty_like(q)
-    for i in range(recipe.heads):
-        own_kv = i // (recipe.heads // recipe.kv)
+    heads, kv = recipe.counts(layer)
+    for i in range(heads):
+        own_kv = i // (heads // kv)
         scores = cap(recipe.score * (q[:, i] @ k[:, own_kv].T), recipe.caps[0])
         if recipe.slopes:
             scores = scores - recipe.slopes[i] * (position[:, None] - position)
         scores = np.where(seen, scores, -np.inf)
         shares = np.exp(scores - scores.max(1, keepdims=True))
         mixed[:, i] = shares / shares.sum(1, keepdims=True) @ parts["v"][:, own_kv]
-    given = mixed.reshape(n, -1) @ own["attn_output.weight"].T
+    mixed = mixed.reshape(n, -1)
+    if recipe.gate:
+        curve = np.log1p if recipe.gate_curve == "softplus" else lambda grown: grown / (1 + grown)
+        gates = curve(np.exp(h @ own["attn_gate.weight"].T))
+        mixed = mixed * np.repeat(gates, mixed.shape[1] // gates.shape[1], axis=1)
+    given = mixed @ own["attn_output.weight"].T
     return given + own["attn_output.bias"] if recipe.out_bias else given
 
 
@@ -209,7 +228,7 @@ def _turn(recipe: Recipe, x: np.ndarray, position: np.ndarray, layer: int) -> np
     """Each pair of a head's first numbers, by its position times its frequency."""
     if recipe.still and recipe.still[layer]:
         return x
-    half, turned = recipe.rotated // 2, x.copy()
+    half, turned = recipe.turned_numbers(layer) // 2, x.copy()
     frequencies, grows = _frequencies(recipe, layer)
     for pair in range(half):
         a, b = (2 * pair, 2 * pair + 1) if recipe.adjacent else (pair, pair + half)
@@ -220,7 +239,7 @@ def _turn(recipe: Recipe, x: np.ndarray, position: np.ndarray, layer: int) -> np
 
 
 def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
-    dims, local = recipe.rotated, bool(recipe.window(layer))
+    dims, local = recipe.turned_numbers(layer), bool(recipe.window(layer))
     theta = recipe.thetas[local]
     plain = theta ** (-np.arange(0, dims, 2) / dims)
     if recipe.yarn and not local:

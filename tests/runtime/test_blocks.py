@@ -96,7 +96,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "like",
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
-        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker"),
+        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker", "laguna"),
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:

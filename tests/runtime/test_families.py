@@ -141,6 +141,13 @@ MISTAKES = {
         {"embed": 1.0}, {"residual": 1.0}, {"score": 32**-0.5}, {"logits": 1.0}, {"adjacent": False},
         {"experts": Moe(8, 3, normed=False)}, {"experts": Moe(8, 2)},
     ],
+    "laguna": [
+        {"gate": ""}, {"gate_curve": "sigmoid"}, {"windows": (0, 47, 47, 47, 0)}, {"local_rotated": 16},
+        {"thetas": (5e5, 5e5)}, {"yarn": None}, {"head_norms": False},
+        *({"experts": RECIPES["laguna"].experts._replace(**wrong)} for wrong in (
+            {"sigmoid": False}, {"normed": False}, {"scale": 1.0}, {"bias": False}, {"shared": 0})),
+    ],
+    "laguna-m": [{"gate": ""}, {"gate_curve": "sigmoid"}, {"rotated": 32}, {"thetas": (1e4, 1e4)}],
     "gemma": [{"gelu": False}, {"embed": 1.0}, {"score": 42**-0.5}, {"adjacent": True}],
     "ernie4_5": [{"adjacent": False}, {"thetas": (1e4, 1e4)}, {"score": 32**-0.5}, {"eps": 1e-2}],
     "paddleocr": [{"adjacent": True}, {"thetas": (1e4, 1e4)}],

@@ -50,8 +50,9 @@ class HostRows:
     def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
         native.warm_rows(x, (x.shape[0], x.shape[1]), x.stride(0), table, position)
 
-    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate)
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor, curve: str = "sigmoid") -> None:
+        each = x.shape[1] // gate.shape[1]
+        native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate, each, curve)
 
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         native.times_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), by.stride(0)), by)

@@ -72,7 +72,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "centre_rows": ("v", "plll"),
     "bend_rows": ("v", "pllliplf"),
     "norm_heads": ("v", "plllplfi"),
-    "gate_rows": ("v", "plplll"),
+    "gate_rows": ("v", "plplllli"),
     "times_rows": ("v", "plplll"),
     "copy_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
@@ -547,9 +547,12 @@ def norm_heads(
     _function("norm_heads")(_at(x), stride, *shape, _at(weight), head, eps, centred)
 
 
-def gate_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], gate: Buffer) -> None:
-    """x *= sigmoid(gate), f32 [tokens, width] both, rows `strides` apart; relative error below 1e-6."""
-    _function("gate_rows")(_at(x), strides[0], _at(gate), strides[1], *shape)
+def gate_rows(
+    x: Buffer, shape: tuple[int, int], strides: tuple[int, int], gate: Buffer, each: int = 1, curve: str = "sigmoid"
+) -> None:
+    """x *= curve(gate), f32 [tokens, width] and [tokens, width / each], rows `strides` apart: `Kernels.gate_rows`;
+    relative error below 1e-6."""
+    _function("gate_rows")(_at(x), strides[0], _at(gate), strides[1], *shape, each, curve == "softplus")
 
 
 def copy_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], out: Buffer) -> None:

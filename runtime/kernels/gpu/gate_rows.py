@@ -20,13 +20,14 @@ class GatesOnGpu:
             out.copy_(rows)
             self._placed = None
 
-    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor, curve: str = "sigmoid") -> None:
         """See `Kernels.gate_rows`. Up to SMALL_BATCH rows are left quantised as well."""
         tokens, cols = x.shape
         block, ready = triton.next_power_of_2(cols), self._activations.hand_over(x)
         triton_rows.gate_rows_kernel[(tokens,)](
-            x, x.stride(0), gate, gate.stride(0), cols, *(ready or NOT_QUANTISED), BLOCK=block,
-            QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
+            x, x.stride(0), gate, gate.stride(0), cols, *(ready or NOT_QUANTISED), EACH=cols // gate.shape[1],
+            SOFTPLUS=curve == "softplus", BLOCK=block, QUANTISE=ready is not None,
+            num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:

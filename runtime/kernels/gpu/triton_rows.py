@@ -99,14 +99,20 @@ def gate_mul_kernel(gate, up, in_stride, out, out_stride, cols, GELU: tl.constex
 
 @triton.jit
 def gate_rows_kernel(
-    x, x_stride, gate, gate_stride, cols, words, scale, sums, BLOCK: tl.constexpr, QUANTISE: tl.constexpr
-):
-    """Program m: x[m] *= sigmoid(gate[m]), in float32. BLOCK >= cols. QUANTISE: as `rms_norm_kernel` does."""
+    x, x_stride, gate, gate_stride, cols, words, scale, sums,
+    EACH: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """Program m: x[m] *= sigmoid(gate[m]), or SOFTPLUS, in float32; EACH columns share a gate. BLOCK >= cols.
+    QUANTISE: as `rms_norm_kernel` does."""
     m = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < cols
-    g = tl.load(gate + m * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
+    g = tl.load(gate + m * gate_stride + column // EACH, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        value *= tl.maximum(g, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(g)))
+    else:
+        value /= 1.0 + tl.exp(-g)
     rounded = value.to(x.dtype.element_ty)
     tl.store(x + m * x_stride + column, rounded, mask=mask)
     if QUANTISE:

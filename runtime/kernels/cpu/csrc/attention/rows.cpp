@@ -244,13 +244,21 @@ PSHARD_API void pshard_norm_heads(float* x, int64_t stride, int64_t tokens, int6
   });
 }
 
-// x[t] *= sigmoid(gate[t])
+// x[t] *= curve(gate[t]), a sigmoid or a softplus; `each` columns of x in a row share a number of the gate.
 PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,
-                                 int64_t width) {
+                                 int64_t width, int64_t each, int softplus) {
   const int64_t whole = width / 16 * 16;
   for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
     float* row = x + t * stride;
     const float* own = gate + t * gate_stride;
+    if (softplus || each > 1) {
+      for (int64_t at = 0; at < width; at += each) {
+        const float g = own[at / each];
+        const float by = softplus ? std::max(g, 0.f) + std::log1p(std::exp(-std::fabs(g))) : sigmoid(g);
+        for (int64_t i = at; i < at + each; ++i) row[i] *= by;
+      }
+      return;
+    }
     kernels().sigmoid_mul(row, own, whole);
     for (int64_t i = whole; i < width; ++i) row[i] *= sigmoid(own[i]);
   });
