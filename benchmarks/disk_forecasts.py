@@ -5,7 +5,8 @@ FILE is a GGUF file, of which the header is enough; RAM and VRAM are GB. Prints 
 which part that is of a bound that no plan beats. Nothing is run. `--table FILE` prints the table of docs/disk.md.
 
 The bound: what memory and compute take at least, or the bytes that VRAM and host memory cannot hold, by the drive's
-rate; of experts that part of these bytes that a token uses, as if all were chosen alike. A prompt reads them once.
+rate; of experts that part of these bytes that a token uses, as if all were chosen alike. Which these are is known when
+their layer is reached, so the accelerator's other units are not beside that. A prompt reads all these bytes once.
 """
 
 import argparse
@@ -27,7 +28,10 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import Room
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.host_limits import usable_bytes
+from pshard.planner.rank_task import RankTask
+from pshard.planner.routing.plan_disk_slots import lives_on_disk, plan_disk_slots
 from pshard.predicted_times import decode_rate, first_token_seconds
+from pshard.routing.expert_map import LIKELY
 from pshard.runtime.memory.disk.fake_disk import FakeDisk
 from pshard.units.moe.experts import EXPERTS
 from pshard.workload import Workload
@@ -52,6 +56,8 @@ def forecast(spec: ModelSpec, ram: int, vram: int, rate: float) -> dict[str, Any
     for prompt in PROMPTS:
         workload = Workload((vram * 1000,), prompt + 4096, max_ubatch=prompt, prompt=prompt, ram_mib=ram << 10)
         variant = plan_variant(spec, machine, workload)
+        if lives_on_disk(spec, variant):
+            variant = plan_disk_slots(spec, machine, variant, None)
         (task,) = prepare_ranks(spec, machine, variant.workload)
         tiers, seconds = variant.ranks[0].tiers, first_token_seconds(variant)
         outside = count_outside(task.room, tiers[-1].tokens, machine)
@@ -65,7 +71,9 @@ def forecast(spec: ModelSpec, ram: int, vram: int, rate: float) -> dict[str, Any
         found["token_gb"] = round(dict(answer.busy).get(READ.name, 0.0) * rate / 1e9, 2)
         found["least_token_gb"] = round(least / 1e9, 2)
         found["decode_rate"] = round(decode_rate(variant), 3)
-        found["decode_share"] = round(decode_rate(variant) * max(least / rate, answer.bound_seconds), 2)
+        found["likely_rate"] = round(1 / _likely_seconds(variant), 3)
+        reading = least / rate + _chain_seconds(task) * (spec.config.experts is not None)
+        found["decode_share"] = round(decode_rate(variant) * max(reading, answer.bound_seconds), 2)
     return found
 
 
@@ -80,6 +88,23 @@ def count_read(spec: ModelSpec, outside: int) -> float:
     experts, rule = sum(u.packed_nbytes for u in spec.units if u.kind is EXPERTS), spec.config.experts
     used = rule.used / rule.count if rule else 1.0
     return max(0, outside - experts) + min(outside, experts) * used
+
+
+def _chain_seconds(task: RankTask) -> float:
+    """Seconds that a token's units take on the accelerator, from VRAM, but for its experts."""
+    units = (unit for unit in task.room.spec.units if unit.kind is not EXPERTS and not unit.kind.is_looked_up)
+    return sum(task.costs[0].units[unit.name].acc for unit in units)
+
+
+def _likely_seconds(variant: Variant) -> float:
+    """Seconds of a token, were slots for experts to find what published engines find."""
+    answer = variant.ranks[0].tiers[0].prediction
+    chosen = sum(len(cache.units) for cache in variant.ranks[0].caches)
+    if not chosen:
+        return answer.seconds
+    found = sum(cache.found * len(cache.units) for cache in variant.ranks[0].caches) / chosen
+    saved = 1 - (1 - found**LIKELY) / (1 - found)
+    return answer.seconds - saved * dict(answer.busy)[READ.name]
 
 
 def _least_first_token(variant: Variant) -> float:
@@ -102,12 +127,13 @@ def forecast_all(cases: list[str]) -> Iterator[dict[str, Any]]:
 
 def make_table(rows: list[dict[str, Any]]) -> str:
     """The table of docs/disk.md."""
-    head = "model, RAM + VRAM", "drive GB/s", "on disk GB", "a token reads GB", "tok/s", "of bound"
+    head = "model, RAM + VRAM", "drive GB/s", "on disk GB", "a token reads GB", "tok/s", "of bound", "likely tok/s"
     head += tuple(text for prompt in PROMPTS for text in (f"TTFT {prompt} s", "of bound"))
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in rows:
         cells = [f"{r['model']} ({r['gb']:g} GB), {r['ram']} + {r['vram']}", f"{r['drive']:g}", f"{r['disk_gb']:g}"]
         cells += [f"{r['token_gb']:g}", f"{r['decode_rate']:.3g}", f"{r['decode_share']:.2f}"]
+        cells.append(f"{r['likely_rate']:.3g}")
         for prompt in PROMPTS:
             cells += [f"{r[f'first_token_{prompt}']:.3g}", f"{r[f'first_token_share_{prompt}']:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")

@@ -57,17 +57,17 @@ def _list_tries(
     """Tiers, and what of them may live beyond host memory. They are as they are; with what is left of their arenas
     filled with pins; and with other pins, the largest units first: the largest one of what is not pinned is as large as
     slots are."""
-    names = _list_spread(room)
+    names = list_spread(room)
     by_size = sorted(names, key=lambda name: -room.spec.unit(name).packed_nbytes)
     without_pins = tuple(dict.fromkeys(_list_bare(room, tiers)))
-    starts = [tiers, _fill_arena(room, tiers, names), *(_fill_arena(room, bare, by_size) for bare in without_pins)]
+    starts = [tiers, fill_arena(room, tiers, names), *(fill_arena(room, bare, by_size) for bare in without_pins)]
     for tried in dict.fromkeys(starts):
         for moved in _choose_moved(room, tried, costs, beyond):
             yield tried, frozenset(moved)
     for bare in without_pins:
         sizes = {nbytes for _, nbytes in _list_movable(room, bare, costs, beyond.home)}
         for size in sorted(sizes)[-MOST_SIZES:]:  # of the slots of the smallest tier: larger units are elsewhere in it
-            tried = _fill_arena(room, bare, by_size, SLOTS * size)
+            tried = fill_arena(room, bare, by_size, SLOTS * size)
             yield tried, frozenset(_choose_evenly(room, tried, costs, beyond, size))
 
 
@@ -130,7 +130,7 @@ def _lack(nbytes: int, beyond: Beyond) -> NoPlan:
     return NoPlan(f"host memory lacks {mib} MiB for what cannot live in {beyond.home}: give it more, or --vram")
 
 
-def _list_spread(room: Room) -> list[str]:
+def list_spread(room: Room) -> list[str]:
     """Units in an order of which every beginning lies evenly over the layers; none whose rows are looked up."""
     names = sorted((i * SPREAD % 1, unit.name) for i, unit in enumerate(room.spec.units))
     return [name for _, name in names if not room.spec.unit(name).kind.is_looked_up]
@@ -178,7 +178,9 @@ def _leave_on_host(room: Room, tier: TierPlan) -> TierPlan:
     return draft_tier(room, tier.tokens, where | away, kv, SLOTS, {}, tier.in_place)
 
 
-def _fill_arena(room: Room, tiers: Sequence[TierPlan], order: Sequence[str], spare: int = 0) -> tuple[TierPlan, ...]:
+def fill_arena(
+    room: Room, tiers: Sequence[TierPlan], order: Sequence[str], spare: int = 0, slots: int = SLOTS
+) -> tuple[TierPlan, ...]:
     """The tiers with whole units pinned in what is left of the arena beside slots and so many spare bytes, in that
     order; a larger tier has none that a smaller one has not."""
     found, cells = list[TierPlan](), [{p.unit for p in tier.placements if p.has_state_in_vram} for tier in tiers]
@@ -186,13 +188,13 @@ def _fill_arena(room: Room, tiers: Sequence[TierPlan], order: Sequence[str], spa
         if not any(p.share for p in tier.placements):
             grows = set[str]().union(*cells[i:]) == cells[i]  # else its cells lie within those of another tier
             kept = [n for n in order if grows or n in cells[i] or room.spec.unit(n).kind.state is None]
-            tier = _fill_tier(room, tier, kept, spare)
+            tier = _fill_tier(room, tier, kept, spare, slots)
         order = [p.unit for p in tier.placements if p.in_arena and not p.has_state_on_host and p.unit in order]
         found.append(tier)
     return tuple(found)
 
 
-def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int) -> TierPlan:
+def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int, slots: int) -> TierPlan:
     where = {p.unit: p.where for p in tier.placements}
     kv = {p.unit for p in tier.placements if p.has_state_in_vram}
     for name in order:
@@ -201,7 +203,7 @@ def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int) -> 
         if where[name] == PINNED or pinned not in _legal(room, name):
             continue
         wider = where | {name: PINNED}, kv | ({name} if has_state else set())
-        drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), SLOTS, {}, tier.in_place)
+        drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), slots, {}, tier.in_place)
         if drafted.buffers.total + spare <= room.arena:
             (where, kv), tier = wider, drafted
     return tier

@@ -69,8 +69,9 @@ def count_host_bytes(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) 
 
 def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) -> int:
     """What a rank keeps in host memory: all but what every tier pins whole and the parts of stacks that every tier has
-    in its arena, KV that any tier leaves there, and with the CPU as accelerator its arena."""
-    total = sum(_kept_nbytes(unit, [tier.placement(unit.name) for tier in rank.tiers]) for unit in spec.units)
+    in its arena, slots for experts there, KV that any tier leaves there, and with the CPU as accelerator its arena."""
+    total = sum(cache.slots * cache.slot_bytes for cache in rank.caches if cache.on_host)
+    total += sum(_kept_nbytes(unit, [tier.placement(unit.name) for tier in rank.tiers]) for unit in spec.units)
     shape = variant.workload.state_shape
     on_host = [u for u in spec.units if any(tier.placement(u.name).has_state_on_host for tier in rank.tiers)]
     total += sum(u.state_nbytes(spec.config, shape) for u in on_host)
@@ -168,8 +169,11 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     if [p.unit for p in tier.placements] != [u.name for u in spec.units]:
         raise PlanError(f"{where}: placements are not the model's units, each once, in order")
     sums = kind == "cuda" and len(variant.ranks) > 1 and variant.workload.split_mode == "tensor"
+    demanded = {n for cache in rank.caches if cache.is_on_demand and tier.tokens <= cache.tokens for n in cache.units}
     for unit, place in zip(spec.units, tier.placements):
-        if (place.where, place.kv) not in places_of_unit(unit, sums):
+        from_slots = place.site.is_beyond_host and not place.is_on_acc and place.kv is None
+        from_slots = from_slots and unit.name in demanded and not unit.stays_in_memory
+        if (place.where, place.kv) not in places_of_unit(unit, sums) and not from_slots:
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
         if unit.borrows and not spec.unit(unit.borrows.unit).kind.stands:
             raise PlanError(f"{where}: {unit.name} reads the cells of {unit.borrows.unit}, which do not stand in VRAM")
@@ -179,14 +183,11 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(_nbytes(in_arena) for in_arena, _ in tensors)
-    by_experts = {
-        name for cache in rank.caches if cache.is_on_demand and tier.tokens <= cache.tokens for name in cache.units
-    }
     streamed = [
         _nbytes(in_slot)
         for (_, in_slot), unit, p in zip(tensors, spec.units, tier.placements)
         if p.moves_each_step and not (tier.in_place and unit.kind.parts and p.weights_home.is_readable)
-        if not (p.site.is_beyond_host and p.unit in by_experts)
+        if not (p.site.is_beyond_host and p.unit in demanded)
     ]
     sizes = spec.state_sizes(shape)
     kv = sum(sizes[p.unit] for p in tier.placements if p.has_state_in_vram)

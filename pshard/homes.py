@@ -100,13 +100,20 @@ VRAM = Home("vram")
 HOST = Home("host", (LINK,), BACK, is_readable=True, in_host_memory=True)
 DISK = Home("disk", (READ, LINK))
 
-PINNED, STREAMED, ON_CPU, ON_DISK = "pinned", "streamed", "cpu", "disk"  # names of the sites that there always are
+# names of the sites that there always are; of units on demand the CPU computes what is used, from slots
+PINNED, STREAMED, ON_CPU, ON_DISK, ON_DEMAND = "pinned", "streamed", "cpu", "disk", "demand"
 DIVIDED = "divided"  # what is said of a unit that has several
 
 HOMES: dict[str, Home] = {home.name: home for home in (VRAM, HOST, DISK)}
 SITES: dict[str, Site] = {
     site.name: site
-    for site in (Site(PINNED, VRAM, ACC), Site(STREAMED, HOST, ACC), Site(ON_CPU, HOST, CPU), Site(ON_DISK, DISK, ACC))
+    for site in (
+        Site(PINNED, VRAM, ACC),
+        Site(STREAMED, HOST, ACC),
+        Site(ON_CPU, HOST, CPU),
+        Site(ON_DISK, DISK, ACC),
+        Site(ON_DEMAND, DISK, CPU),
+    )
 }
 MOVING = {site.name: site.home for site in SITES.values() if site.moves_each_step}  # homes of sites whose weights move
 

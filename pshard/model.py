@@ -79,8 +79,9 @@ class ModelSpec:
 
     def ways_to_read(self, tokens: int) -> tuple[bool, ...]:
         """Whether streamed experts are read in place in tiers of so many tokens, as each tier may choose; the likely
-        way first. Tiers that use slots do."""
-        return (True,) if tokens <= self.follow_tokens else ways_to_read(self.config, tokens)
+        way first. Tiers that use slots do, but where the CPU computes from these beside an accelerator."""
+        follows = any(tokens <= cache.tokens and not cache.on_host for cache in self.caches)
+        return (True,) if follows else ways_to_read(self.config, tokens)
 
     @cached_property
     def _outside(self) -> dict[str, tuple[float, ...]]:

@@ -24,7 +24,8 @@ class Placement(Divisible):
 
     `where`: the name of the site (pshard/homes.py): PINNED (weights in the VRAM arena, computed there), STREAMED (in
     host memory, copied to a staging slot before use, computed there), ON_CPU (weights and compute on the host) or
-    ON_DISK (as STREAMED, read from disk first). `kv`: the name of the home of the state, of units that keep one. The
+    ON_DISK (as STREAMED, read from disk first) or ON_DEMAND (experts on disk, computed by the CPU, which brings what
+    is used and what an ExpertCache lacks). `kv`: the name of the home of the state, of units that keep one. The
     embedding is ON_CPU (rows are looked up there) or PINNED.
     `cpu_rows`: of a divided unit (units/divide_unit.py), the rows of an FFN's gate and up that the CPU computes from
     host memory while the accelerator computes the others, or so many parts of a unit that has parts; `where` then says

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pshard.homes import DIVIDED, ON_CPU, ON_DISK, PINNED, STREAMED, list_sorts
+from pshard.homes import DIVIDED, ON_CPU, ON_DEMAND, ON_DISK, PINNED, STREAMED, list_sorts
 from pshard.machine import MachineProfile
 from pshard.plan import TierPlan, Variant
 from pshard.predicted_times import decode_rate, first_token_seconds
@@ -16,6 +16,7 @@ WHERE = {
     STREAMED: STREAMED,
     ON_CPU: "on the CPU",
     ON_DISK: "on disk",
+    ON_DEMAND: "on disk with slots in host memory",
     DIVIDED: "divided between both",
 }
 

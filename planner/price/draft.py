@@ -88,8 +88,8 @@ class Room:
 
     @cached_property
     def cached(self) -> int:
-        """Bytes of slots for experts that follow use."""
-        return sum(cache.nbytes for cache in self.spec.caches)
+        """Bytes of slots for experts that follow use, without those in host memory beside the accelerator."""
+        return sum(cache.nbytes for cache in self.spec.caches if not cache.on_host)
 
     @property
     def sums(self) -> bool:

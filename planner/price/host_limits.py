@@ -103,8 +103,8 @@ def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: in
 
 
 def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:
-    """Bytes of weights and KV cache that these tiers together keep in host memory."""
-    weights = 0
+    """Bytes of weights, slots for experts and KV cache that these tiers together keep in host memory."""
+    weights = sum(cache.nbytes for cache in room.spec.caches if cache.on_host)
     for unit, *places in zip(room.spec.units, *(tier.placements for tier in tiers), strict=True):
         portion = keep_on_host(unit, places)
         weights += portion.nbytes if portion else 0

@@ -21,7 +21,7 @@ from pshard.planner.price.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
 from pshard.planner.price.prompt_math import price_math
 from pshard.quant import packed_nbytes
-from pshard.times.curves import Curve, interpolate
+from pshard.times.curves import Curve, interpolate, interpolate_evenly
 from pshard.times.curves import curve_through as _curve
 from pshard.units.operations import Attend
 
@@ -171,7 +171,7 @@ class Tables:
         curve = next((c for kind in kinds if (c := self._copies.get((direction, kind)))), None)
         if not curve:
             raise UserError(f"the machine profile has no {direction} copy timings; run pshard-profile again")
-        return interpolate(curve, nbytes)
+        return (interpolate_evenly if direction == READ.timed else interpolate)(curve, nbytes)
 
     def handoff(self, to: str, nbytes: int, vector_bytes: int, copies: int = 1) -> float:
         """Seconds of moving activations one way, `nbytes` in so many copies. The profile's figure is a round trip of

@@ -279,18 +279,22 @@ class _Machine:
         self.acc = max(start + unit.acc, read)
         self.note(step, ACC, self.acc - unit.acc, self.acc)  # before that it waits for the link
 
-    def compute_on_demand(self, step: Compute, more: tuple[UnitCost, float, float]) -> None:
+    def compute_on_demand(self, step: Compute, more: tuple[float, float, float]) -> None:
         """Experts of which some are read first, which the slots lack: the others are computed meanwhile, and those as
-        they land. more: what the unit costs, seconds of the reads, and of the last one's computation."""
-        unit, seconds, last = more
-        self.host += unit.issue
-        start = max(self.acc, self.host)
+        they land. more: seconds of computing them, of the reads, and of the last one's computation."""
+        computing, reading, last = more
+        self.host += self.units[step.unit].issue
+        on_acc = step.on == ACC  # the CPU as accelerator
+        start = max(self.acc, self.host) if on_acc else self.host
         begun = max(start, self.beyond.get(READ, 0.0))
-        self.beyond[READ] = landed = begun + seconds
-        self.host = self.acc = max(start + unit.acc, landed + last if seconds else 0.0)
-        if self.log is not None and seconds:
+        self.beyond[READ] = landed = begun + reading
+        done = start + computing if on_acc else self.link.beside(start, computing, self.costs.contended[step.unit])
+        self.host = max(done, landed + last if reading else 0.0)
+        if on_acc:
+            self.acc = self.host
+        if self.log is not None and reading:
             self.done_beyond.append((step, READ.name, begun, landed))
-        self.note(step, ACC, self.acc - unit.acc, self.acc)
+        self.note(step, step.on, self.host - computing, self.host)
 
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
@@ -361,12 +365,12 @@ def _cost_of(step: Compute | Move, costs: TierCosts) -> UnitCost | DividedCost:
 def _price(step: Step, costs: TierCosts) -> _Act:
     """What a step does to the lanes, its costs looked up once for all rounds and simulations."""
     match step:
+        case Compute(part="") if step.source == DEMAND:
+            return _Machine.compute_on_demand, step, 0.0, costs.on_demand(step)
         case Compute(part="", on="cpu"):
             return _CPU, step, costs.units[step.unit].cpu, costs.contended[step.unit]
         case Compute(part=""):
             unit = _cost_of(step, costs)
-            if step.source == DEMAND:
-                return _Machine.compute_on_demand, step, 0.0, (unit, *costs.on_demand(step.unit, step.reads))
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, unit
             if step.source == "link":

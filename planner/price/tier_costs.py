@@ -7,7 +7,7 @@ from math import exp
 from pshard.batch import VERIFY, Batch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.collectives import wire_type
-from pshard.homes import READ, Lane
+from pshard.homes import ACC, READ, Lane
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
@@ -15,7 +15,7 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divided_cost, stage_cost, unit_cost
 from pshard.steps.emit import StepEmitter
 from pshard.steps.graph_runs import LAUNCH_BOUND
-from pshard.steps.step import AllReduce, Gather, StepShape
+from pshard.steps.step import AllReduce, Compute, Gather, StepShape
 from pshard.units.moe.expert_cache import slot_nbytes
 from pshard.units.operations import Norm
 from pshard.units.share import Share
@@ -86,15 +86,16 @@ class TierCosts:
         unit, setting = self.spec.unit(name), self.setting
         return setting.shares[1] * setting.copy(unit, share, direction=lane.timed)
 
-    def on_demand(self, name: str, nbytes: int) -> tuple[float, float]:
-        """Seconds of reading so many bytes of a unit's experts, as many as slots are expected to lack, and of computing
-        the one that lands last. Now and then none is lacking: then no read begins."""
-        unit, cost = self.spec.unit(name), self.units[name]
-        if not nbytes:
-            return 0.0, 0.0
-        any_lacks = 1.0 - exp(-nbytes / slot_nbytes(unit))
-        seconds = any_lacks * self.tables.copy(READ.timed, round(nbytes / any_lacks))
-        return seconds, any_lacks * cost.acc * min(1.0, slot_nbytes(unit) / max(1, cost.cpu_reads))
+    def on_demand(self, step: Compute) -> tuple[float, float, float]:
+        """Seconds of computing a unit's experts, of reading those that slots are expected to lack, and of computing the
+        one that lands last. Now and then none is lacking: then no read begins."""
+        unit, cost = self.spec.unit(step.unit), self.units[step.unit]
+        computing = cost.acc if step.on == ACC else cost.cpu
+        if not step.reads:
+            return computing, 0.0, 0.0
+        any_lacks = 1.0 - exp(-step.reads / slot_nbytes(unit))
+        reading = any_lacks * self.tables.copy(READ.timed, round(step.reads / any_lacks))
+        return computing, reading, any_lacks * computing * min(1.0, slot_nbytes(unit) / max(1, cost.cpu_reads))
 
     @property
     def vector_bytes(self) -> int:

@@ -80,7 +80,9 @@ class Setting:
         return max(self.tables.copy("h2d", nbytes), timed or 0.0)
 
     def outside(self, unit: Unit) -> Uses:
-        """How likely a token uses each expert of a unit that lies in no slot."""
+        """How likely a token uses each expert of a unit that lies in no slot of the accelerator."""
+        if any(unit.name in cache.units for cache in self.spec.caches if cache.on_host):
+            return self.uses
         return self.spec.uses_outside(unit.name, self.load.tokens)
 
     def reads(self, unit: Unit) -> int:

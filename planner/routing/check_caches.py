@@ -14,7 +14,7 @@ def check_caches(spec: ModelSpec, rank: RankPlan) -> None:
         raise ValueError(f"rank {rank.rank}: a layer's experts are in two caches, or twice in one")
     for cache in rank.caches:
         _check_units(spec, rank, cache)
-    nbytes = sum(cache.slots * cache.slot_bytes for cache in rank.caches)
+    nbytes = sum(cache.slots * cache.slot_bytes for cache in rank.caches if not cache.on_host)
     for tier in rank.tiers:
         if tier.buffers.cached != nbytes:
             said = tier.buffers.cached
@@ -53,6 +53,9 @@ def _check_demand(spec: ModelSpec, rank: RankPlan, cache: ExpertCache, follows: 
         raise ValueError(
             f"rank {rank.rank}: a cache brings experts of {near[0]!r} from disk, which does not live there"
         )
+    if other := [n for n in cache.units if any(t.placement(n).site.is_on_acc == cache.on_host for t in follows)]:
+        side = "in host memory" if cache.on_host else "with the accelerator"
+        raise ValueError(f"rank {rank.rank}: a cache {side} is for {other[0]!r}, which is not computed from there")
     least = least_slots(spec, cache)
     if cache.slots < least:
         raise ValueError(f"rank {rank.rank}: {cache.slots} slots are fewer than the {least} experts of one micro-batch")

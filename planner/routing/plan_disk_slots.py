@@ -5,11 +5,9 @@ far as its slots lack what tokens use: much less than whole layers in the same m
 slots, as long as a round takes less time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import numpy as np
 
 from pshard.homes import ON_DISK, PINNED
 from pshard.machine import MachineProfile
@@ -20,11 +18,11 @@ from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.rank_task import RankTask
-from pshard.planner.routing.slot_promises import Pool, list_pools
+from pshard.planner.routing.plan_host_slots import plan_host_slots
+from pshard.planner.routing.slot_promises import list_pools, share_out
 from pshard.predicted_times import round_seconds
-from pshard.routing.followed import hold_slots, least_slots
+from pshard.routing.followed import hold_slots
 from pshard.routing.record import RoutingRecord
-from pshard.units.divide_unit import count_shares
 from pshard.units.moe.expert_cache import DEMAND, ExpertCache
 from pshard.units.unit import Unit, places_of_unit
 
@@ -43,10 +41,11 @@ def plan_disk_slots(
     """The variant, which leaves experts on disk, or one with slots for them, where that takes less time for a round.
 
     Of its layers of experts that are pinned, some give way to slots. How many choices find their expert there is what a
-    replay of the record promises, or without one as many as the slots have of all experts. Without a GPU only.
+    replay of the record promises, or without one as many as the slots have of all experts. Beside a GPU they are in
+    host memory.
     """
     if profile.accelerators[0].kind != "cpu":
-        return variant
+        return plan_host_slots(spec, profile, variant, record)
     search = _Search(spec, find_tables(profile, variant.correction), variant, record)
     found = [variant]
     for staying in search.list_staying():
@@ -97,17 +96,8 @@ class _Search:
         (task,) = self._price(tuple(pool.make_cache(1, DEMAND, 0) for pool in pools))
         tiers = self._draft(task.room, far, staging, returns)
         left = task.room.arena - max(tier.buffers.total - tier.buffers.cached for tier in tiers)
-        caches = tuple(self._share_out(pools, left))
+        caches = tuple(share_out(self.spec, pools, left))
         return [self._predict(caches, far, staging, returns)] if len(caches) == len(pools) else []
-
-    def _share_out(self, pools: Sequence[Pool], nbytes: int) -> Iterator[ExpertCache]:
-        """So many bytes as slots, each pool by its share of all experts; none of a pool with too few."""
-        total = sum(pool.nbytes for pool in pools)
-        for pool in pools:
-            slots = min(pool.experts, int(nbytes * pool.nbytes / total / pool.slot_nbytes))
-            cache = pool.make_cache(slots, DEMAND, 0)
-            if slots >= least_slots(self.spec, cache):
-                yield pool.promise(cache, np.ones((len(pool.units), count_shares(pool.units[0])), bool))
 
     def _price(self, caches: tuple[ExpertCache, ...]) -> tuple[RankTask, ...]:
         tokens = tuple(tier.tokens for tier in self._tiers)

@@ -1,18 +1,25 @@
 """What slots for experts that follow use may be expected to find: by replay of a record, or none worth the name."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pshard.model import ModelSpec
-from pshard.routing.followed import make_follower, numbers_of
+from pshard.routing.followed import least_slots, make_follower, numbers_of
 from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_tokens
 from pshard.units.divide_unit import count_shares
-from pshard.units.moe.expert_cache import FOLLOW_TOKENS, MOST_FOLLOW_TOKENS, ExpertCache, pack_hits, slot_nbytes
+from pshard.units.moe.expert_cache import (
+    DEMAND,
+    FOLLOW_TOKENS,
+    MOST_FOLLOW_TOKENS,
+    ExpertCache,
+    pack_hits,
+    slot_nbytes,
+)
 from pshard.units.unit import Unit
 
 
@@ -71,6 +78,17 @@ def list_pools(spec: ModelSpec, record: RoutingRecord | None, together: int) -> 
     used = spec.config.experts.used if spec.config.experts else 0
     own = None if record is None else keep_last(record)
     return tuple(Pool(tuple(units), used, own, together) for units in alike.values())
+
+
+def share_out(spec: ModelSpec, pools: Sequence[Pool], nbytes: int, on_host: bool = False) -> Iterator[ExpertCache]:
+    """So many bytes as slots for experts on disk, each pool by its share of all experts; none of a pool with too
+    few."""
+    total = sum(pool.nbytes for pool in pools)
+    for pool in pools:
+        slots = min(pool.experts, int(nbytes * pool.nbytes / total / pool.slot_nbytes))
+        cache = replace(pool.make_cache(slots, DEMAND, 0), on_host=on_host)
+        if slots >= least_slots(spec, cache):
+            yield pool.promise(cache, np.ones((len(pool.units), count_shares(pool.units[0])), bool))
 
 
 def fill_pools(

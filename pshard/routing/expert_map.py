@@ -145,7 +145,7 @@ def _map_tier(spec: ModelSpec, tier: TierPlan, units: list[Unit]) -> TierExperts
 def _hits_of(spec: ModelSpec, tier: TierPlan, unit: Unit) -> tuple[float, ...]:
     """By place the share of choices of a unit that find their expert in a slot; none where a tier uses no slots."""
     place = tier.placement(unit.name)
-    if not place.site.is_on_acc or place.is_whole_in_arena:
+    if place.is_whole_in_arena or not (place.site.is_on_acc or place.site.is_beyond_host):
         return ()
     return next((c.hits_by_place for c in spec.caches if unit.name in c.units and tier.tokens <= c.tokens), ())
 
@@ -166,7 +166,7 @@ def _share_choices(layer: LayerExperts, uses: Uses, hits: tuple[float, ...] = ()
 def _count_places(unit: Unit, place: Placement, reads: bool) -> LayerExperts:
     total = count_shares(unit)
     if not place.site.is_on_acc:
-        return LayerExperts(unit.layer, 0, 0, 0, total)
+        return LayerExperts(unit.layer, 0, 0, 0, *((0, total) if place.site.is_beyond_host else (total, 0)))
     on_acc = total - place.cpu_rows
     if place.site.in_arena:
         return LayerExperts(unit.layer, on_acc, 0, 0, place.cpu_rows)

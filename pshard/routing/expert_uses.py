@@ -97,6 +97,13 @@ def used_nbytes(unit: Unit, config: ModelConfig, tokens: float, uses: Uses = (),
     return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in stacks))
 
 
+def missed_nbytes(unit: Unit, config: ModelConfig, tokens: float, uses: Uses) -> int:
+    """Bytes of a unit's experts that so many tokens are expected to use and to miss. uses: of those that are missed.
+    What all experts share is always in memory."""
+    shared = unit.packed_nbytes - sum(t.packed_nbytes for t in unit.tensors if t.parts)
+    return used_nbytes(unit, config, tokens, uses) - shared
+
+
 def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: float, uses: Uses = ()) -> int:
     """Bytes that so many tokens are expected to read in place of what the accelerator streams of a unit."""
     brought = divide_unit(unit, share).brought

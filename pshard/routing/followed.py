@@ -67,10 +67,10 @@ def find_eligible(spec: ModelSpec, cache: ExpertCache, rank: RankPlan) -> np.nda
     found = np.zeros((len(units), max(map(count_shares, units))), bool)
     for row, unit in enumerate(units):
         numbers = numbers_of(unit)
-        if cache.is_on_demand and not places[unit.name].site.is_beyond_host:
-            continue
-        for place in outside_vram(unit, places[unit.name]):
-            found[row, numbers[place]] = True
+        place = places[unit.name]
+        far = range(count_shares(unit) if place.site.is_beyond_host else 0)
+        for at in far if cache.is_on_demand else outside_vram(unit, place):
+            found[row, numbers[at]] = True
     return found
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.plan import Placement, RankPlan, TierPlan
-from pshard.routing.expert_uses import read_nbytes
+from pshard.routing.expert_uses import missed_nbytes, read_nbytes
 from pshard.steps.move import (
     Move,
     bring_experts,
@@ -42,6 +42,7 @@ _free = lru_cache(1 << 14)(Free)
 _hand_over = lru_cache(1 << 14)(hand_over)
 _gather = lru_cache(1 << 14)(Gather)
 _expect_read = lru_cache(1 << 14)(read_nbytes)
+_expect_missed = lru_cache(1 << 14)(missed_nbytes)
 
 PART = "branch"  # the buffer of a rank's part of a sum
 _unit_of = attrgetter("unit")
@@ -92,6 +93,8 @@ class _Form(NamedTuple):
         if self.place.moves_each_step:
             none = DEMAND if self.place.site.is_beyond_host else "link"
             return none if slot is None else "slot"
+        if self.place.site.is_beyond_host:
+            return DEMAND
         return "arena" if self.place.site.in_arena else "host"
 
 
@@ -199,9 +202,11 @@ class StepEmitter:
         name, kind, tokens, stays = unit.name, unit.kind, self.shape.tokens, self._sums and not self.shape.sums_on_host
         on, source, reads = place.site.computer, form.find_source(slot), 0
         now = _Whereabouts(self.spec, tokens, stays, at)
-        if source in ("link", DEMAND):
-            uses = self.spec.uses_outside(name, tier.tokens)
+        uses = self.spec.uses_outside(name, tier.tokens)
+        if source == "link":
             reads = _expect_read(unit, share, self.spec.config, tokens, uses)
+        elif source == DEMAND:
+            reads = _expect_missed(unit, self.spec.config, tokens, uses)
         steps: list[Step] = []
         if share.cpu:
             steps += [*now.bring("acc", unit.ports), *now.bring("cpu", unit.ports, share=True)]

@@ -4,7 +4,7 @@ import re
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED, list_sorts
+from pshard.homes import DIVIDED, ON_CPU, ON_DEMAND, PINNED, STREAMED, list_sorts
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.reports.figures.style import (
     BLUE,
@@ -28,6 +28,7 @@ MEANINGS = {
     PINNED: "pinned: weights stay in VRAM",
     STREAMED: "streamed: copied before use",
     ON_CPU: "cpu: computed on the host",
+    ON_DEMAND: "demand: from disk, what is used",
     DIVIDED: "divided: rows on both sides",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")

@@ -30,7 +30,7 @@ class Arena:
     orders.
 
     Attributes:
-        pools: slots of experts that follow use, uint8, of each of the plan's caches.
+        pools: slots of experts that follow use, uint8, of each of the plan's caches; empty where they are elsewhere.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class Arena:
         self.pools: list[torch.Tensor] = []  # of each cache
         at = 0
         for cache in plan.caches:
-            self.pools.append(memory[at : at + cache.nbytes])
-            at += cache.nbytes
+            nbytes = 0 if cache.on_host else cache.nbytes
+            self.pools.append(memory[at : at + nbytes])
+            at += nbytes
         self._pools_end, self._pin_at = at, {}
         # a divided unit has the same bytes there in every tier that has any
         places = {p.unit: p for t in plan.tiers for p in t.placements if p.in_arena}

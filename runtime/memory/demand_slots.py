@@ -11,18 +11,20 @@ import numpy as np
 import torch
 
 from pshard.errors import UserError
+from pshard.homes import ACC
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.routing.follow_use import DemandFollower, Move, Turn
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import ExpertWeights
 from pshard.runtime.memory.expert_slots import SlotPool, _Table
+from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.transfers import Transfers
 
 
 class DemandPool(SlotPool):
-    """One pool of slots that the CPU computes from."""
+    """One pool of slots that the CPU computes from, as the accelerator or beside one."""
 
     follower: DemandFollower
 
@@ -39,10 +41,10 @@ class DemandPool(SlotPool):
                 self._transfers.disk.wait_part(number)
 
     def attach(self, tokens: int, on: str, unit: str, weights: ExpertWeights) -> ExpertWeights:
-        """See SlotPool. What lies in no slot is nowhere in memory."""
+        """See SlotPool. What lies in no slot is nowhere in memory, and whoever computes finds the others there."""
         count = weights.addresses.shape[1]
         weights = replace(weights, addresses=torch.zeros_like(weights.addresses))
-        attached = super().attach(tokens, on, unit, weights)
+        attached = super().attach(tokens, ACC, unit, weights)
         row = self._rows[unit]
         for expert in range(count):
             attached.moved.setdefault(expert, None)
@@ -93,10 +95,13 @@ def open_pools(
     transfers: Transfers,
     host: HostSide,
 ) -> tuple[SlotPool, ...]:
-    """The pools of a plan, each in its memory. Raises UserError where the device cannot compute from one."""
-    if device.kind != "cpu" and any(cache.is_on_demand for cache in plan.caches):
-        raise UserError("the plan reads experts from disk one by one, which a GPU cannot yet; plan again")
+    """The pools of a plan, each in its memory, or in host memory beside it. Raises UserError where the device cannot
+    compute from one, or the memory cannot be had."""
+    if device.kind != "cpu" and any(cache.is_on_demand and not cache.on_host for cache in plan.caches):
+        raise UserError("the plan has experts come from disk one by one to a GPU, which cannot be; plan again")
     return tuple(
-        (DemandPool if cache.is_on_demand else SlotPool)(cache, own, spec, plan, device, transfers, host)
+        (DemandPool if cache.is_on_demand else SlotPool)(
+            cache, map_memory(cache.nbytes) if cache.on_host else own, spec, plan, device, transfers, host
+        )
         for cache, own in zip(plan.caches, memory)
     )

@@ -1,5 +1,6 @@
 """Plans of mixtures that host memory does not hold: slots for experts on disk beside layers that stay."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,11 +13,13 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
 from pshard.plan import Variant
-from pshard.planner.check_plan import check_variant
+from pshard.planner.check_plan import check_variant, count_host_bytes
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.host_limits import usable_bytes
+from pshard.planner.routing.check_caches import check_caches
 from pshard.planner.routing.plan_slots import plan_slots
 from pshard.predicted_times import round_seconds
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.routing.expert_map import map_experts
 from pshard.routing.record import RoutingRecord
 from pshard.session.run_request import suggest_budget
@@ -26,6 +29,7 @@ from pshard.workload import Workload
 
 RULE = Experts(count=16, used=2, d_expert=256)
 SPEC = ExpertsFile(RULE, layers=4, d_model=256).spec  # 49 MiB, a layer of experts 12
+SMALL = ExpertsFile(RULE, layers=8, d_model=128).spec  # 52 MiB, a layer of experts 6
 WORKLOAD = Workload((1000,), context=128, type_k="f32", type_v="f32", max_ubatch=32, prompt=40, generated=20)
 
 pytestmark = pytest.mark.usefixtures("quick_search")
@@ -59,6 +63,51 @@ def test_decoding_reads_the_experts_that_slots_lack_instead_of_whole_layers() ->
     assert slots.likely and slots.likely > slots.found
 
 
+def plan_beside_gpu(
+    mib: int, vram: int = 14, spec: ModelSpec = SMALL, record: RoutingRecord | None = None, rate: float = 1e9
+) -> tuple[Variant, Variant]:
+    """The same for a GPU with so many MiB for plans."""
+    profile = make_machine(mib * MIB, rate, "cuda")
+    asked = replace(WORKLOAD, ram_mib=mib, vram_mib=(TORCH_RESERVE_MIB + vram,))
+    whole = plan_variant(spec, profile, asked)
+    found = plan_slots(spec, profile, asked, whole, record)
+    check_variant((spec,), found, "cuda", usable_bytes(profile, 1))
+    return whole, found
+
+
+def test_beside_a_gpu_the_cpu_computes_from_slots_in_host_memory_and_prompts_leave_them() -> None:
+    whole, found = plan_beside_gpu(20)
+    (rank,) = found.ranks
+    (cache,) = rank.caches
+    answer, prompt = rank.tiers[0], rank.tiers[-1]
+    assert cache.on_host and set(cache.units) <= set(rank.beyond_host) and not answer.buffers.cached
+    assert {answer.placement(name).where for name in cache.units} == {"demand"}
+    assert {prompt.placement(name).where for name in cache.units} == {"disk"}
+    assert answer.prediction.seconds < 0.4 * whole.ranks[0].tiers[0].prediction.seconds
+    kept = count_host_bytes((SMALL,), found, "cuda")
+    assert cache.nbytes < kept <= 20 * MIB < kept + 2 * cache.slot_bytes  # slots take all that is left
+    steps = emit_steps(replace(SMALL, caches=rank.caches), answer, StepShape(1, 0, 1))
+    asked = [step for step in steps.body if isinstance(step, Compute) and step.source == DEMAND]
+    assert [step.unit for step in asked] == list(cache.units) and {step.on for step in asked} == {"cpu"}
+    assert sum(step.reads for step in asked) == pytest.approx(cache.admitted * cache.slot_bytes, rel=0.02)
+    with pytest.raises(ValueError, match="which is not computed from there"):
+        check_caches(SMALL, replace(rank, caches=(replace(cache, on_host=False),)))
+    experts = map_experts(SMALL, found)[0]
+    assert experts.slots[0].likely and sum(layer.disk for layer in experts.tiers[0].layers) == 16 * len(cache.units)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "least"), [("ram", 0.8), ("rate", 0.8), ("vram", 0.9)])
+def test_more_memory_or_a_faster_disk_makes_no_plan_beside_a_gpu_slower(change: str, least: float) -> None:
+    plans: dict[str, Callable[[int], tuple[Variant, Variant]]] = {
+        "ram": lambda n: plan_beside_gpu(16 + 6 * n),
+        "rate": lambda n: plan_beside_gpu(20, rate=1e9 * 2**n),
+        "vram": lambda n: plan_beside_gpu(20, 14 + 8 * n),
+    }
+    rounds = [round_seconds(plans[change](n)[1]) for n in range(3)]
+    assert all(more <= less * 1.001 for less, more in pairwise(rounds)) and rounds[-1] < least * rounds[0]
+
+
 def test_a_record_promises_what_a_replay_finds() -> None:
     record, profile = make_drifting_record(200, layers=4), make_machine(36 * MIB)
     alike, recorded = plan_both(profile, 36)[1], plan_both(profile, 36, record)[1]
@@ -89,3 +138,9 @@ def test_slots_below_what_a_token_uses_are_not_planned() -> None:
     asked = suggest_budget(replace(WORKLOAD, ram_mib=30), spec, profile)
     whole = plan_variant(spec, profile, asked)
     assert not plan_slots(spec, profile, asked, whole, None).ranks[0].caches
+
+
+@pytest.mark.slow
+def test_slots_below_what_a_token_uses_are_not_planned_beside_a_gpu() -> None:
+    spec = ExpertsFile(replace(RULE, used=12), layers=8, d_model=128).spec
+    assert not plan_beside_gpu(16, spec=spec)[1].ranks[0].caches

@@ -40,15 +40,23 @@ def write_model(folder: Path, **shape) -> Path:
     return write_gguf(folder / "m.gguf", "qwen3moe", **({"qtype": "Q8_0"} | shape))
 
 
-def plan_by_hand(spec: ModelSpec, slots: int, context: int = 256) -> Variant:
-    """All experts on disk, with so many slots where tokens are few; all else in the arena."""
+def plan_by_hand(
+    spec: ModelSpec, slots: int, on_host: bool = False, context: int = 256, reserve_mib: int = 0
+) -> Variant:
+    """All experts on disk, with so many slots where tokens are few; all else in the arena. on_host: the slots are in
+    host memory beside the accelerator. reserve_mib: of a GPU's budget, for torch."""
     places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
     far = list_experts(spec)
-    places |= {unit.name: ("disk", None) for unit in far}
-    cache = ExpertCache(tuple(u.name for u in far), slots, slot_nbytes(far[0]), DEMAND, 0, tokens=FOLLOW)
-    tiers = [make_tier(spec, n, places, SLOTS, context, 1, batch=64) for n in (1, FOLLOW, 64)]
-    tiers = [replace(tier, buffers=replace(tier.buffers, cached=cache.nbytes)) for tier in tiers]
-    variant = make_variant(spec, tuple(tiers), context, 1)
+    prompts = places | {unit.name: ("disk", None) for unit in far}
+    answers = places | {unit.name: ("demand" if on_host else "disk", None) for unit in far}
+    names = tuple(unit.name for unit in far)
+    cache = ExpertCache(names, slots, slot_nbytes(far[0]), DEMAND, 0, tokens=FOLLOW, on_host=on_host)
+    tiers = [
+        make_tier(spec, n, prompts if n > FOLLOW else answers, SLOTS, context, 1, batch=64) for n in (1, FOLLOW, 64)
+    ]
+    if not on_host:
+        tiers = [replace(tier, buffers=replace(tier.buffers, cached=cache.nbytes)) for tier in tiers]
+    variant = make_variant(spec, tuple(tiers), context, 1, reserve_mib=reserve_mib)
     variant = with_workload(variant, type_k="f32", type_v="f32")
     return replace(variant, ranks=tuple(replace(rank, caches=(cache,)) for rank in variant.ranks))
 
@@ -58,23 +66,26 @@ def list_experts(spec: ModelSpec) -> list[Unit]:
 
 
 @contextmanager
-def open_on_disk(path: Path, slots: int, kernels: str = "fast", records: bool = False) -> Iterator[Engine]:
+def open_on_disk(
+    path: Path, slots: int, kernels: str = "fast", records: bool = False, on_host: bool = False
+) -> Iterator[Engine]:
     with open_model(path) as file:
-        variant = plan_by_hand(file.spec, slots)
+        variant = plan_by_hand(file.spec, slots, on_host)
         check_runnable((file.spec,), variant, "cpu")
         with build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records) as engine:
             yield engine
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(("kernels", "slots"), [("fast", 0), ("fast", 3), ("plain", 1)])  # beyond the least
 def test_logits_are_those_of_all_in_memory_in_whatever_order_experts_arrive(
-    tmp_path: Path, kernels: str, slots: int
+    tmp_path: Path, kernels: str, slots: int, on_host: bool
 ) -> None:
     path = write_model(tmp_path)
     spec = open_model(path).spec
     with open_engine(path, pinned_everywhere(spec, (1, FOLLOW, 64), 256), kernels, context=256) as engine:
         right = converse(engine)
-    with open_on_disk(path, 8 + slots, kernels) as engine:
+    with open_on_disk(path, 8 + slots, kernels, on_host=on_host) as engine:
         assert torch.equal(converse(engine), right)
         assert engine.expert_hits.hits > 0 < engine.expert_hits.admitted
 
@@ -89,10 +100,11 @@ def test_biases_of_experts_are_found_in_memory(tmp_path: Path) -> None:
         assert torch.equal(converse(engine), right)
 
 
-def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path, on_host: bool) -> None:
     """Prompts read whole layers, and leave slots as they are."""
     path = write_model(tmp_path, n_layers=4)
-    with open_on_disk(path, 13, records=True) as engine:
+    with open_on_disk(path, 13, records=True, on_host=on_host) as engine:
         spec, plan = open_model(path).spec, engine.rank_plan
         experts, (cache,) = list_experts(spec), plan.caches
         each = sum(t.file_nbytes // t.parts for t in experts[0].tensors)

@@ -1,4 +1,4 @@
-"""ExpertCache: slots in VRAM for experts that follow which are used, as a plan has them. No torch."""
+"""ExpertCache: slots for experts that follow which are used, as a plan has them. No torch."""
 
 import base64
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ class ExpertCache:
     A slot of `slot_bytes` holds any expert of these layers that lies outside VRAM in the largest of these tiers.
     `policy`: "lru" or "frequency" (see follow_use.py). `admits`: how many experts are brought in after a micro-batch at
     most; 0: what was there at the start stays. Or "demand": the experts live beyond host memory, and what a layer
-    misses is brought there before it is computed, all of it.
+    misses is brought there before it is computed, all of it; `on_host`: to host memory beside an accelerator, where the
+    CPU computes from them.
     `hits`: what share of the choices of the expert at each place finds it in a slot, as a replay or nothing ("") says;
     one byte each, 255ths, as base64. `found`: what share of all choices of these layers that is. `admitted`: how many
     experts the replay brings in for each token.
@@ -40,6 +41,7 @@ class ExpertCache:
     found: float = 0.0
     admitted: float = 0.0
     tokens: int = FOLLOW_TOKENS
+    on_host: bool = False
 
     @property
     def is_on_demand(self) -> bool:
@@ -91,6 +93,8 @@ def check_cache(cache: ExpertCache, where: str) -> None:
         raise ValueError(f"{where} has {cache.slots} slots of {cache.slot_bytes} bytes")
     if cache.policy not in (*POLICIES, DEMAND):
         raise ValueError(f"{where}.policy is {cache.policy!r}, not one of {', '.join((*POLICIES, DEMAND))}")
+    if cache.on_host and not cache.is_on_demand:
+        raise ValueError(f"{where}.on_host is true, but what comes there comes on demand, not by {cache.policy!r}")
     if cache.admits < 0 or cache.admitted < 0:
         raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
     if not 1 <= cache.tokens <= MOST_FOLLOW_TOKENS:

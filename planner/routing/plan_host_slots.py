@@ -1,0 +1,188 @@
+"""Slots in host memory for experts that live on disk, beside a GPU: the CPU computes what decoding uses of them.
+
+Prompts read whole layers over the link, and leave the slots alone. What every token reads stays in memory, and as many
+layers of experts as a round of prompts and answers gains by; slots take all that is left of host memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from pshard.errors import NoPlan, UserError
+from pshard.homes import ON_CPU, ON_DEMAND, ON_DISK, PINNED, READ, STREAMED
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Placement, TierPlan, Variant
+from pshard.planner.beyond_host import fill_arena, list_spread
+from pshard.planner.make_plan import plan_variant, predict_again
+from pshard.planner.prepare_ranks import price_tiers
+from pshard.planner.price.draft import Room, draft_tier
+from pshard.planner.price.host_limits import kept_bytes
+from pshard.planner.price.profile_tables import Tables, find_tables
+from pshard.planner.rank_task import RankTask
+from pshard.planner.routing.slot_promises import Pool, list_pools, share_out
+from pshard.planner.search.residency_order import order_nested, spread
+from pshard.predicted_times import round_seconds
+from pshard.routing.followed import hold_slots
+from pshard.routing.record import RoutingRecord
+from pshard.units.moe.expert_cache import DEMAND, ExpertCache
+from pshard.units.unit import places_of_unit
+
+MOST_TRIED = 6  # numbers of layers that stay; by a record, whose replay takes seconds, fewer
+MOST_REPLAYS = 3
+AMPLE = 1 << 42  # bytes of host memory that hold any model
+
+
+def plan_host_slots(
+    spec: ModelSpec, profile: MachineProfile, variant: Variant, record: RoutingRecord | None
+) -> Variant:
+    """The variant, which leaves experts on disk, or one with slots for them in host memory, where that takes less time
+    for a round. All else lies as in the variant, or as if host memory held all."""
+    tables, found = find_tables(profile, variant.correction), list[tuple[float, Variant]]()
+    ways = [
+        _Way(search, *way)
+        for search in [_Search(spec, tables, base) for base in _list_bases(spec, profile, variant)]
+        for way in product((2, 1), (False, True), (False, True))
+    ]
+    tried = [(seconds, way) for way in ways for seconds, _ in way.try_all(1, None)]
+    if tried:
+        _, best = min(tried, key=lambda each: each[0])
+        found += best.try_all(MOST_REPLAYS if record else MOST_TRIED, record)
+    whole = round_seconds(variant)
+    least, chosen = min(found, key=lambda each: each[0], default=(whole, variant))
+    return replace(chosen if least < whole else variant, considered=variant.considered)
+
+
+def _list_bases(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Iterator[Variant]:
+    ample = replace(profile, ram_bytes=0, disks=(), host=replace(profile.host, memory_bytes=AMPLE))
+    with suppress(NoPlan, UserError):
+        yield plan_variant(spec, ample, variant.workload, correction=variant.correction)
+    yield variant
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What is looked up once of a base."""
+
+    spec: ModelSpec
+    tables: Tables
+    base: Variant
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        return list_pools(self.spec, None, self.base.workload.sequences)
+
+    @cached_property
+    def movable(self) -> list[str]:
+        """Layers of experts that may live on disk."""
+        units = [unit for pool in self.pools for unit in pool.units]
+        return [unit.name for unit in units if (ON_DISK, None) in places_of_unit(unit, False)]
+
+    @cached_property
+    def room(self) -> Room:
+        return self.price(())[0].room
+
+    @cached_property
+    def order(self) -> list[str]:
+        """What is pinned first where a tier has room: what every token reads."""
+        names = list_spread(self.room)
+        return [*(n for n in names if n not in self.movable), *(n for n in names if n in self.movable)]
+
+    def follows(self, tier: TierPlan) -> bool:
+        """Whether a tier uses the slots."""
+        return tier.tokens <= max(pool.make_cache(1, DEMAND, 0).tokens for pool in self.pools)
+
+    def price(self, caches: tuple[ExpertCache, ...]) -> tuple[RankTask, ...]:
+        tokens = tuple(tier.tokens for tier in self.base.ranks[0].tiers)
+        return price_tiers(hold_slots(self.spec, (caches,)), self.tables, self.base.workload, tokens)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a base becomes a plan with slots. staging: so many layers of a prompt have room at once on their way. bare:
+    tiers that do not use the slots keep cells in VRAM as those that do, and what is left of it holds weights. lean:
+    what these tiers lack of VRAM that those that use the slots have lives on disk, and takes no host memory."""
+
+    search: _Search
+    staging: int
+    bare: bool
+    lean: bool
+
+    def try_all(self, most: int, record: RoutingRecord | None) -> Iterator[tuple[float, Variant]]:
+        """Plans with up to so many numbers of layers in host memory, each with the seconds of its round."""
+        room, movable = self.search.room, self.search.movable
+        if room.beyond is None or not movable:
+            return
+        each = max(self.search.spec.unit(name).packed_nbytes for name in movable)
+        fits = min(len(movable) - 1, room.beyond.host // each)
+        for i in range(most):
+            found = self._place(round(fits * i / max(1, most)), room.beyond.host, record)
+            if found is not None:
+                yield round_seconds(found) + self._count_switch(found), found
+
+    def _place(self, staying: int, host: int, record: RoutingRecord | None) -> Variant | None:
+        """The base with so many layers of experts in host memory, as many as fit in VRAM, and all others on disk, with
+        slots in all that is left; None where that is too little."""
+        room, names = self.search.room, self.search.movable
+        far = set(names) - {names[i] for i in spread(len(names), staying)}
+        tiers = self._draft(self.search.base.ranks[0].tiers, far, {})
+        if any(tier.buffers.total > room.arena for tier in tiers):
+            return None
+        order = sorted(self.search.order, key=lambda name: (name in names) + (name in names and name not in far))
+        tiers = fill_arena(room, tiers, order, slots=self.staging)
+        pins = {tier.tokens: {p.unit for p in tier.placements if p.in_arena} for tier in tiers}
+        near = set.intersection(*(pins[tier.tokens] for tier in tiers if self.search.follows(tier)))
+        kept = {tokens: own - (far - near) for tokens, own in pins.items()}
+        tiers = self._draft(tiers, near | far if self.lean else far, kept)
+        if any(tier.buffers.total > room.arena for tier in tiers):  # what all of a tier's pins made no slots for
+            return None
+        pools = list_pools(self.search.spec, record, self.search.base.workload.sequences)
+        own = [replace(p, units=tuple(u for u in p.units if u.name in far - near)) for p in pools]
+        own = [pool for pool in own if pool.units]
+        caches = tuple(share_out(self.search.spec, own, host - kept_bytes(room, tiers), on_host=True))
+        return self._predict(caches, tiers) if own and len(caches) == len(own) else None
+
+    def _draft(self, tiers: Sequence[TierPlan], far: set[str], pins: dict[int, set[str]]) -> tuple[TierPlan, ...]:
+        """The tiers with units on disk that are far, but where pins have them."""
+        cells = frozenset(p.unit for p in tiers[0].placements if p.has_state_in_vram)
+        found = []
+        for tier in tiers:
+            bare = self.bare and not pins and not self.search.follows(tier)
+            kv = cells if bare else frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
+            away = far - pins.get(tier.tokens, set())
+            where = {p.unit: self._choose_site(tier, p, away, bare) for p in tier.placements}
+            found.append(draft_tier(self.search.room, tier.tokens, where, kv, self.staging))
+        return tuple(found)
+
+    def _choose_site(self, tier: TierPlan, place: Placement, far: set[str], bare: bool) -> str:
+        follows, movable = self.search.follows(tier), place.unit in self.search.movable
+        legal = [site for site, _ in places_of_unit(self.search.spec.unit(place.unit), False)]
+        if place.unit in far and ON_DISK in legal:
+            return ON_DEMAND if follows else ON_DISK
+        if movable and not place.is_whole_in_arena:
+            return ON_CPU if follows else STREAMED
+        if bare and STREAMED in legal:
+            return STREAMED
+        if place.site.is_beyond_host:
+            return STREAMED if STREAMED in legal else PINNED
+        return place.where
+
+    def _predict(self, caches: tuple[ExpertCache, ...], tiers: tuple[TierPlan, ...]) -> Variant:
+        (task,), base = self.search.price(caches), self.search.base
+        rank, order = base.ranks[0], order_nested(task.room, tiers)
+        drafted = tuple(
+            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place)
+            for old, t in zip(rank.tiers, tiers)
+        )
+        rank = replace(rank, tiers=drafted, pin_order=order.pin_order, kv_order=order.kv_order, caches=caches)
+        return predict_again(replace(base, plan_needed=True, ranks=(rank,)), task)
+
+    def _count_switch(self, variant: Variant) -> float:
+        """Seconds of reading what answers have in VRAM and prompts on disk, once a round."""
+        first, *_, last = variant.ranks[0].tiers
+        pairs = zip(first.placements, last.placements)
+        names = [here.unit for here, there in pairs if here.in_arena and there.site.is_beyond_host]
+        nbytes = sum(self.search.spec.unit(name).packed_nbytes for name in names)
+        return self.search.tables.copy(READ.timed, nbytes)
