@@ -18,6 +18,8 @@ needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_latent_ke
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels.api import RopeTable, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
+from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS  # noqa: E402
+from pshard.runtime.kernels.gpu.tiles.attention_tiles import latent_piece, number_bytes  # noqa: E402
 from pshard.runtime.kernels.kv_codec import decode_cells  # noqa: E402
 from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
 from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
@@ -112,6 +114,25 @@ def test_queries_see_their_own_cells_and_no_later_ones(
         got = torch.full_like(q, float("nan"))
         kernels.attend_latent(q, RANK, cells, rows, 0.1, got, room)
         torch.testing.assert_close(got[..., :RANK].float(), want[..., :RANK], rtol=0.02, atol=0.02)
+
+
+@needs_kernels
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=list(SEGMENTS))
+def test_latents_in_pieces_are_attended_as_whole_ones(segments: tuple[Segment, ...]) -> None:
+    """As an RTX 50 takes those of q8_0: four pieces of 32 numbers, of which the last has none."""
+    rows, cells, heads = make_rows(segments, DEVICE), random_cells("q8_0"), 18
+    q = random_tensor(rows.tokens, heads, WIDTH, seed=5)
+    partial = torch.empty(rows.tokens * latent_pieces(rows.tokens, heads), heads, RANK + 2, device=DEVICE)
+    found = {}
+    for card in (86, 120):
+        kernels = cuda.CudaKernels(DEVICE, 64, limits=KNOWN_CARDS[card])
+        for room in (partial, None):
+            found[card, room is None] = got = torch.full_like(q, float("nan"))
+            kernels.attend_latent(q, RANK, cells, rows, 0.1, got, room)
+    assert latent_piece(128, number_bytes("q8_0"), KNOWN_CARDS[120]) == 32
+    for without in (False, True):
+        whole, pieces = found[86, without][..., :RANK], found[120, without][..., :RANK]
+        torch.testing.assert_close(pieces.float(), whole.float(), rtol=0.01, atol=0.01)
 
 
 @needs_kernels

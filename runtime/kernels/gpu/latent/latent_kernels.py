@@ -13,7 +13,12 @@ from pshard.runtime.kernels.gpu.default_tiles import share_programs
 from pshard.runtime.kernels.gpu.latent import triton_latent
 from pshard.runtime.kernels.gpu.products.places import places
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
-from pshard.runtime.kernels.gpu.tiles.attention_tiles import latent_decode_tiles, latent_prompt_tiles, number_bytes
+from pshard.runtime.kernels.gpu.tiles.attention_tiles import (
+    latent_decode_tiles,
+    latent_piece,
+    latent_prompt_tiles,
+    number_bytes,
+)
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.row_index import part_rows
 from pshard.times.gpu_tiles import ANY_BATCH, Tile
@@ -91,6 +96,7 @@ class LatentOnGpu:
         at, picker = (cells, *cells.stride()[:2]), self._picker
         kind = NAMES[cells.dtype]
         each = number_bytes(kind)
+        fixed["PIECE"] = latent_piece(padded, each, picker.limits)
         if partial is None or tokens > SMALL_BATCH:
             runs, prompts = part_rows(rows, partial is not None)
             for new, own in runs:

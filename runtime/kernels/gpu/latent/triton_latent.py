@@ -81,55 +81,73 @@ def store_latent_kernel(
 
 
 @triton.jit
-def _load_queries(q, row, there, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr):
-    """The absorbed part [rows, RP] and the turned part [rows, TP] of rows of queries of W numbers."""
-    dim, tail = tl.arange(0, RP), tl.arange(0, TP)
+def _load_queries(
+    q, row, there, KIND: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """The absorbed part, in pieces [rows, PIECE], and the turned part [rows, TP] of rows of queries of W numbers."""
+    dim, tail = tl.arange(0, PIECE), tl.arange(0, TP)
     at = q + row.to(tl.int64)[:, None] * W
-    absorbed = tl.load(at + dim[None, :], mask=there[:, None] & (dim < R)[None, :], other=0.0)
+    absorbed = ()
+    for i in tl.static_range(0, RP, PIECE):
+        part = tl.load(at + i + dim[None, :], mask=there[:, None] & (dim < R - i)[None, :], other=0.0)
+        absorbed = absorbed + (part.to(KIND),)  # noqa: RUF005
     turned = tl.load(at + R + tail[None, :], mask=there[:, None] & (tail < W - R)[None, :], other=0.0)
-    return absorbed, turned
+    return absorbed, turned.to(KIND)
 
 
 @triton.jit
 def _attend(
     absorbed, turned, seen, cells, cell_block, cell_stride, blocks, first, last, scale,
     ROWS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr, BLOCK: tl.constexpr,
-    CELLS: tl.constexpr, STAGES: tl.constexpr,
+    CELLS: tl.constexpr, STAGES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """(weighted sum [ROWS, RP], sum of exponentials, maximum) of rows of which each sees the first `seen` cells, over
-    cells first..last."""
-    kind: tl.constexpr = absorbed.dtype
+    """(weighted sum, in pieces [ROWS, PIECE], sum of exponentials, maximum) of rows of which each sees the first `seen`
+    cells, over cells first..last. A latent of q8_0 is decoded PIECE numbers at a time: whole, it takes more registers
+    than a thread has."""
+    kind: tl.constexpr = turned.dtype
     scales = scales_of(cells, 0, 1, W)
     tail_scales = scales
     if cells.dtype.element_ty == tl.int8:
         tail_scales += R // 32
     peak = tl.full((ROWS,), -1e30, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, RP), tl.float32)
+    sums = ()
+    for _ in tl.static_range(0, RP, PIECE):
+        sums = sums + (tl.zeros((ROWS, PIECE), tl.float32),)  # noqa: RUF005
     one, two = find_blocks(blocks, first, last, BLOCK, CELLS)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         cell = start + tl.arange(0, BLOCK)
         at, behind = locate_cells(one, two, start, cell_block, cell_stride, BLOCK, CELLS)
-        latents = load_cells(cells, scales, at, behind, last - start, R, RP, BLOCK, True, kind)
+        scores = tl.zeros((ROWS, BLOCK), tl.float32)
+        latents = ()
+        for i in tl.static_range(RP // PIECE):
+            part = load_cells(cells + i * PIECE, scales + i * PIECE // 32, at, behind, last - start, R - i * PIECE,
+                              PIECE, BLOCK, True, kind)  # fmt: skip
+            scores = tl.dot(absorbed[i], tl.trans(part), scores)
+            latents = latents + (part,)  # noqa: RUF005
         keys = load_cells(cells + R, tail_scales, at, behind, last - start, W - R, TP, BLOCK, True, kind)
         one, two = find_blocks(blocks, start + BLOCK, last, BLOCK, CELLS)
-        scores = tl.dot(turned, tl.trans(keys), tl.dot(absorbed, tl.trans(latents)))
+        scores = tl.dot(turned, tl.trans(keys), scores)
         visible = (cell[None, :] < seen[:, None]) & (cell < last)[None, :]
         scores = tl.where(visible, scores * scale, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - top)
         p = tl.where(visible, tl.exp2(scores - top[:, None]), 0.0)
         weight = weight * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(kind), latents, acc * shrink[:, None])
+        summed = ()
+        for i in tl.static_range(RP // PIECE):
+            summed = summed + (tl.dot(p.to(kind), latents[i], sums[i] * shrink[:, None]),)  # noqa: RUF005
+        sums = summed
         peak = top
-    return acc, weight, peak
+    return sums, weight, peak
 
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_latent_kernel(
     q, cells, cell_block, cell_stride, begin, position, blocks, partial, scale, splits,
     HEADS: tl.constexpr, SHARE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr,
-    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Program (split, SHARE heads, token): against its share of the cells, which follows from the token's own place, so
     one captured launch serves any length. Writes partial[token, head, split] = (weighted sum [R], maximum, sum)."""
@@ -140,16 +158,17 @@ def decode_latent_kernel(
     first = split * share
     last = tl.minimum(first + share, length)
     kind: tl.constexpr = product_type(cells.dtype.element_ty, cells.dtype.element_ty)
-    absorbed, turned = _load_queries(q, m * HEADS + head, head < HEADS, W, R, RP, TP)
+    absorbed, turned = _load_queries(q, m * HEADS + head, head < HEADS, kind, W, R, RP, TP, PIECE)
     seen = tl.full((SHARE,), 0, tl.int32) + length
     blocks += tl.maximum(tl.load(begin + m), 0)  # a row that only fills the batch looks at what is there
-    acc, weight, peak = _attend(
-        absorbed.to(kind), turned.to(kind), seen, cells, cell_block, cell_stride, blocks, first, last,
-        scale * 1.4426950408889634, SHARE, W, R, RP, TP, BLOCK, CELLS, STAGES,
+    sums, weight, peak = _attend(
+        absorbed, turned, seen, cells, cell_block, cell_stride, blocks, first, last,
+        scale * 1.4426950408889634, SHARE, W, R, RP, TP, BLOCK, CELLS, STAGES, PIECE,
     )  # fmt: skip
-    dim = tl.arange(0, RP)
     row = partial + ((m * HEADS + head).to(tl.int64) * splits + split) * (R + 2)
-    tl.store(row[:, None] + dim[None, :], acc, mask=(head < HEADS)[:, None] & (dim < R)[None, :])
+    for i in tl.static_range(RP // PIECE):
+        dim = i * PIECE + tl.arange(0, PIECE)
+        tl.store(row[:, None] + dim[None, :], sums[i], mask=(head < HEADS)[:, None] & (dim < R)[None, :])
     tl.store(row + R, peak, mask=head < HEADS)
     tl.store(row + R + 1, weight, mask=head < HEADS)
 
@@ -180,7 +199,7 @@ def combine_latent_kernel(
 def prompt_latent_kernel(
     q, cells, cell_block, cell_stride, blocks, begin, position, out, tokens, scale,
     HEADS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr, BM: tl.constexpr,
-    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Program (BM rows) of one segment, rows token by token: token i sees cells 0..past + i. `blocks` of the segment
     start at `begin`; position[0] is `past`, read here so that one captured launch serves all of a prompt."""
@@ -189,12 +208,13 @@ def prompt_latent_kernel(
     row = tile * BM + tl.arange(0, BM)
     there = row < tokens * HEADS
     kind: tl.constexpr = product_type(cells.dtype.element_ty, cells.dtype.element_ty)
-    absorbed, turned = _load_queries(q, row, there, W, R, RP, TP)
+    absorbed, turned = _load_queries(q, row, there, kind, W, R, RP, TP, PIECE)
     last = past + tl.minimum((tile * BM + BM - 1) // HEADS + 1, tokens)
-    acc, weight, _ = _attend(
-        absorbed.to(kind), turned.to(kind), past + row // HEADS + 1, cells, cell_block, cell_stride, blocks + begin, 0,
-        last, scale * 1.4426950408889634, BM, W, R, RP, TP, BLOCK, CELLS, STAGES,
+    sums, weight, _ = _attend(
+        absorbed, turned, past + row // HEADS + 1, cells, cell_block, cell_stride, blocks + begin, 0,
+        last, scale * 1.4426950408889634, BM, W, R, RP, TP, BLOCK, CELLS, STAGES, PIECE,
     )  # fmt: skip
-    dim = tl.arange(0, RP)
-    at = out + row.to(tl.int64)[:, None] * W + dim[None, :]
-    tl.store(at, (acc / weight[:, None]).to(out.dtype.element_ty), mask=there[:, None] & (dim < R)[None, :])
+    for i in tl.static_range(RP // PIECE):
+        dim = i * PIECE + tl.arange(0, PIECE)
+        at = out + row.to(tl.int64)[:, None] * W + dim[None, :]
+        tl.store(at, (sums[i] / weight[:, None]).to(out.dtype.element_ty), mask=there[:, None] & (dim < R)[None, :])

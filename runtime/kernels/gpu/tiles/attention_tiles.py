@@ -125,6 +125,12 @@ def latent_bytes(tile: Tile, rows: int, padded: int, tail: int, cells: float, li
     return int(2 * rows * width + (tile.stages - 1) * tile.depth * width * cells + 2 * rows * tile.depth + more)
 
 
+def latent_piece(padded: int, cells: float, limits: CardLimits) -> int:
+    """Numbers of a latent that are decoded and multiplied at once: on an RTX 50 a quarter, where whole ones of q8_0
+    would make a thread spill 144 bytes in decoding and 824 in prompts (48 and 200 so; Triton 3.7)."""
+    return padded // 4 if cells < 2 and limits.capability >= 120 and padded >= 128 else padded
+
+
 def multiplies_wide(rows: int, limits: CardLimits) -> bool:
     """Whether Triton multiplies so many rows from shared memory (wgmma, tcgen05), which GeForce cards cannot."""
     return rows >= 64 and 90 <= limits.capability < 120
