@@ -152,7 +152,7 @@ def test_gate_and_up_are_one_launch_that_gives_what_both_products_give(
     x = random_tensor(70, 256, seed=14)
     out, both = x.new_full((70, 48), float("nan")), x.new_empty(70, 96)
     monkeypatch.setattr(cuda.CudaKernels, "gate_mul", None)
-    kernels = kernels_with(("Q4_K",), kernel=INT8_GATED)
+    kernels = kernels_with(("Q4_K",), Tile(64, 1, 4, 1, tokens=64), kernel=INT8_GATED)
     kernels.gate_up(x, gate, up, out, both, scratch(1 << 16), activation)
     gates, ups = (torch.from_numpy(numpy64(x) @ w.T) for w in (g, u))
     scale = float(gates.std())
@@ -240,6 +240,13 @@ def test_experts_in_int8_are_the_products_of_rounded_activations(
     kernels.experts(x, routes, weights, rule, out, room, True)
     assert not kernels.passed_over
     assert error(out - 1, expected_of(x, routes, weights, values, rule)) < 0.02
+
+
+def test_down_takes_as_many_sums_a_warp_as_gate_and_up_together() -> None:
+    assert int8_pairs.widen(Tile(64, 1, 4, 1, tokens=64)) == Tile(128, 1, 4, 1, tokens=64)
+    assert int8_pairs.widen(Tile(32, 1, 2, 1, tokens=64)) == Tile(64, 1, 2, 1, tokens=64)
+    for tile in (Tile(64, 1, 2, 1, tokens=32), TILE):  # no second group of tokens, and two groups a warp already
+        assert int8_pairs.widen(tile) == tile
 
 
 @needs_kernels

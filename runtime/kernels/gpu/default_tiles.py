@@ -68,10 +68,16 @@ INT8_TILES = (
     Tile(128, 2, 4, 1, tokens=64),
     Tile(128, 1, 8, 1, registers=128, tokens=128),
 )
-# Of gate and up at once, which keep half a register for each sum of the gate; without a stage: one after the other
-INT8_GATED_TILES = (*INT8_TILES[:3], *(replace(tile, stages=0) for tile in INT8_TILES[:3]))
-INT8_EXPERT_TILES = (INT8_TILES[1], Tile(64, 1, 2, 1, registers=160, tokens=32), INT8_TILES[2], INT8_TILES[0])
-INT8_WAYS = {INT8_KERNEL: INT8_TILES, INT8_GATED: INT8_GATED_TILES, INT8_EXPERTS: INT8_EXPERT_TILES}
+# Of gate and up at once, each warp for a group of tokens. With up to 168 registers a processor holds 12 warps.
+INT8_PAIR_TILES = (
+    Tile(64, 1, 4, 1, registers=168, tokens=64),
+    Tile(32, 1, 2, 1, registers=168, tokens=64),
+    Tile(64, 1, 2, 1, registers=168, tokens=32),
+    Tile(128, 1, 8, 1, registers=168, tokens=64),
+)
+# Without a stage: one after the other.
+INT8_GATED_TILES = (*INT8_PAIR_TILES[:2], *(replace(tile, stages=0) for tile in INT8_TILES[:3]))
+INT8_WAYS = {INT8_KERNEL: INT8_TILES, INT8_GATED: INT8_GATED_TILES, INT8_EXPERTS: INT8_PAIR_TILES}
 _ROOMY = 160 << 10  # bytes of shared memory a block of cards that have room for these too: up to 131072 with BF16
 _GROUPED_ROOMY: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("grouped gate", 16): (Tile(16, 64, 4, 4, tokens=128),),

@@ -1,5 +1,6 @@
 """Experts of many tokens in int8, straight from packed weights: see triton_int8. Three launches, behind the sorting."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from pshard.runtime.kernels.gpu.experts.sorted_pairs import Kinds, Sorted
 from pshard.runtime.kernels.gpu.products.int8_rows import GROUP, are_alike, cut_room, cut_sums, suits
 from pshard.runtime.kernels.gpu.products.places import places
 from pshard.times.gpu_tiles import Tile, holds_pairs
+
+SPAN = 4  # chunks that a program quantises one after the other
 
 
 def fits(kinds: Kinds, pairs: int, experts: int, tile: Tile) -> bool:
@@ -35,8 +38,8 @@ def multiply(
     groups, chunks = slots * tile.tokens // GROUP, kinds.gate.cols // 32
     room, inner = _take_room(scratch["picked"], groups, kinds.gate), _take_room(scratch["gated"], groups, kinds.down)
     where = {"order": by_expert.order, "tiles": by_expert.tiles, "slots": slots}
-    triton_int8.quantise_pairs_kernel[(chunks, groups)](
-        x, x.stride(0), *where.values(), rule.used, *room, chunks, BM=tile.tokens
+    triton_int8.quantise_pairs_kernel[(triton.cdiv(chunks, SPAN), groups)](
+        x, x.stride(0), *where.values(), rule.used, *room, chunks, BM=tile.tokens, SPAN=SPAN
     )
     gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
     gate_at, up_at, down_at = weights.addresses
@@ -45,7 +48,15 @@ def multiply(
     _launch(kinds.gate, room, (gate_at, up_at), tile, slots, **where, **out, **biases)
     out = {"out": picked, "out_stride": picked.stride(0), "out_scale": None, "out_sums": None}
     biases = {"bias": down_bias, "second_bias": None, "ACTIVATION": ""}
-    _launch(kinds.down, inner, (down_at, down_at), tile, slots, **where, **out, **biases)
+    _launch(kinds.down, inner, (down_at, down_at), widen(tile), slots, **where, **out, **biases)
+
+
+def widen(tile: Tile) -> Tile:
+    """The tile of one matrix where `tile` is of two, each of whose warps has a group of tokens: it takes two of them,
+    and half as many warps share rows."""
+    along = tile.warps * 32 // tile.rows
+    narrow = along % 2 == 0 and tile.tokens // GROUP == along
+    return replace(tile, rows=2 * tile.rows) if narrow else tile
 
 
 def _launch(

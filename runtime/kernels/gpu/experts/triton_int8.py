@@ -7,22 +7,25 @@ them. What gate and up give is left so too, for down: the 32 rows of a warp are 
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.products.triton_many import as_columns, four_of, pack_halves, store_group, sum_chunks
+from pshard.runtime.kernels.gpu.products.triton_many import as_columns, four_of, store_group, sum_chunks
 
 
 @triton.jit(do_not_specialize=["slots", "used"])
-def quantise_pairs_kernel(x, x_stride, order, tiles, slots, used, words, scale, sums, chunks, BM: tl.constexpr):
-    """Each pair's row of x [tokens, 32 * chunks]; program (chunk, group of 32 pairs). Beyond a tile's are zeros."""
+def quantise_pairs_kernel(x, x_stride, order, tiles, slots, used, words, scale, sums, chunks, BM: tl.constexpr,
+                          SPAN: tl.constexpr):  # fmt: skip
+    """Each pair's row of x [tokens, 32 * chunks], beyond a tile's zeros; program (SPAN chunks, group of 32 pairs)."""
     group = tl.program_id(1)
     slot = group // (BM // 32)
     if tl.load(tiles + slot) >= 0:
         place = tl.load(tiles + slots + slot) + group % (BM // 32) * 32 + tl.arange(0, 32)
         there = place < tl.load(tiles + 2 * slots + slot)
         token = tl.load(order + place, mask=there, other=0) // used
-        column = tl.program_id(0) * 32 + tl.arange(0, 32)
-        at = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
-        value = tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
-        store_group(value, (group * chunks + tl.program_id(0)).to(tl.int64), words, scale, sums)
+        row = x + token.to(tl.int64)[:, None] * x_stride
+        first = tl.program_id(0) * SPAN
+        for n in range(first, tl.minimum(first + SPAN, chunks)):
+            column = n * 32 + tl.arange(0, 32)[None, :]
+            value = tl.load(row + column, mask=there[:, None], other=0.0).to(tl.float32)
+            store_group(value, (group * chunks + n).to(tl.int64), words, scale, sums)
 
 
 @triton.jit
@@ -87,24 +90,21 @@ def pairs_many_kernel(
     scale += there * 32
     sums += there * 32
     matrix = tl.load(addresses + expert).to(tl.pointer_type(tl.int32))
-    totals = sum_chunks(tl.multiple_of(matrix, 16) + place, words, scale, sums, chunks, g, q, four, high, scales,
-                        mins, d, dmin, THREADS, GROUPS, UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
-    packed: tl.tuple = ()
-    row = group * 16 + four
+    other = None
     if ACTIVATION != "":
-        totals = _with_bias(totals, bias, expert, row, rows, 1.0 / FACTOR, GROUPS)
-        packed = pack_halves(totals, 32 * GROUPS, 1.0)
-        matrix = tl.load(second_addresses + expert).to(tl.pointer_type(tl.int32))
-        totals = sum_chunks(tl.multiple_of(matrix, 16) + place, words, scale, sums, chunks, g, q, four, high,
-                            scales, mins, d, dmin, THREADS, GROUPS, UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
-        totals = _with_bias(totals, second_bias, expert, row, rows, 1.0 / FACTOR, GROUPS)
-    else:
-        totals = _with_bias(totals, bias, expert, row, rows, 1.0 / FACTOR, GROUPS)
+        other = tl.multiple_of(tl.load(second_addresses + expert).to(tl.pointer_type(tl.int32)), 16) + place
+    totals = sum_chunks(tl.multiple_of(matrix, 16) + place, other, words, scale, sums, chunks, g, q, four, high, scales,
+                        mins, d, dmin, THREADS, GROUPS, UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
+    row = group * 16 + four
+    more = _with_bias(totals, 0, bias, expert, row, rows, 1.0 / FACTOR, GROUPS)
+    if ACTIVATION != "":
+        more = more + _with_bias(totals, 32 * GROUPS, second_bias, expert, row, rows, 1.0 / FACTOR, GROUPS)
+    totals = more
     begin = tl.load(tiles + slots + slot)
     end = tl.load(tiles + 2 * slots + slot)
     for block in tl.static_range(4 * GROUPS):
         for side in tl.static_range(2):
-            found = four_of(totals, packed, block, side, 1.0, ACTIVATION)
+            found = four_of(totals, block, side, 1.0, 32 * GROUPS, ACTIVATION)
             if ACTIVATION != "":
                 chunk = tl.program_id(0) * WR + warp % WR
                 base = (first_group + block // 4).to(tl.int64) * (rows // 32) + chunk
@@ -120,16 +120,16 @@ def pairs_many_kernel(
 
 
 @triton.jit
-def _with_bias(totals, bias, expert, row, rows, factor, GROUPS: tl.constexpr):
-    """The sums times a factor, and the expert's bias of their rows added."""
+def _with_bias(totals, FIRST: tl.constexpr, bias, expert, row, rows, factor, GROUPS: tl.constexpr):
+    """The sums from number FIRST on times a factor, and the expert's bias of their rows added."""
     found: tl.tuple = ()
     if bias is not None:
         more: tl.tuple = ()
         for r in tl.static_range(4):
             more = more + (tl.load(bias + expert * rows + row + r, mask=row + r < rows, other=0.0),)  # noqa: RUF005
         for i in tl.static_range(32 * GROUPS):
-            found = found + (totals[i] * factor + more[i // 2 % 4],)  # noqa: RUF005
+            found = found + (totals[FIRST + i] * factor + more[i // 2 % 4],)  # noqa: RUF005
     else:
         for i in tl.static_range(32 * GROUPS):
-            found = found + (totals[i] * factor,)  # noqa: RUF005
+            found = found + (totals[FIRST + i] * factor,)  # noqa: RUF005
     return found

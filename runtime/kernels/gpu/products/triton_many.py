@@ -14,7 +14,15 @@ import triton.language as tl
 
 from pshard.runtime.kernels.gpu.products.triton_fragments import decode, load_codes, load_floats, load_halves
 from pshard.runtime.kernels.gpu.products.triton_gates import activate
-from pshard.runtime.kernels.gpu.products.triton_mma import add_products, dot16_floats, dot32, load4, signed_byte_of
+from pshard.runtime.kernels.gpu.products.triton_mma import (
+    MAGIC,
+    add_products,
+    fused,
+    load4,
+    raised_dot16,
+    raised_dot32,
+    signed_byte_of,
+)
 from pshard.runtime.kernels.gpu.products.triton_quantise import round_codes
 from pshard.runtime.kernels.gpu.products.triton_records import addends, scales_of_rows
 
@@ -41,20 +49,21 @@ def store_group(value, base, words, scale, sums):
     peak = tl.max(tl.abs(value), axis=1)
     inverse = tl.div_rn(127.0, tl.maximum(peak, 1e-30))  # of nothing but zeros: some number
     code, word = round_codes(value, inverse, 32)
-    c = tl.arange(0, 8)[None, :]
     b, g = t // 8, t % 8
-    lane = g[:, None] * 4 + c % 4
-    tl.store(words + base * 256 + (b // 2 * 128)[:, None] + lane * 4 + (b % 2 * 2)[:, None] + c // 4, word)
+    word = tl.permute(tl.reshape(word, (2, 2, 8, 2, 4)), (0, 2, 4, 1, 3))  # b // 2, g, c % 4, b % 2, c // 4
+    tl.store(words + base * 256 + tl.arange(0, 256), tl.reshape(word, (256,)))
     s = peak / 127.0
     tl.store(scale + base * 32 + g // 2 * 8 + b * 2 + g % 2, s)
     tl.store(sums + base * 32 + g * 4 + b, tl.sum(code, axis=1).to(tl.float32) * s)
 
 
 @triton.jit
-def _take(record, words, scale, n, q, four, per_group, high, mins, GROUPS: tl.constexpr, QTYPE: tl.constexpr,
+def _take(mine, second, words, scale, n, q, four, per_group, high, mins, GROUPS: tl.constexpr, QTYPE: tl.constexpr,
           LOW: tl.constexpr, HIGH: tl.constexpr):  # fmt: skip
-    """Chunk n as it lies in memory: (words of the weights, words of the activations, their scales)."""
-    raw = load_codes(record, n, q, four, high, mins, QTYPE, LOW, HIGH)
+    """Chunk n as it lies in memory: (words of the weights, those of the second matrix, words of the activations, their
+    scales)."""
+    raw = load_codes(mine, n, q, four, high, mins, QTYPE, LOW, HIGH)
+    other = raw if second is None else load_codes(second, n, q, four, high, mins, QTYPE, LOW, HIGH)
     x: tl.tuple = ()
     xs: tl.tuple = ()
     for group in tl.static_range(GROUPS):
@@ -62,7 +71,7 @@ def _take(record, words, scale, n, q, four, per_group, high, mins, GROUPS: tl.co
         x = x + load4(at, True) + load4(at + 128, True)
         at = scale + group * per_group * 32 + n * 32
         xs = xs + load_floats(at) + load_floats(at + 4)
-    return raw, x, xs
+    return raw, other, x, xs
 
 
 @triton.jit
@@ -87,13 +96,16 @@ def _weight_scales(record, n, four, whole, scales, d, QTYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_chunk(totals, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS: tl.constexpr, QTYPE: tl.constexpr,
-               HIGH: tl.constexpr):  # fmt: skip
-    """The sums with those of chunk n."""
+def _add_chunk(totals, FIRST: tl.constexpr, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS: tl.constexpr,
+               QTYPE: tl.constexpr, HIGH: tl.constexpr):  # fmt: skip
+    """The sums from number FIRST on, of a matrix, with those of chunk n."""
     codes: tl.tuple = ()
     for row in tl.static_range(4):
         codes = codes + (decode(raw, row, q, None, QTYPE, HIGH),)  # noqa: RUF005
     ws = _weight_scales(record, n, four, whole, scales, d, QTYPE)
+    lower: tl.tuple = ()
+    for i in tl.static_range(8 if QTYPE == "Q6_K" else 4):
+        lower = lower + (ws[i] * -MAGIC,)  # noqa: RUF005
     grown: tl.tuple = ()
     for block in tl.static_range(4 * GROUPS):
         b0, b1 = x[2 * block], x[2 * block + 1]
@@ -101,115 +113,124 @@ def _add_chunk(totals, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS:
             a0, a2 = codes[2 * pair]
             a1, a3 = codes[2 * pair + 1]
             if QTYPE == "Q6_K":
-                dots, others = dot16_floats(a0, a1, b0), dot16_floats(a2, a3, b1)
+                dots, others = raised_dot16(a0, a1, b0), raised_dot16(a2, a3, b1)
             else:
-                dots = dot32(a0, a1, a2, a3, b0, b1)
+                dots = raised_dot32(a0, a1, a2, a3, b0, b1)
             for i in tl.static_range(4):
-                old = totals[8 * block + 4 * pair + i]
                 x_scale = xs[2 * block + i % 2]
+                value = totals[FIRST + 8 * block + 4 * pair + i]
+                value = fused(fused(dots[i], ws[2 * pair + i // 2], lower[2 * pair + i // 2]), x_scale, value)
                 if QTYPE == "Q6_K":
-                    value = dots[i] * ws[2 * pair + i // 2] + others[i] * ws[4 + 2 * pair + i // 2]
-                    value = value * x_scale
-                else:
-                    value = dots[i] * (ws[2 * pair + i // 2] * x_scale)
-                value = old + value
+                    more = fused(others[i], ws[4 + 2 * pair + i // 2], lower[4 + 2 * pair + i // 2])
+                    value = fused(more, x_scale, value)
                 grown = grown + (value,)  # noqa: RUF005
     return grown
 
 
 @triton.jit
+def _add_addends(totals, FIRST: tl.constexpr, mine, start, sums, chunks, q, four, scales, mins, dmin,
+                 THREADS: tl.constexpr, GROUPS: tl.constexpr, QTYPE: tl.constexpr):  # fmt: skip
+    """The sums from number FIRST on, of a matrix, with what its 8 chunks from `start` on add to every weight."""
+    SUPER: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K"
+    added = addends(mine, start + q, four, scales, mins, dmin, QTYPE)
+    later = addends(mine, start + q + 4, four, scales, mins, dmin, QTYPE)
+    if SUPER:
+        less = load_halves(mine.to(tl.pointer_type(tl.float16), bitcast=True) + dmin // 2 + start // 8 * 16 + four)
+    zero = tl.zeros((THREADS,), tl.float32)
+    more: tl.tuple = ()
+    for part in tl.static_range(GROUPS):
+        at = sums + part * chunks * 32 + (start + q) * 32
+        low, up = load_floats(at), load_floats(at + 128)
+        for b in tl.static_range(4):
+            for pair in tl.static_range(2):
+                r = add_products(added[2 * pair], added[2 * pair + 1], later[2 * pair], later[2 * pair + 1], low[b],
+                                 up[b], zero, zero, zero, zero)  # fmt: skip
+                for i in tl.static_range(4):
+                    old = totals[FIRST + 32 * part + 8 * b + 4 * pair + i]
+                    if SUPER:
+                        more = more + (old - less[2 * pair + i // 2] * r[i],)  # noqa: RUF005
+                    else:
+                        more = more + (old + r[i],)  # noqa: RUF005
+    return more
+
+
+@triton.jit
+def _whole_scales(mine, start, d, four, SUPER: tl.constexpr):
+    """Scales of the four rows' superblock; of types without, nothing."""
+    if SUPER:
+        return load_halves(mine.to(tl.pointer_type(tl.float16), bitcast=True) + d // 2 + start // 8 * 16 + four)
+    else:
+        return ()
+
+
+@triton.jit
 def sum_chunks(
-    mine, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin,
+    mine, second, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin,
     THREADS: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr, QTYPE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
     """Sums over all chunks of 32 rows times GROUPS groups of tokens: of token 8b + 2q + side of all, that of row
-    4 (g % 4) + r of the thread's record is number 8b + 2r + side.
+    4 (g % 4) + r of the thread's record is number 8b + 2r + side. Behind them those of a `second` matrix.
 
-    mine: the thread's record, int32*; words, scale, sums: of the first of the groups, whose chunks lie one after the
-    other.
+    mine, second: the thread's record, int32*; words, scale, sums: of the first of the groups, whose chunks lie one
+    after the other.
     """
-    halves = mine.to(tl.pointer_type(tl.float16), bitcast=True)
     words += (g * 4 + q) * 4
     scale += q * 8
     sums += g * 4
+    MATRICES: tl.constexpr = 1 if second is None else 2
+    COUNT: tl.constexpr = GROUPS * 32
     totals: tl.tuple = ()
-    for _ in tl.static_range(GROUPS * 32):
+    for _ in tl.static_range(MATRICES * COUNT):
         totals = totals + (tl.zeros((THREADS,), tl.float32),)  # noqa: RUF005
     SUPER: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS"
     ADDED: tl.constexpr = QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
     TURN: tl.constexpr = 8 if SUPER or ADDED else UNIT
     if AHEAD:
-        next_ = _take(mine, words, scale, 0, q, four, chunks, high, mins, GROUPS, QTYPE, LOW, HIGH)
+        next_ = _take(mine, second, words, scale, 0, q, four, chunks, high, mins, GROUPS, QTYPE, LOW, HIGH)
     for start in range(0, chunks, TURN):
-        if SUPER:
-            whole = load_halves(halves + d // 2 + start // 8 * 16 + four)
-        else:
-            whole = ()
+        whole = _whole_scales(mine, start, d, four, SUPER)
+        other_whole = whole
+        if second is not None:
+            other_whole = _whole_scales(second, start, d, four, SUPER)
         if ADDED:
-            added = addends(mine, start + q, four, scales, mins, dmin, QTYPE)
-            later = addends(mine, start + q + 4, four, scales, mins, dmin, QTYPE)
-            if SUPER:
-                less = load_halves(halves + dmin // 2 + start // 8 * 16 + four)
-            zero = tl.zeros((THREADS,), tl.float32)
-            more: tl.tuple = ()
-            for part in tl.static_range(GROUPS):
-                at = sums + part * chunks * 32 + (start + q) * 32
-                low, up = load_floats(at), load_floats(at + 128)
-                for b in tl.static_range(4):
-                    for pair in tl.static_range(2):
-                        r = add_products(added[2 * pair], added[2 * pair + 1], later[2 * pair], later[2 * pair + 1],
-                                         low[b], up[b], zero, zero, zero, zero)  # fmt: skip
-                        for i in tl.static_range(4):
-                            old = totals[32 * part + 8 * b + 4 * pair + i]
-                            if SUPER:
-                                more = more + (old - less[2 * pair + i // 2] * r[i],)  # noqa: RUF005
-                            else:
-                                more = more + (old + r[i],)  # noqa: RUF005
-            totals = more
+            grown = _add_addends(totals, 0, mine, start, sums, chunks, q, four, scales, mins, dmin, THREADS, GROUPS,
+                                 QTYPE)  # fmt: skip
+            if second is not None:
+                grown = grown + _add_addends(totals, COUNT, second, start, sums, chunks, q, four, scales, mins, dmin,
+                                             THREADS, GROUPS, QTYPE)  # fmt: skip
+            totals = grown
         for inner in range(start, start + TURN, UNIT):
-            if AHEAD:
-                for k in tl.static_range(UNIT):
-                    raw, x, xs = next_
+            taken: tl.tuple = ()
+            for k in tl.static_range(UNIT):
+                if AHEAD:
+                    taken = taken + (next_,)  # noqa: RUF005
                     following = tl.minimum(inner + k + 1, chunks - 1)
-                    next_ = _take(mine, words, scale, following, q, four, chunks, high, mins, GROUPS, QTYPE, LOW, HIGH)
-                    totals = _add_chunk(totals, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
-                                        HIGH)  # fmt: skip
-            else:
-                taken: tl.tuple = ()
-                for k in tl.static_range(UNIT):
-                    one = _take(mine, words, scale, inner + k, q, four, chunks, high, mins, GROUPS, QTYPE, LOW, HIGH)
+                    next_ = _take(mine, second, words, scale, following, q, four, chunks, high, mins, GROUPS, QTYPE,
+                                  LOW, HIGH)  # fmt: skip
+                else:
+                    one = _take(mine, second, words, scale, inner + k, q, four, chunks, high, mins, GROUPS, QTYPE, LOW,
+                                HIGH)  # fmt: skip
                     taken = taken + (one,)  # noqa: RUF005
-                for k in tl.static_range(UNIT):
-                    raw, x, xs = taken[k]
-                    totals = _add_chunk(totals, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
-                                        HIGH)  # fmt: skip
+            for k in tl.static_range(UNIT):
+                raw, other, x, xs = taken[k]
+                grown = _add_chunk(totals, 0, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
+                                   HIGH)  # fmt: skip
+                if second is not None:
+                    grown = grown + _add_chunk(totals, COUNT, other, x, xs, second, inner + k, q, four, other_whole,
+                                               scales, d, GROUPS, QTYPE, HIGH)  # fmt: skip
+                totals = grown
     return totals
 
 
 @triton.jit
-def pack_halves(totals, COUNT: tl.constexpr, factor):
-    """Sums times the factor as bfloat16, two in a word: number 2i is the lower half of word i."""
-    packed: tl.tuple = ()
-    for i in tl.static_range(COUNT // 2):
-        low = (totals[2 * i] * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        up = (totals[2 * i + 1] * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        packed = packed + ((low & 0xFFFF) | (up << 16),)  # noqa: RUF005
-    return packed
-
-
-@triton.jit
-def four_of(totals, packed, block: tl.constexpr, side: tl.constexpr, factor, ACTIVATION: tl.constexpr):
-    """What the thread has of token 8 block + 2q + side: four rows; with an ACTIVATION of `packed` gates and of ups."""
+def four_of(totals, block: tl.constexpr, side: tl.constexpr, factor, COUNT: tl.constexpr, ACTIVATION: tl.constexpr):
+    """What the thread has of token 8 block + 2q + side: four rows; with an ACTIVATION of COUNT gates and of ups."""
     four: tl.tuple = ()
     for row in tl.static_range(4):
         value = totals[8 * block + 2 * row + side] * factor
         if ACTIVATION != "":
-            if side:
-                bits = packed[4 * block + row] & -65536
-            else:
-                bits = packed[4 * block + row] << 16
-            value = activate(bits.to(tl.float32, bitcast=True), value, ACTIVATION)
+            value = activate(value, totals[COUNT + 8 * block + 2 * row + side] * factor, ACTIVATION)
         four = four + (value,)  # noqa: RUF005
     return four
 
@@ -229,8 +250,7 @@ def many_rows_kernel(
 ):  # fmt: skip
     """out[tokens, rows] (+)= activations @ weight.T: a program takes WR * 32 rows and WT * GROUPS * 32 tokens.
 
-    With a `second` matrix of that type: out = act(activations @ weight.T) * (activations @ second.T), gates rounded to
-    bfloat16.
+    With a `second` matrix of that type: out = act(activations @ weight.T) * (activations @ second.T).
 
     UNIT chunks are loaded at once, a divisor of `chunks`; of types with superblocks or addends, of 8. AHEAD: those of
     the next turn are loaded before this turn's are multiplied. BAND: so many tiles of rows next to each other share
@@ -256,19 +276,16 @@ def many_rows_kernel(
     scale += there * 32
     sums += there * 32
     mine = weight.to(tl.pointer_type(tl.int32), bitcast=True) + place
-    packed: tl.tuple = ()
+    other = None
     if second is not None:
-        totals = sum_chunks(mine, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin, 32 * WR * WT,
-                            GROUPS, UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
-        packed = pack_halves(totals, 32 * GROUPS, 1.0 / FACTOR)
-        mine = second.to(tl.pointer_type(tl.int32), bitcast=True) + place
-    totals = sum_chunks(mine, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin, 32 * WR * WT, GROUPS,
-                        UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
+        other = second.to(tl.pointer_type(tl.int32), bitcast=True) + place
+    totals = sum_chunks(mine, other, words, scale, sums, chunks, g, q, four, high, scales, mins, d, dmin, 32 * WR * WT,
+                        GROUPS, UNIT, AHEAD, QTYPE, LOW, HIGH)  # fmt: skip
     row = (group * 16 + four)[:, None] + tl.arange(0, 4)[None, :]
     for block in tl.static_range(4 * GROUPS):
         for side in tl.static_range(2):
             m = (first_group + block // 4) * 32 + block % 4 * 8 + 2 * q + side
-            value = as_columns(four_of(totals, packed, block, side, 1.0 / FACTOR, ACTIVATION), 32 * WR * WT)
+            value = as_columns(four_of(totals, block, side, 1.0 / FACTOR, 32 * GROUPS, ACTIVATION), 32 * WR * WT)
             at = out + m.to(tl.int64)[:, None] * out_stride + row
             mask = (m < tokens)[:, None] & (row < rows)
             if ACCUMULATE:

@@ -67,16 +67,26 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
                 tl.reshape(high0, (count,)), tl.reshape(high1, (count,)))  # fmt: skip
 
     @triton.jit
-    def dot32(a0, a1, a2, a3, b0, b1):
-        """Four float32: the int8 product over 32 columns, exact below 2^22. a2, a3 and b1: columns 16..31."""
-        d0, d1, d2, d3 = _spread(_products(a0, b0) + _products(a2, b1), _products(a1, b0) + _products(a3, b1))
-        return d0.to(tl.float32), d1.to(tl.float32), d2.to(tl.float32), d3.to(tl.float32)
+    def fused(a, b, c):
+        """a * b + c, rounded once."""
+        return (a.to(tl.float64) * b + c).to(tl.float32)
 
     @triton.jit
-    def dot16_floats(a0, a1, b0):
-        """As `dot32`, over 16 columns."""
+    def _raised(d0, d1, d2, d3):
+        return (d0.to(tl.float32) + MAGIC, d1.to(tl.float32) + MAGIC, d2.to(tl.float32) + MAGIC,
+                d3.to(tl.float32) + MAGIC)  # fmt: skip
+
+    @triton.jit
+    def raised_dot32(a0, a1, a2, a3, b0, b1):
+        """Four float32: MAGIC plus the int8 product over 32 columns, exact below 2^22. a2, a3, b1: columns 16..31."""
+        d0, d1, d2, d3 = _spread(_products(a0, b0) + _products(a2, b1), _products(a1, b0) + _products(a3, b1))
+        return _raised(d0, d1, d2, d3)
+
+    @triton.jit
+    def raised_dot16(a0, a1, b0):
+        """As `raised_dot32`, over 16 columns."""
         d0, d1, d2, d3 = _spread(_products(a0, b0), _products(a1, b0))
-        return d0.to(tl.float32), d1.to(tl.float32), d2.to(tl.float32), d3.to(tl.float32)
+        return _raised(d0, d1, d2, d3)
 
     @triton.jit
     def dot16(a0, a1, b0):
@@ -163,45 +173,46 @@ else:
         )  # fmt: skip
 
     @triton.jit
-    def dot32(a0, a1, a2, a3, b0, b1):
-        """Four float32: the int8 product over 32 columns, exact below 2^22. a2, a3 and b1: columns 16..31.
+    def fused(a, b, c):
+        """a * b + c, rounded once."""
+        return tl.fma(a, b, c)
 
-        The integer sums start at the bits of 1.5 * 2^23, so they are the bits of that plus the sum as a float32.
+    @triton.jit
+    def raised_dot32(a0, a1, a2, a3, b0, b1):
+        """Four float32: MAGIC plus the int8 product over 32 columns, exact below 2^22. a2, a3 and b1: columns 16..31.
+
+        The integer sums start at the bits of MAGIC, so they are the bits of that plus the sum as a float32.
         """
-        d0, d1, d2, d3 = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """{
             .reg .b32 start;
             mov.b32 start, 0x4B400000;
             mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
                 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {start, start, start, start};
             }""",
-            "=r,=r,=r,=r,r,r,r,r,r,r",
+            "=f,=f,=f,=f,r,r,r,r,r,r",
             [a0, a1, a2, a3, b0, b1],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )
-        return (d0.to(tl.float32, bitcast=True) - MAGIC, d1.to(tl.float32, bitcast=True) - MAGIC,
-                d2.to(tl.float32, bitcast=True) - MAGIC, d3.to(tl.float32, bitcast=True) - MAGIC)  # fmt: skip
 
     @triton.jit
-    def dot16_floats(a0, a1, b0):
-        """As `dot32`, over 16 columns."""
-        d0, d1, d2, d3 = tl.inline_asm_elementwise(
+    def raised_dot16(a0, a1, b0):
+        """As `raised_dot32`, over 16 columns."""
+        return tl.inline_asm_elementwise(
             """{
             .reg .b32 start;
             mov.b32 start, 0x4B400000;
             mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32
                 {$0, $1, $2, $3}, {$4, $5}, {$6}, {start, start, start, start};
             }""",
-            "=r,=r,=r,=r,r,r,r",
+            "=f,=f,=f,=f,r,r,r",
             [a0, a1, b0],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )
-        return (d0.to(tl.float32, bitcast=True) - MAGIC, d1.to(tl.float32, bitcast=True) - MAGIC,
-                d2.to(tl.float32, bitcast=True) - MAGIC, d3.to(tl.float32, bitcast=True) - MAGIC)  # fmt: skip
 
     @triton.jit
     def dot16(a0, a1, b0):
@@ -272,3 +283,10 @@ else:
             is_pure=True,
             pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def dot32(a0, a1, a2, a3, b0, b1):
+    """`raised_dot32` less MAGIC."""
+    d0, d1, d2, d3 = raised_dot32(a0, a1, a2, a3, b0, b1)
+    return d0 - MAGIC, d1 - MAGIC, d2 - MAGIC, d3 - MAGIC
