@@ -1,5 +1,6 @@
 """Routed experts: each side adds up what those that it has give for the tokens that chose them."""
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -67,7 +68,7 @@ def _target(side: Side, n: int, residual: Residual) -> tuple[torch.Tensor, bool]
 def _cut_stack(stack: Packed, rows: int) -> list[Packed]:
     """The matrices of `rows` rows that stand in a stack."""
     size = packed_nbytes(stack.qtype, rows, stack.cols)
-    return [Packed(stack.data[at : at + size], stack.qtype, rows, stack.cols)
+    return [replace(stack, data=stack.data[at : at + size], rows=rows)
             for at in range(0, stack.rows // rows * size, size)]  # fmt: skip
 
 

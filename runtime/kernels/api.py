@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight matrix [rows, cols] in the packed layout: `data` is uint8, flat, on the device that computes."""
+    """A weight matrix [rows, cols] in the packed layout: `data` is uint8, flat, on the device that computes.
+
+    never_int8: products of many rows stay in bfloat16, whatever is faster.
+    """
 
     data: torch.Tensor
     qtype: str
     rows: int
     cols: int
+    never_int8: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,12 @@ class UnitWeights:
 
 def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
     """Views of a blob (uint8, on any device) that `pack_unit` filled."""
-    return _view(unit.offsets().values(), blob)
+    return _view(unit, unit.offsets().values(), blob)
 
 
 def view_portion(portion: Portion, blob: torch.Tensor) -> UnitWeights:
     """Views of a portion where it lies in the whole unit's blob."""
-    return replace(_view(zip(portion.starts, portion.unit.tensors), blob), first=portion.first)
+    return replace(_view(portion.unit, zip(portion.starts, portion.unit.tensors), blob), first=portion.first)
 
 
 def view_brought(portion: Portion, blob: torch.Tensor) -> UnitWeights:
@@ -75,12 +75,13 @@ def view_brought(portion: Portion, blob: torch.Tensor) -> UnitWeights:
     return replace(view_unit(portion.unit, blob), first=portion.first)
 
 
-def _view(tensors: Iterable[tuple[int, TensorSpec]], blob: torch.Tensor) -> UnitWeights:
+def _view(unit: Unit, tensors: Iterable[tuple[int, TensorSpec]], blob: torch.Tensor) -> UnitWeights:
     matrices, vectors = {}, {}
+    first = unit.layer == 0  # what it rounds reaches every other layer: docs/runtime.md, "Prompts in int8"
     for at, tensor in tensors:
         data = blob[at : at + tensor.packed_nbytes]
         if len(tensor.shape) == 2:
-            matrices[tensor.role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols)
+            matrices[tensor.role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols, never_int8=first)
         else:
             vectors[tensor.role] = data.view(torch.float32)
     return UnitWeights(matrices, vectors)

@@ -4,6 +4,7 @@ On a GPU where there is one, else in Triton's interpreter: see test_triton_kerne
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -158,6 +159,12 @@ def test_gate_and_up_are_one_launch_that_gives_what_both_products_give(
     scale = float(gates.std())
     act = torch.nn.functional.silu if activation == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
     assert scale > 0 and error(out, (act(gates) * ups).numpy()) < 0.02
+
+
+def test_a_matrix_that_is_not_to_be_in_int8_suits_no_tile() -> None:
+    weight, _ = random_weight("Q4_0", 32, 64)
+    room = torch.empty(1 << 16, dtype=torch.uint8)
+    assert int8_rows.fits(weight, TILE, room) and not int8_rows.fits(replace(weight, never_int8=True), TILE, room)
 
 
 @needs_kernels

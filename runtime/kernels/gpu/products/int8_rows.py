@@ -36,8 +36,9 @@ def fits(weight: Packed, tile: Tile, scratch: torch.Tensor) -> bool:
 
 
 def suits(weight: Packed) -> bool:
-    """Whether `sum_chunks` knows such a matrix."""
-    return weight.qtype in INT8_TYPES and (weight.qtype not in WITH_ADDENDS or weight.cols % 256 == 0)
+    """Whether `sum_chunks` knows such a matrix, and may have it."""
+    known = weight.qtype in INT8_TYPES and (weight.qtype not in WITH_ADDENDS or weight.cols % 256 == 0)
+    return known and not weight.never_int8
 
 
 def are_alike(gate: Packed, up: Packed) -> bool:
