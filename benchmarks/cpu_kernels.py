@@ -150,6 +150,7 @@ def compare_with_ceiling(nbytes: int, seconds: list[float], read_seconds: list[f
     return {
         "seconds": statistics.median(seconds),
         "gb_per_s": nbytes / statistics.median(seconds) / 1e9,
+        "best_gb_per_s": nbytes / min(seconds) / 1e9,
         "ceiling_gb_per_s": nbytes / statistics.median(read_seconds) / 1e9,
         "of_ceiling": statistics.median(read_seconds) / statistics.median(seconds),
         "best_of_ceiling": min(read_seconds) / min(seconds),

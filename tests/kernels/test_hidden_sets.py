@@ -3,11 +3,17 @@
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from random_blocks import random_rows
 
+from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.codebooks import BOOK_TYPES
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.layout import pack_reference
 
 pytestmark = pytest.mark.skipif(
     not native.is_available() or native.isa() != "avx512_vnni",
@@ -30,6 +36,26 @@ def test_a_hidden_instruction_set_is_left_alone(hidden: str, isa: str) -> None:
     asked = [sys.executable, "-c", ASK]
     done = subprocess.run(asked, env=without(hidden), capture_output=True, text=True, check=True)
     assert done.stdout.split() == [isa]
+
+
+def digest_products() -> list[int]:
+    """A checksum of products and of weights for each type with a codebook."""
+    rows, cols, found = 32, 512, []
+    x = np.random.default_rng(1).standard_normal((3, cols), np.float32)
+    for qtype in BOOK_TYPES:
+        packed = Packed(pack_reference(random_rows(qtype, rows, cols), qtype, rows, cols), qtype, rows, cols)
+        out, weights = np.empty((3, rows), np.float32), np.empty((rows, cols), np.float32)
+        native.linear(x, packed, out, 3)
+        native.dequantize(packed, 0, rows, weights, "f32")
+        found += [zlib.crc32(out.tobytes()), zlib.crc32(weights.tobytes())]
+    return found
+
+
+def test_codebooks_in_registers_and_in_memory_give_the_same_bits() -> None:
+    asked = [sys.executable, "-c", "import test_hidden_sets as here; print(here.digest_products())"]
+    where = without("avx512_vbmi") | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(asked, env=where, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(digest_products())
 
 
 @pytest.mark.slow

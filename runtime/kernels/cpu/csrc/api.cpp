@@ -75,8 +75,7 @@ PSHARD_API int pshard_stop_helpers(int point) { return Pool::instance().stop_hel
 
 // A codebook: what the indices of a type stand for, `count` numbers, four columns a word.
 PSHARD_API void pshard_set_book(int type, const int8_t* values, int64_t count) {
-  auto* to = reinterpret_cast<uint8_t*>(books[type - IQ3_S]);
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(64 + values[i]);
+  set_book(type, values, count);
 }
 
 PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int64_t row_start, int64_t row_stop,

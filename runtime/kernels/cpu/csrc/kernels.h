@@ -99,4 +99,6 @@ const Kernels* kernels_portable();
 const Kernels* kernels_avx2();  // nullptr when this build or CPU cannot run it
 const Kernels* kernels_avx512();
 
+void use_byte_tables(Kernels& k);  // codebooks looked up in registers, where the processor has AVX-512 VBMI
+
 }  // namespace pshard

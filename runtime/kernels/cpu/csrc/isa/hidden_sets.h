@@ -7,7 +7,8 @@
 
 namespace pshard {
 
-// Whether a comma-separated list in the environment has this name: "avx2", "avx512", "avx512_bf16" or "amx".
+// Whether a comma-separated list in the environment has this name: "avx2", "avx512", "avx512_vbmi",
+// "avx512_bf16" or "amx".
 inline bool is_hidden(const char* set) {
   const char* list = std::getenv("PSHARD_CPU_WITHOUT");
   const size_t length = std::strlen(set);

@@ -48,7 +48,11 @@ bool has_vectors() {
 
 const Kernels* kernels_avx512() {
   static const bool usable = has_vectors();
-  static const Kernels kernels = make_kernels("avx512_vnni");
+  static const Kernels kernels = [] {
+    Kernels k = make_kernels("avx512_vnni");
+    use_byte_tables(k);
+    return k;
+  }();
   return usable ? &kernels : nullptr;
 }
 }  // namespace pshard

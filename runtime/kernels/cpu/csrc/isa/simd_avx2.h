@@ -1,7 +1,7 @@
 // The vector operations of the kernels for AVX2 with FMA and F16C: 16 lanes of 32 bits in two registers.
 // Included inside an anonymous namespace of isa_avx2.cpp, after <immintrin.h>. Meanings as in simd_avx512.h.
 
-constexpr bool kFewCounts = false;
+constexpr bool kFewCounts = false, kLooksUp = true;
 struct Bytes {
   __m256i a, b;
 };
@@ -29,6 +29,10 @@ inline Bytes and_bytes(Bytes x, Bytes y) { return {_mm256_and_si256(x.a, y.a), _
 inline Bytes or_masked(Bytes base, Bytes v, Bytes mask) {
   return {_mm256_or_si256(base.a, _mm256_and_si256(v.a, mask.a)),
           _mm256_or_si256(base.b, _mm256_and_si256(v.b, mask.b))};
+}
+inline Bytes blend_bits(Bytes base, Bytes v, Bytes mask) {
+  return {_mm256_or_si256(_mm256_andnot_si256(mask.a, base.a), _mm256_and_si256(v.a, mask.a)),
+          _mm256_or_si256(_mm256_andnot_si256(mask.b, base.b), _mm256_and_si256(v.b, mask.b))};
 }
 inline Bytes flip_sign(Bytes v) {
   const __m256i sign = _mm256_set1_epi8(static_cast<char>(0x80));
@@ -150,10 +154,6 @@ inline Bytes gather(const uint32_t* words, Ints index) {
   const int* from = reinterpret_cast<const int*>(words);
   return {_mm256_i32gather_epi32(from, index.a, 4), _mm256_i32gather_epi32(from, index.b, 4)};
 }
-inline void gather_pairs(const uint32_t* pairs, Ints index, Bytes& first, Bytes& second) {
-  const Ints twice = add_ints(index, index);
-  first = gather(pairs, twice), second = gather(pairs + 1, twice);
-}
 inline __m256i mirror_half(__m256i v, __m256i signs, __m256i bit) {
   const __m256i where = _mm256_cmpeq_epi8(_mm256_and_si256(signs, bit), bit);
   return _mm256_blendv_epi8(v, _mm256_sub_epi8(_mm256_set1_epi8(static_cast<char>(128)), v), where);
@@ -174,6 +174,10 @@ inline Bytes top_trit(Bytes v) { return {top_trit_half(v.a), top_trit_half(v.b)}
 template <int Bits>
 inline Ints shift_right(Ints v) {
   return {_mm256_srli_epi32(v.a, Bits), _mm256_srli_epi32(v.b, Bits)};
+}
+inline Ints shift_right_by(Ints v, int bits) {
+  const __m128i count = _mm_cvtsi32_si128(bits);
+  return {_mm256_srl_epi32(v.a, count), _mm256_srl_epi32(v.b, count)};
 }
 inline Ints and_int(Ints v, int mask) {
   const __m256i m = _mm256_set1_epi32(mask);

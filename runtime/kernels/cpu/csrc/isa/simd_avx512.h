@@ -2,6 +2,7 @@
 // Included inside an anonymous namespace of isa_avx512.cpp, after <immintrin.h>.
 
 constexpr bool kFewCounts = false;  // a group's tokens at once, so that its weights are decoded once
+constexpr bool kLooksUp = true;     // bytes of a table of 16 sooner than words of a larger one
 using Bytes = __m512i;  // 64 bytes: 4 consecutive columns of each of 16 rows
 using Ints = __m512i;   // 16 x int32
 using Floats = __m512;  // 16 x float
@@ -11,6 +12,7 @@ inline void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
 inline Bytes splat_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }
 inline Bytes and_bytes(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
 inline Bytes or_masked(Bytes base, Bytes v, Bytes mask) { return _mm512_ternarylogic_epi32(base, v, mask, 0xF8); }
+inline Bytes blend_bits(Bytes base, Bytes v, Bytes mask) { return _mm512_ternarylogic_epi32(mask, v, base, 0xCA); }
 inline Bytes flip_sign(Bytes v) { return _mm512_xor_si512(v, splat_byte(0x80)); }
 template <int Left>  // shifts 16-bit lanes: mask off what crosses from the neighbour byte
 inline Bytes shift(Bytes v) {
@@ -82,6 +84,7 @@ template <int Bits>
 inline Ints shift_right(Ints v) {
   return _mm512_srli_epi32(v, Bits);
 }
+inline Ints shift_right_by(Ints v, int bits) { return _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
 inline Ints and_int(Ints v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi32(mask)); }
 
 template <int Bits>
@@ -97,14 +100,6 @@ inline Ints widen_u16(const uint16_t* p) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline Bytes gather(const uint32_t* words, Ints index) { return _mm512_i32gather_epi32(index, words, 4); }
-// The first words of pairs, and the second ones.
-inline void gather_pairs(const uint32_t* pairs, Ints index, Bytes& first, Bytes& second) {
-  alignas(64) static const int32_t even[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  const __m512i order = _mm512_load_si512(even), odd = _mm512_or_si512(order, _mm512_set1_epi32(1));
-  const __m512i a = _mm512_i32gather_epi64(_mm512_castsi512_si256(index), pairs, 8);
-  const __m512i b = _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(index, 1), pairs, 8);
-  first = _mm512_permutex2var_epi32(a, order, b), second = _mm512_permutex2var_epi32(a, odd, b);
-}
 template <int Bit>  // 128 - v where a byte of `signs` has the bit
 inline Bytes mirror(Bytes v, Bytes signs) {
   const __mmask64 where = _mm512_test_epi8_mask(signs, splat_byte(1 << Bit));

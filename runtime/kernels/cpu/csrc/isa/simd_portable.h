@@ -2,6 +2,7 @@
 // which the compiler cuts into the registers it has. Included inside an anonymous namespace of isa_portable.cpp.
 // Meanings as in simd_avx512.h.
 
+constexpr bool kLooksUp = false;
 constexpr bool kFewCounts = true;  // groups of four tokens and of one: more would compile for a minute
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -29,6 +30,7 @@ inline void store_bytes(uint8_t* p, Bytes v) { std::memcpy(p, &v, 64); }
 inline Bytes splat_byte(int b) { return Bytes{} + static_cast<uint8_t>(b); }
 inline Bytes and_bytes(Bytes x, Bytes y) { return x & y; }
 inline Bytes or_masked(Bytes base, Bytes v, Bytes mask) { return base | (v & mask); }
+inline Bytes blend_bits(Bytes base, Bytes v, Bytes mask) { return base ^ ((base ^ v) & mask); }
 inline Bytes flip_sign(Bytes v) { return v ^ splat_byte(0x80); }
 template <int Left>
 inline Bytes shift(Bytes v) {
@@ -117,6 +119,7 @@ template <int Bits>
 inline Ints shift_right(Ints x) {
   return x >> Bits;
 }
+inline Ints shift_right_by(Ints x, int bits) { return x >> bits; }
 inline Ints and_int(Ints x, int mask) { return x & mask; }
 
 template <int Bits>
@@ -136,12 +139,12 @@ inline void gather_pairs(const uint32_t* pairs, Ints index, Bytes& first, Bytes&
 }
 template <int Bit>
 inline Bytes mirror(Bytes v, Bytes signs) {
-  const Bytes where = ((signs >> Bit) & splat_byte(1)) * splat_byte(255);
+  const Bytes bit = splat_byte(1 << Bit), where = reinterpret_cast<Bytes>((signs & bit) == bit);
   return (v & ~where) | ((splat_byte(128) - v) & where);
 }
 inline Bytes triple(Bytes v) { return v + v + v; }
 inline Bytes top_trit(Bytes v) {
-  return reinterpret_cast<Bytes>((v >= splat_byte(86)) + (v >= splat_byte(171))) * splat_byte(255);
+  return Bytes{} - reinterpret_cast<Bytes>((v >= splat_byte(86)) + (v >= splat_byte(171)));
 }
 
 // Exponent and fraction move 13 bits up; the factor 2^112 corrects the exponent's bias, also for denormal halves.

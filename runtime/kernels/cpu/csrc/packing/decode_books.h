@@ -10,8 +10,14 @@ inline Bytes complete_signs(Bytes signs) {
   return as_bytes(or_ints(s, shift_left<25>(and_int(p, 0x55))));
 }
 
-inline Floats odd_scale(Floats d, Ints n) {  // d (2n + 1)
-  return mul(d, add(to_floats(add_ints(n, n)), splat(1.0f)));
+inline Floats odd_scale(Floats d, Ints n) {  // d (2n + 1), which is exact
+  return fma(add(d, d), to_floats(n), d);
+}
+
+// Bit To of each byte becomes bit From of the byte in `bits`.
+template <int From, int To>
+inline Bytes with_bit(Bytes word, Bytes bits) {
+  return blend_bits(word, shift<To - From>(bits), splat_byte(1 << To));
 }
 
 template <int T, int Eighths, int Halves>
@@ -20,6 +26,7 @@ struct BookCodes : Decoder {
   static constexpr bool kAddend = false;
   static constexpr bool kParity = T == IQ3_XXS || T == IQ2_XS || T == IQ2_XXS;
   const uint32_t* book = book_of(T);
+  const LevelBook& levels = levels_of(T);
   Floats d;
   using Decoder::Decoder;
   inline void enter(int64_t block) { d = mul(load_f16(halves(d_plane) + block * 16), splat(1.0f / Eighths)); }
@@ -28,9 +35,9 @@ struct BookCodes : Decoder {
   }
   // The four bits of n, in the places of the eighth signs.
   inline Ints hidden_scale(int64_t chunk) const {
-    const Ints s = as_ints(load_bytes(high + chunk * 64));
-    return or_ints(or_ints(and_int(shift_right<25>(s), 1), and_int(shift_right<26>(s), 2)),
-                   or_ints(and_int(shift_right<27>(s), 4), and_int(shift_right<28>(s), 8)));
+    Ints n = and_int(shift_right<25>(as_ints(load_bytes(high + chunk * 64))), 0x55);
+    n = and_int(or_ints(n, shift_right<1>(n)), 0x33);
+    return and_int(or_ints(n, shift_right<2>(n)), 15);
   }
 };
 
@@ -70,8 +77,14 @@ struct Book8 : BookCodes<T, 8, Halves> {  // IQ2_S, IQ2_XS, IQ2_XXS
     Ints index = this->index_of(chunk, G);
     if constexpr (T == IQ2_S) index = or_ints(index, shift_left<8 - 2 * G>(and_int(more, 3 << 2 * G)));
     if constexpr (T == IQ2_XS) index = or_ints(index, and_int(shift_right<17 + 2 * G>(as_ints(raw)), 256));
-    gather_pairs(this->book, index, out[2 * G], out[2 * G + 1]);
-    out[2 * G] = mirror<2 * G>(out[2 * G], signs), out[2 * G + 1] = mirror<2 * G + 1>(out[2 * G + 1], signs);
+    if constexpr (kLooksUp) {
+      const Bytes word = gather(this->levels.words, index);
+      out[2 * G] = lookup(with_bit<2 * G, 3>(word, signs), this->levels.first);
+      out[2 * G + 1] = lookup(with_bit<2 * G + 1, 0>(word, signs), this->levels.second);
+    } else {
+      gather_pairs(this->book, index, out[2 * G], out[2 * G + 1]);
+      out[2 * G] = mirror<2 * G>(out[2 * G], signs), out[2 * G + 1] = mirror<2 * G + 1>(out[2 * G + 1], signs);
+    }
   }
   inline void codes(int64_t chunk, Bytes out[8]) const {
     const Bytes raw = load_bytes(this->high + chunk * 64);
@@ -99,13 +112,16 @@ struct Book1 : BookCodes<T, 8, Halves> {  // IQ1_S, IQ1_M: eight times a weight,
   inline void words(int64_t chunk, Ints more, Bytes* out) const {
     constexpr int kBits = T == IQ1_S ? 3 : 4, kMinus = T == IQ1_S ? 15 : 4 * G + 3;
     const Ints index = or_ints(this->index_of(chunk, G), shift_left<8>(and_int(shift_right<kBits * G>(more), 7)));
-    Ints less = shift_left<1>(and_int(shift_right<kMinus>(more), 1));
-    less = or_ints(less, shift_left<8>(less));
-    less = or_ints(less, shift_left<16>(less));
-    const Ints delta = sub_ints(as_ints(splat_byte(1)), less);  // in each byte, but for borrows, which codes undo
-    gather_pairs(this->book, index, out[2 * G], out[2 * G + 1]);
-    out[2 * G] = as_bytes(add_ints(as_ints(out[2 * G]), delta));
-    out[2 * G + 1] = as_bytes(add_ints(as_ints(out[2 * G + 1]), delta));
+    const Ints minus = sub_ints(zero_ints(), and_int(shift_right<kMinus>(more), 1));  // all bits
+    if constexpr (kLooksUp) {
+      const Bytes word = gather(this->levels.words, index);
+      out[2 * G] = lookup(with_bit<3, 3>(word, as_bytes(minus)), this->levels.first);
+      out[2 * G + 1] = lookup(with_bit<0, 0>(word, as_bytes(minus)), this->levels.second);
+    } else {
+      const Ints delta = sub_ints(as_ints(splat_byte(1)), and_int(minus, 0x02020202));  // 1 or -1 in each byte
+      gather_pairs(this->book, index, out[2 * G], out[2 * G + 1]);
+      for (int i = 2 * G; i < 2 * G + 2; ++i) out[i] = as_bytes(add_ints(as_ints(out[i]), delta));
+    }
   }
   inline void codes(int64_t chunk, Bytes out[8]) const {
     const Ints more = widen_u16(halves(this->min_plane) + chunk * 16);
@@ -118,12 +134,10 @@ struct Book1 : BookCodes<T, 8, Halves> {  // IQ1_S, IQ1_M: eight times a weight,
     } else {
       const int c = chunk % 8;
       const uint8_t* at = this->scale_plane + chunk / 8 * 96;
-      alignas(64) uint8_t n[2][16];
-      for (int r = 0; r < 16; ++r) {
-        const int six = ((at[c / 2 * 16 + r] >> 4 * (c % 2)) & 15) | ((at[(4 + c / 4) * 16 + r] >> 2 * (c % 4)) & 3) << 4;
-        n[0][r] = six & 7, n[1][r] = six >> 3;
-      }
-      for (int h = 0; h < 2; ++h) scale[h] = odd_scale(this->d, widen_u8(n[h]));
+      const Ints four = shift_right_by(widen_u8(at + c / 2 * 16), 4 * (c % 2));
+      const Ints two = shift_right_by(widen_u8(at + (4 + c / 4) * 16), 2 * (c % 4));
+      scale[0] = odd_scale(this->d, and_int(four, 7));
+      scale[1] = odd_scale(this->d, or_ints(and_int(shift_right<3>(four), 1), shift_left<1>(and_int(two, 3))));
     }
   }
 };
@@ -131,15 +145,18 @@ struct Book1 : BookCodes<T, 8, Halves> {  // IQ1_S, IQ1_M: eight times a weight,
 struct DecodeNVFP4 : Fp4Codes {
   using Fp4Codes::Fp4Codes;
   static constexpr int kType = NVFP4, kHalves = 2;
-  // Half of an E4M3 number without sign.
+  alignas(64) uint8_t codes_of[64];  // the block's scales without sign, and 0 for 0x7f
+  Floats factor;
+  DecodeNVFP4(const uint8_t* record, const Planes& p)
+      : Fp4Codes(record, p), factor(mul(load(reinterpret_cast<const float*>(d_plane)), splat(128.0f))) {}
+  inline void enter(int64_t block) {
+    const Ints code = as_ints(and_bytes(load_bytes(scale_plane + block * 64), splat_byte(127)));
+    const Ints last = as_ints(and_bytes(shift<-7>(as_bytes(add_ints(code, as_ints(splat_byte(1))))), splat_byte(1)));
+    store_bytes(codes_of, as_bytes(sub_ints(code, sub_ints(shift_left<7>(last), last))));
+  }
+  // Half of an E4M3 number.
   inline void scales(int64_t chunk, Floats scale[2], Floats*) const {
-    const Floats factor = mul(load(reinterpret_cast<const float*>(d_plane)), splat(128.0f));
-    for (int h = 0; h < 2; ++h) {
-      const uint8_t* p = scale_plane + chunk * 32 + h * 16;
-      alignas(16) uint8_t codes[16];
-      for (int r = 0; r < 16; ++r) codes[r] = p[r] == 0x7f ? 0 : p[r] & 0x7f;
-      scale[h] = mul(load_e4m3_256th(codes), factor);
-    }
+    for (int h = 0; h < 2; ++h) scale[h] = mul(load_e4m3_256th(codes_of + chunk % 2 * 32 + h * 16), factor);
   }
 };
 
@@ -164,16 +181,20 @@ struct FewBits : Decoder {
 
 struct DecodeTQ1_0 : FewBits<TQ1_0> {
   using FewBits<TQ1_0>::FewBits;
+  alignas(64) uint8_t tails[25][64];  // the words 5, 6, 7 of the block's chunks
+  inline void enter(int64_t block) {
+    FewBits<TQ1_0>::enter(block);
+    const uint8_t* from = low + block * kTritBlock + 8 * 64;
+    for (int j = 0; j < 5; ++j) split(from + j * 64, [&](int i, Bytes v) { store_bytes(tails[5 * j + i], v); });
+  }
   inline void codes(int64_t chunk, Bytes out[8]) const {
-    const uint8_t* block = low + chunk / 8 * kTritBlock;
     const int c = chunk % 8;
-    Bytes v = load_bytes(block + c * 64);
-    for (int i = 0; i < 5; ++i, v = triple(v)) out[i] = top_trit(v);
-    for (int i = 0; i < 3; ++i) {
-      const int m = 3 * c + i;
-      Bytes w = load_bytes(block + (8 + m / 5) * 64);
-      for (int k = 0; k < m % 5; ++k) w = triple(w);
-      out[5 + i] = top_trit(w);
-    }
+    split(low + chunk / 8 * kTritBlock + c * 64, [&](int i, Bytes v) { out[i] = v; });
+    for (int i = 0; i < 3; ++i) out[5 + i] = load_bytes(tails[3 * c + i]);
+  }
+  template <class Put>
+  static inline void split(const uint8_t* from, Put put) {
+    Bytes v = load_bytes(from);
+    for (int i = 0; i < 5; ++i, v = triple(v)) put(i, top_trit(v));
   }
 };

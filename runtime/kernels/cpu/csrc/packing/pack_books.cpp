@@ -75,6 +75,35 @@ uint16_t put_book_scales(int type, const uint8_t* b, uint8_t* scales) {
 
 }  // namespace
 
+void set_book(int type, const int8_t* values, int64_t count) {
+  const bool four = type == IQ3_S || type == IQ3_XXS, delta = type == IQ1_S || type == IQ1_M;
+  const int width = four ? 4 : 8;
+  auto* codes = reinterpret_cast<uint8_t*>(books[type - IQ3_S]);
+  int8_t levels[8] = {};
+  int known = 0;
+  const auto level_of = [&](int8_t value) {
+    int i = 0;
+    while (i < known && levels[i] != value) ++i;
+    if (i == known && known < 8) levels[known++] = value;
+    return static_cast<uint32_t>(i);
+  };
+  LevelBook& book = level_books[type - IQ3_S];
+  for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(64 + values[i]);
+  for (int64_t e = 0; e < count / width; ++e) {
+    const int8_t* of = values + e * width;
+    uint32_t nibbles[4];
+    for (int t = 0; t < 4; ++t) nibbles[t] = level_of(of[t]) | (four ? 0 : level_of(of[4 + t]) << 2);
+    book.words[e] = nibbles[0] | nibbles[1] << 8 | nibbles[2] << 16 | nibbles[3] << 24;
+    book.even[e] = nibbles[0] | nibbles[2] << 4, book.odd[e] = nibbles[1] | nibbles[3] << 4;
+  }
+  const auto code = [&](int level, int bit) {
+    const int value = levels[level];
+    return 64 + (delta ? value + 1 - 2 * bit : bit ? -value : value);
+  };
+  for (int i = 0; i < 16; ++i)
+    book.first[i] = code(i & (four ? 7 : 3), i >> 3), book.second[i] = code(i >> 2, i & 1);
+}
+
 void pack_book_record(int type, const uint8_t* const rows[16], int64_t cols, const Planes& p, uint8_t* record) {
   const Format& f = kFormats[type];
   const int indices = 4 * f.low, more_bytes = f.mins / 8;
