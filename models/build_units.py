@@ -16,8 +16,10 @@ from pshard.units.attention import (
     BORROWING_WINDOWED,
     GATE,
     HEAD_GATE,
+    IN_ORDER,
     LENDING_ATTENTION,
     LENDING_WINDOWED,
+    OUT_ORDER,
     QKV,
     STILL_ATTENTION,
     WINDOWED_ATTENTION,
@@ -26,6 +28,7 @@ from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.enter import LAYER_SCALE
 from pshard.units.ffn import FFN
+from pshard.units.ffn import ORDER as FFN_ORDER
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
 from pshard.units.layer_rows import TABLE as ROW_TABLE
@@ -95,12 +98,13 @@ def refuse_others(arch: Architecture, units: Sequence[Unit], stored: dict[str, S
 
 class UnitMaker:
     """Makes the units of a model, or of the head that drafts for it, from its tensors by GGUF name. biases: the roles
-    of those that there are."""
+    of those that there are, and of orders of columns."""
 
     def __init__(self, arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], where: str) -> None:
         self._roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
         self._arch, self._config, self._stored, self._where = arch, config, stored, where
-        self.biases = set(arch.biases) | (set(arch.optional_biases) & self._roles)
+        optional = {*arch.optional_biases, IN_ORDER, OUT_ORDER, FFN_ORDER}
+        self.biases = set(arch.biases) | (optional & self._roles)
 
     def unit(
         self, name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected], ports: Ports | None = None
@@ -181,6 +185,9 @@ def _attention(
         yield Expected(block + GATE, (q, d))
     if config.heads_gated and not (config.gated and GATE in gates):
         yield Expected(block + HEAD_GATE, (config.n_heads, d))
+    for role, width in ((IN_ORDER, d), (OUT_ORDER, q)):
+        if role in biases:
+            yield Expected(block + role, (width,))
     if arch.sinks:
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.sloped:
@@ -258,6 +265,8 @@ def _ffn(config: ModelConfig, layer: int, biases: set[str], scaled: bool) -> Ite
             yield Expected(f"{block}ffn_{role}.weight", (rows, cols))
         if f"ffn_{role}.bias" in biases:
             yield Expected(f"{block}ffn_{role}.bias", (rows,))
+    if FFN_ORDER in biases:
+        yield Expected(block + FFN_ORDER, (d,))
     if config.activation == "xielu":
         yield Expected(block + "ffn_act.weight", (4,))
     if config.normed_after and not beside:

@@ -37,6 +37,7 @@ from pshard.models.hybrid.short_convs import rename_experts
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
+from pshard.models.quantised.order_columns import order_columns
 from pshard.models.quantised.scheme import read_scheme
 from pshard.models.read_head import find_head_file, may_have_head, read_head, refuse_lone_head, take_folder_head
 from pshard.models.safetensors_header import read_json, read_safetensors
@@ -299,7 +300,7 @@ def _arrange_folder(
     stored = stored if arch.sinks else arrange_turned(config, stored)
     renamed = split_hybrid(config, _rename(arch, config, stored, tied))
     tensors, more = split_keys(config, renamed)
-    tensors = split_fused(arch, config, tensors)
+    tensors = order_columns(config, split_fused(arch, config, tensors))
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
     tensors = arrange_sorts(config, tensors) if arch.sorted else tensors
     return arrange_layers(config, tensors) if arch.by_layer else tensors, notes + more

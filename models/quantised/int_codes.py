@@ -6,7 +6,17 @@ Q8_0 of 128 for codes of 8 bits. With other zeros code - zero is -15 to 15: the 
 
 import numpy as np
 
-from pshard.models.quantised.joined import SCALES, Arrays, JoinedMatrix, Make, Module, check_rank, check_types
+from pshard.models.quantised.joined import (
+    SCALES,
+    Arrays,
+    ColumnOrder,
+    JoinedMatrix,
+    Make,
+    Module,
+    check_groups,
+    check_rank,
+    check_types,
+)
 from pshard.models.quantised.scheme import Scheme
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 
@@ -27,18 +37,21 @@ def join_gptq(name: str, module: Module, scheme: Scheme) -> StoredTensor:
     zeros.check_shape((groups, rows * bits // 32))
     _check_groups(scales, cols, groups)
     parts = {"codes": codes, "scales": scales, "zeros": zeros}
-    if "g_idx" in module:
-        module["g_idx"].check_shape((cols,))
-        check_types(module["g_idx"], "I32")
-        parts["order"] = module["g_idx"]
+    order = None
+    if "g_idx" in module or scheme.ordered:
+        given = _read_order(_part(module, "g_idx"), cols, groups)
+        parts["groups"], order = given.groups_of, given if scheme.ordered else None
 
     def make(tensor: JoinedMatrix, arrays: Arrays) -> np.ndarray:
-        _check_order(module, arrays.get("order"), groups)
-        whole = np.ascontiguousarray(arrays["codes"].T)
+        whole = _unpack_words(np.ascontiguousarray(arrays["codes"].T), bits)
         zero = (_unpack_words(arrays["zeros"], bits) + scheme.plus_one).T & ((1 << bits) - 1)
-        return _encode(tensor, _unpack_words(whole, bits), arrays["scales"].T, zero)
+        if order is not None:
+            whole = whole[:, order.read()]
+        elif "groups" in arrays:
+            _check_order(parts["groups"], arrays["groups"], groups)
+        return _encode(tensor, whole, arrays["scales"].T, zero)
 
-    return _join(name, (rows, cols), bits, scheme.symmetric, parts, make)
+    return _join(name, (rows, cols), bits, scheme.symmetric, parts, make, order)
 
 
 def join_awq(name: str, module: Module) -> StoredTensor:
@@ -61,8 +74,8 @@ def join_awq(name: str, module: Module) -> StoredTensor:
 
 def join_packed(name: str, module: Module) -> StoredTensor:
     """weight_packed [outputs, inputs / codes of a word], weight_scale [outputs, groups] and perhaps weight_zero_point
-    [outputs / codes of a word, groups]: `pack-quantized` of compressed-tensors. Raises UserError for other shapes and
-    types."""
+    [outputs / codes of a word, groups] and weight_g_idx [inputs]: `pack-quantized` of compressed-tensors. Raises
+    UserError for other shapes and types."""
     codes, scales = _part(module, "weight_packed"), _part(module, "weight_scale")
     zeros = module.get("weight_zero_point")
     _check_types(codes, zeros, scales)
@@ -72,9 +85,11 @@ def join_packed(name: str, module: Module) -> StoredTensor:
     _check_bits(codes, bits)
     codes.check_shape((rows, cols * bits // 32))
     _check_groups(scales, cols, groups)
-    if "weight_g_idx" in module:
-        module["weight_g_idx"].fail("gives columns an order of their own, which is not supported yet")
     parts = {"codes": codes, "scales": scales}
+    order = None
+    if "weight_g_idx" in module:
+        order = _read_order(module["weight_g_idx"], cols, groups)
+        parts["groups"] = order.groups_of
     if zeros is not None:
         zeros.check_shape((rows * bits // 32, groups))
         parts["zeros"] = zeros
@@ -83,17 +98,28 @@ def join_packed(name: str, module: Module) -> StoredTensor:
         zero = None
         if zeros is not None:
             zero = _unpack_words(np.ascontiguousarray(arrays["zeros"].T), bits).T
-        return _encode(tensor, _unpack_words(arrays["codes"], bits), arrays["scales"], zero)
+        whole = _unpack_words(arrays["codes"], bits)
+        return _encode(tensor, whole if order is None else whole[:, order.read()], arrays["scales"], zero)
 
-    return _join(name, (rows, cols), bits, zeros is None, parts, make)
+    return _join(name, (rows, cols), bits, zeros is None, parts, make, order)
 
 
-def _join(name: str, shape: tuple[int, int], bits: int, symmetric: bool, parts: Module, make: Make) -> JoinedMatrix:
+def _join(
+    name: str,
+    shape: tuple[int, int],
+    bits: int,
+    symmetric: bool,
+    parts: Module,
+    make: Make,
+    order: ColumnOrder | None = None,
+) -> JoinedMatrix:
     codes = parts["codes"]
     if bits == 8 and not symmetric:
         codes.fail("has codes of 8 bits with zero points of their own, which is not supported", "use a GGUF file")
     qtype = "Q8_0" if bits == 8 else "Q4_0" if symmetric else "Q5_0"
-    joined = JoinedMatrix(name, qtype, shape, codes.file, codes.offset, parts=tuple(parts.items()), make=make)
+    joined = JoinedMatrix(
+        name, qtype, shape, codes.file, codes.offset, parts=tuple(parts.items()), make=make, order=order
+    )
     joined.check_blocks()
     return joined
 
@@ -139,16 +165,17 @@ def _check_groups(scales: StoredTensor, cols: int, groups: int) -> None:
         scales.fail(f"has shape {shape}: {groups} groups of {cols} columns are not whole blocks of {BLOCK} columns")
 
 
-def _check_order(module: Module, order: np.ndarray | None, groups: int) -> None:
+def _read_order(tensor: StoredTensor, cols: int, groups: int) -> ColumnOrder:
+    tensor.check_shape((cols,))
+    check_types(tensor, "I32")
+    return ColumnOrder(tensor, groups)
+
+
+def _check_order(tensor: StoredTensor, of: np.ndarray, groups: int) -> None:
     """Columns must lie group after group."""
-    if order is None:
-        return
-    tensor = module["g_idx"]
-    if order.min() < 0 or order.max() >= groups:
-        wrong = int(order.min() if order.min() < 0 else order.max())
-        tensor.fail(f"names group {wrong} of {groups}: the file is damaged", FETCH_AGAIN)
-    if not np.array_equal(order, np.arange(len(order)) // (len(order) // groups)):
-        tensor.fail("gives columns an order of their own (desc_act), which is not supported yet")
+    check_groups(tensor, of, groups)
+    if not np.array_equal(of, np.arange(len(of)) // (len(of) // groups)):
+        tensor.fail("gives columns an order of their own, and config.json does not say so (desc_act)", FETCH_AGAIN)
 
 
 def _unpack_words(words: np.ndarray, bits: int) -> np.ndarray:

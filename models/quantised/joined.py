@@ -15,18 +15,47 @@ Make = Callable[["JoinedMatrix", Arrays], np.ndarray]
 Module = dict[str, StoredTensor]  # tensors of one matrix by what their names end with
 
 
+@dataclass(frozen=True)
+class ColumnOrder:
+    """Columns that lie in any order: `groups_of` has the group of each, of as many columns as the other groups."""
+
+    groups_of: StoredTensor
+    groups: int
+
+    def read(self) -> np.ndarray:
+        """Which column comes at each place once they are sorted by group, int64. Raises UserError for groups that do
+        not exist, or are of unlike sizes."""
+        of = _read_array(self.groups_of)
+        check_groups(self.groups_of, of, self.groups)
+        counts, each = np.bincount(of, minlength=self.groups), len(of) // self.groups
+        if (counts != each).any():
+            wrong = int(np.argmax(counts != each))
+            what = f"has {counts[wrong]} columns in group {wrong}, where a group has {each}: the file is damaged"
+            self.groups_of.fail(what, FETCH_AGAIN)
+        return np.argsort(of, kind="stable")
+
+
+def check_groups(tensor: StoredTensor, of: np.ndarray, groups: int) -> None:
+    """Raises UserError for a group of a column that there is not."""
+    if of.min() < 0 or of.max() >= groups:
+        wrong = int(of.min() if of.min() < 0 else of.max())
+        tensor.fail(f"names group {wrong} of {groups}: the file is damaged", FETCH_AGAIN)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JoinedMatrix(StoredTensor):
     """The bytes that `make` builds of the tensors `parts`, by what their names end with.
 
     make: called with this tensor, which names what is wrong, and the parts' numbers. multiplier: one number by which
-    all weights are multiplied, or with `divides` divided, where the type has room for such a factor.
+    all weights are multiplied, or with `divides` divided, where the type has room for such a factor. order: that in
+    which its columns are sorted.
     """
 
     parts: tuple[tuple[str, StoredTensor], ...]
     make: Make
     multiplier: StoredTensor | None = None
     divides: bool = False
+    order: ColumnOrder | None = None
 
     def read(self) -> np.ndarray:
         return freeze(self.make(self, {key: _read_array(part) for key, part in self.parts}))

@@ -13,12 +13,13 @@ class Scheme:
     """How quantised weights of a folder are meant, where tensors do not say it themselves.
 
     method: `quant_method` of config.json; "" where it has none. symmetric: zero points of GPTQ are half the range.
-    plus_one: they are stored less 1.
+    plus_one: they are stored less 1. ordered: columns lie in an order of their own (`desc_act`).
     """
 
     method: str = ""
     symmetric: bool = False
     plus_one: bool = True
+    ordered: bool = False
 
 
 def read_scheme(config: dict[str, Any], takes_mxfp4: bool, where: str) -> Scheme:
@@ -36,11 +37,10 @@ def read_scheme(config: dict[str, Any], takes_mxfp4: bool, where: str) -> Scheme
         what = f"quantised safetensors of this method are not supported (quant_method {method!r})"
     elif method == "awq" and str(settings.get("version", "gemm")).lower() != "gemm":
         what = f"AWQ of version {settings['version']!r} is not supported, only 'gemm' is"
-    elif method == "gptq" and _reorders(settings):
-        what = "its columns are in an order of their own (desc_act), which is not supported yet"
     if what:
         raise UserError(f"{where}: {what}; use a GGUF file of the model, or another folder of it")
-    return Scheme(method, settings.get("sym") is True, settings.get("checkpoint_format") != "gptq_v2")
+    ordered = method == "gptq" and _reorders(settings)
+    return Scheme(method, settings.get("sym") is True, settings.get("checkpoint_format") != "gptq_v2", ordered)
 
 
 def _reorders(settings: dict[str, Any]) -> bool:

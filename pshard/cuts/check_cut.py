@@ -303,6 +303,7 @@ class _Flow:
                 self.expect(here, weight.role, "is not cut where the heads are")
             case Bend(how, _, numbers) if numbers is not None:
                 alike = how == "xielu" or x == MIRRORED or numbers.cols == self.spec.config.head_dim
+                alike = alike or (how == "order" and all(b - a in (0, numbers.cols) for a, b in x.ranges))
                 self.expect(self.cut(numbers.role).axis == "none", numbers.role, "is for all of its unit but is cut")
                 self.expect(alike, numbers.role, "has a number of each column, which are cut")
 

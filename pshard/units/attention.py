@@ -12,7 +12,7 @@ from math import lcm
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES
-from pshard.units.enter import bias_of, enter, entered_buffers, leave
+from pshard.units.enter import bias_of, enter, entered_buffers, leave, order
 from pshard.units.kv_cells import longest_sequence
 from pshard.units.operands import Rows
 from pshard.units.operations import Attend, Bend, GateRows, Norm, NormHeads, Operation, ProductGroup, Rotate
@@ -30,6 +30,7 @@ GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for e
 HEAD_GATE = "attn_head_gate.weight"  # the same of one number for each head
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 SLOPES = "attn_slopes.weight"  # what scores of each head lose for a cell that they lie back: ALiBi (arXiv 2108.12409)
+IN_ORDER, OUT_ORDER = "attn_order.weight", "attn_output_order.weight"  # of columns: of q, k and v, and of the output
 AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
 ROPES = ("rope", "window_rope", "still_rope")  # scratch: sines and cosines, by position
 PRODUCTS, MIXED = "qkv", "mixed"  # scratch: q, k and v, and what heads give
@@ -101,6 +102,7 @@ def _operations(
     )
     return (
         *enter(tensors, NORM, config),
+        *order(tensors, IN_ORDER),
         multiply,
         *_bend_products(tensors, config, multiply.writes[:3]),
         *wide,
@@ -117,6 +119,7 @@ def _operations(
             borrows=borrows,
         ),
         *(GateRows(q, mixed, gate, config.gate_curve) for gate in multiply.writes[3:]),
+        *order(tensors, OUT_ORDER, mixed),
         *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
     )
 
@@ -161,7 +164,7 @@ def _scratch_of(kind: str) -> Callable[[ModelConfig, int, StateShape], tuple[Buf
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
-    if config.wide_qk_norm:  # a sum over all heads: one rank has them, of the next layer another one
+    if config.wide_qk_norm or OUT_ORDER in tensors:  # over all heads: one rank has them, of the next layer another one
         return place_rows(config.n_heads, config.n_heads, targets)
     block = QUANT_TYPES[tensors[OUT].qtype].block if OUT in tensors else 1
     step = lcm(config.head_dim, block) // config.head_dim
@@ -184,7 +187,7 @@ ATTENTION = UnitKind(
             "attn_k.bias": ("rows", "kv"),
             _V: ("rows", "kv"),
             "attn_v.bias": ("rows", "kv"),
-            **dict.fromkeys((*HEAD_NORMS, STRETCH), ("none", "all")),
+            **dict.fromkeys((*HEAD_NORMS, STRETCH, IN_ORDER, OUT_ORDER), ("none", "all")),
             EACH[0]: ("rows", "cut"),
             EACH[1]: ("rows", "kv"),
             **dict.fromkeys((SINKS, SLOPES, HEAD_GATE), ("rows", "each")),

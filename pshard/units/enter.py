@@ -30,6 +30,11 @@ def normalise(tensors: Tensors, role: str, config: ModelConfig, out: Rows = NORM
     return (norm, Bend("plus", d, bias, x=out)) if bias else (norm,)
 
 
+def order(tensors: Tensors, role: str, x: Rows = NORMED) -> tuple[Operation, ...]:
+    """Puts what matrices take into the order of their columns, where that is one of their own (GPTQ's `desc_act`)."""
+    return (Bend("order", tensors[role].cols, tensors[role], x=x),) if role in tensors else ()
+
+
 def bias_of(role: str) -> str:
     """The role of what is added to a matrix' product, or to a norm."""
     return role.replace(".weight", ".bias")

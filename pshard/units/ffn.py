@@ -7,7 +7,7 @@ else lies in the arena.
 """
 
 from pshard.model_config import ModelConfig
-from pshard.units.enter import LAYER_SCALE, bias_of, enter, leave
+from pshard.units.enter import LAYER_SCALE, bias_of, enter, leave, order
 from pshard.units.operands import Rows
 from pshard.units.operations import Bend, GatedProduct, Operation, PlaceRows, Product
 from pshard.units.ports import DENSE
@@ -18,13 +18,15 @@ from pshard.units.unit import ANYWHERE, Cut, Division, Tensors, UnitKind
 
 NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
 UP_BIAS, DOWN_BIAS = (f"ffn_{part}.bias" for part in ("up", "down"))
+ORDER = "ffn_order.weight"  # of the columns of gate and up
 BENT = "ffn_act.weight"  # numbers of the activation, of a model that has some for each layer
 GATED = "gate_up"  # scratch: gate's and up's products side by side, of which the gated one takes the first half
 AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
 
 
 def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return *enter(tensors, NORM, config, follows=True), *_inner(tensors, config)
+    entered = enter(tensors, NORM, config, follows=True)
+    return *entered, *order(tensors, ORDER), *_inner(tensors, config)
 
 
 def _inner(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Operation, ...]:
@@ -73,7 +75,7 @@ FFN = UnitKind(
     operations=_operations,
     cut=Cut(
         {
-            **dict.fromkeys((NORM, bias_of(NORM), BENT), ("none", "all")),
+            **dict.fromkeys((NORM, bias_of(NORM), BENT, ORDER), ("none", "all")),
             GATE: ("rows", "cut"),
             bias_of(GATE): ("rows", "cut"),
             UP: ("rows", "cut"),

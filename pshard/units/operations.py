@@ -240,7 +240,7 @@ class TimesRows(InPlace):
         return self.x, self.by
 
 
-BENDS = ("times", "plus", "clamp", "relu2", "gelu", "gelu16", "xielu")  # as `Kernels.bend_rows` has them
+BENDS = ("times", "plus", "clamp", "relu2", "gelu", "gelu16", "xielu", "order")  # as `Kernels.bend_rows` has them
 
 
 @dataclass(frozen=True)

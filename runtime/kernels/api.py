@@ -265,7 +265,8 @@ class RowKernels(Protocol):
 
         "times", "plus": each by its number, numbers [n] or a divisor of n of them, again and again; "clamp": to within
         +-limit; "relu2": max(x, 0)^2; "gelu", "gelu16": as of `gate_up`; "xielu" (arXiv 2411.13010), of numbers
-        (a, b, c, e): a x^2 + c x above 0, else b (expm1(min(x, e)) - x) + c x. numbers float32."""
+        (a, b, c, e): a x^2 + c x above 0, else b (expm1(min(x, e)) - x) + c x; "order": number i of a row becomes what
+        number numbers[i] was. numbers float32."""
         ...
 
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:

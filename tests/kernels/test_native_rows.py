@@ -179,6 +179,8 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
     if width % 8 == 0:  # a gate for each eight
         for curve in ("sigmoid", "softplus"):
             work[f"{curve} of eight"] = lambda k, x, curve=curve: k.gate_rows(x, gate[:, : width // 8], curve)
+    order = torch.randperm(width).float()
+    work["order"] = lambda k, x: k.bend_rows(x, "order", order)
     for how in ("times", "plus"):
         work[how] = lambda k, x, how=how: k.bend_rows(x, how, bias)
         if width % 8 == 0:

@@ -290,7 +290,8 @@ def test_rows_lose_their_mean(kernels: cuda.CudaKernels, shape: tuple[int, int])
 def test_rows_are_bent_as_plain_kernels_bend_them(kernels: cuda.CudaKernels, how: str, dtype: torch.dtype) -> None:
     x = random_tensor(3, 1208, seed=78, dtype=dtype)[:, :1200]
     numbers, four = 1 + 0.3 * random_tensor(1200, seed=79).float(), torch.tensor([0.8, 1.7, 0.5, -0.01], device=DEVICE)
-    given = {"times": numbers[:400].clone(), "plus": numbers, "xielu": four}.get(how)
+    order = torch.randperm(1200, generator=torch.Generator().manual_seed(1)).float().to(DEVICE)
+    given = {"times": numbers[:400].clone(), "plus": numbers, "xielu": four, "order": order}.get(how)
     expected = x.float()
     for act, rows in ((PlainKernels(), expected), (kernels, x)):
         if how in BENDS:

@@ -4,6 +4,7 @@ The decoders are written from the formats' descriptions, weight by weight, and s
 """
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     "gptq asymmetric": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False},
     "gptq v2": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+    "gptq order": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "sym": True},
+    "gptq order v2": {"quant_method": "gptq", "bits": 4, "desc_act": True, "checkpoint_format": "gptq_v2"},
     "gptq 8": {"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "w4a16": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "w4a16 asymmetric": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "w4a16 order": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "w8a16": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "fp8 rows": {"quant_method": "compressed-tensors", "format": "float-quantized"},
@@ -28,7 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nvfp4 modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "nvfp4 ct": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
 }
-GROUPS = {"gptq asymmetric": 64, "gptq v2": 32, "w4a16 asymmetric": 64}  # columns; of the others 128
+GROUPS = {  # columns; of the others 128
+    **dict.fromkeys(("gptq asymmetric", "gptq order", "w4a16 asymmetric"), 64),
+    **dict.fromkeys(("gptq v2", "gptq order v2"), 32),
+}
 
 
 def write_quantised(folder: Path, kind: str, arch: str = "llama", seed: int = 0, **shape: int) -> dict[str, np.ndarray]:
@@ -40,7 +47,7 @@ def write_quantised(folder: Path, kind: str, arch: str = "llama", seed: int = 0,
     decoded = {}
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
         rows, cols = tensors.pop(name).shape
-        made, values = quantise(kind, rows, cols, rng)
+        made, values = quantise(kind, rows, cols, rng, seed_of_input(name))
         decoded[name] = values.astype(np.float32)
         tensors |= {f"{name.removesuffix('weight')}{key}": array for key, array in made.items()}
     save_tensors(tensors, folder)
@@ -79,29 +86,42 @@ def save_tensors(tensors: dict[str, Any], folder: Path) -> None:
     save_file(made, folder / "model.safetensors")
 
 
-def quantise(kind: str, rows: int, cols: int, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
-    """(tensors by what their names end with, the weights): a deviation near 1/sqrt(cols)."""
+def seed_of_input(name: str) -> int:
+    """The same for matrices that take the same input: GPTQ orders the columns of these alike."""
+    shared = {"q_proj": "", "k_proj": "", "v_proj": "", "gate_proj": "", "up_proj": ""}
+    place, _, matrix = name.removesuffix(".weight").rpartition(".")
+    return zlib.crc32(f"{place}.{shared.get(matrix, matrix)}".encode())
+
+
+def quantise(
+    kind: str, rows: int, cols: int, rng: np.random.Generator, order: int = 0
+) -> tuple[dict[str, Any], np.ndarray]:
+    """(tensors by what their names end with, the weights): a deviation near 1/sqrt(cols). order: the seed of that of
+    the columns, of kinds that have one."""
     if kind.startswith("nvfp4"):
         return _nvfp4(kind, rows, cols, rng)
     if kind.startswith("fp8"):
         return _fp8(kind, rows, cols, rng)
     bits, group = (8 if "8" in kind else 4), GROUPS.get(kind, 128)
     codes = rng.integers(0, 1 << bits, (rows, cols))
-    symmetric = kind in ("gptq", "gptq 8", "w4a16", "w8a16")
+    of = np.arange(cols) // group
+    of = np.random.default_rng(order).permutation(of) if "order" in kind else of
+    symmetric = kind in ("gptq", "gptq order", "gptq 8", "w4a16", "w4a16 order", "w8a16")
     half = 1 << (bits - 1)
     zeros = np.full((rows, cols // group), half) if symmetric else rng.integers(1, 16, (rows, cols // group))
     scales = (cols**-0.5 / (1 << bits) * rng.uniform(2, 4, zeros.shape)).astype(np.float16)
-    values = (codes - np.repeat(zeros, group, 1)) * np.repeat(scales, group, 1).astype(np.float64)
+    values = (codes - zeros[:, of]) * scales[:, of].astype(np.float64)
     if kind.startswith("w"):
         made = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": np.array([rows, cols])}
+        made |= {"weight_g_idx": of.astype(np.int32)} if "order" in kind else {}
         return made | ({} if symmetric else {"weight_zero_point": words(zeros.T, bits).T}), values
     if kind == "awq":
         turned = [array.T.reshape(array.shape[1], -1, 8)[..., AWQ_ORDER] for array in (codes, zeros)]
         q, z = (words(array.reshape(len(array), -1), 4) for array in turned)
         return {"qweight": q, "qzeros": z, "scales": scales.T}, values
-    stored = zeros if kind == "gptq v2" else zeros - 1
+    stored = zeros if "v2" in kind else zeros - 1
     made = {"qweight": words(codes, bits).T, "qzeros": words(stored.T, bits), "scales": scales.T}
-    return made | {"g_idx": (np.arange(cols) // group).astype(np.int32)}, values
+    return made | {"g_idx": of.astype(np.int32)}, values
 
 
 def words(codes: np.ndarray, bits: int) -> np.ndarray:

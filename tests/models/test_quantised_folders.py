@@ -28,7 +28,7 @@ def our_name(name: str) -> str:
     return f"blk.{parts[2]}.{ROLES.get(parts[4], '')}.weight"
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if "order" not in kind])
 def test_matrices_have_the_values_that_their_codes_stand_for(kind: str, tmp_path: Path) -> None:
     decoded = write_quantised(tmp_path, kind, "qwen2", n_layers=1)
     with open_model(tmp_path) as model:
@@ -42,8 +42,13 @@ def test_matrices_have_the_values_that_their_codes_stand_for(kind: str, tmp_path
     assert seen == len(ROLES)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ["awq", "nvfp4 ct", "fp8 blocks"])
+@pytest.mark.parametrize(
+    ("kind", "arch"),
+    [
+        *((kind, arch) for kind in ("awq", "nvfp4 ct", "fp8 blocks") for arch in ("llama", "qwen3_moe")),
+        *(("gptq order", "llama"), ("gptq order v2", "qwen2"), ("w4a16 order", "qwen3")),
+    ],
+)
 def test_a_folder_gives_the_logits_of_the_same_model_in_float32(kind: str, arch: str, tmp_path: Path) -> None:
     decoded = write_quantised(tmp_path / "q", kind, arch, n_layers=1, n_experts=4)
     write_decoded(tmp_path / "f", tmp_path / "q", decoded)
@@ -72,7 +77,8 @@ Q = "model.layers.0.self_attn.q_proj."
         ("awq", "scales", np.ones((2, 128), np.float16), r"q_proj.qweight has shape \[256, 32\], not the \[256, 16\]"),
         ("w4a16", "weight_scale", np.ones((256, 3), np.float16), "3 groups of 256 columns are not whole blocks"),
         ("w4a16", "weight_shape", np.array([128, 256]), "says 128 x 256, and .*q_proj.weight_packed has 256 rows"),
-        ("w4a16", "weight_g_idx", np.zeros(256, np.int32), "weight_g_idx gives columns an order of their own"),
+        ("w4a16", "weight_g_idx", np.zeros(255, np.int32), r"weight_g_idx has shape \[255\], not the \[256\]"),
+        ("w4a16", "weight_g_idx", np.zeros(256, np.int32), r"weight has no order of columns \(g_idx\)"),
         ("nvfp4 ct", "weight_scale", np.zeros((256, 16), np.uint8), "weight_scale has type U8, not F8_E4M3"),
         ("nvfp4 ct", "weight_global_scale", np.ones(2, np.float32), r"has shape \[2\], not the \[1\]"),
         ("fp8 blocks", "weight_scale_inv", np.ones((2, 1), np.float32), r"are one number, \[256, 1\] or \[2, 2\]"),
@@ -94,7 +100,10 @@ def test_tensors_that_do_not_fit_each_other_are_named(
     [
         ("gptq", "g_idx", np.full(256, 2, np.int32), "g_idx names group 2 of 2: the file is damaged"),
         ("gptq", "g_idx", np.full(256, -1, np.int32), "g_idx names group -1 of 2"),
-        ("gptq", "g_idx", np.arange(256, dtype=np.int32) % 2, r"columns an order of their own \(desc_act\)"),
+        ("gptq", "g_idx", np.arange(256, dtype=np.int32) % 2, r"and config.json does not say so \(desc_act\)"),
+        ("gptq order", "g_idx", np.full(256, 4, np.int32), "g_idx names group 4 of 4: the file is damaged"),
+        ("gptq order", "g_idx", np.zeros(256, np.int32), "has 256 columns in group 0, where a group has 64"),
+        ("gptq order", "g_idx", np.arange(256, dtype=np.int32) % 4, "k_proj.g_idx gives columns another order than mo"),
         ("gptq", "qzeros", np.zeros((2, 32), np.int32), "zero points other than 8, where the configuration says"),
         ("awq", "scales", np.full((2, 256), np.inf, np.float16), "has scales that are no numbers"),
         ("fp8 tensor", "weight_scale", np.full(1, np.nan, np.float32), "has codes or scales that are no numbers"),
@@ -108,6 +117,20 @@ def test_numbers_that_mean_nothing_are_named_when_they_are_read(
     change(tmp_path, Q + name, array)
     with pytest.raises(UserError, match=says), open_engine(tmp_path, context=64):
         pass
+
+
+def test_an_order_of_columns_where_none_can_be_put_in_order_is_named(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "gptq order", "qwen3_moe", n_layers=1, n_experts=4)
+    with pytest.raises(UserError, match=r"experts\.\d.*g_idx gives columns an order of their own \(desc_act\), wh"):
+        open_model(tmp_path)
+
+
+def test_matrices_of_one_input_have_an_order_of_columns_all_or_none(tmp_path: Path) -> None:
+    decoded = write_quantised(tmp_path, "gptq order", n_layers=1)
+    tensors = {name: t for name, t in load_plain(tmp_path).items() if not name.startswith(Q)}
+    save_tensors(tensors | {Q + "weight": decoded[Q + "weight"]}, tmp_path)
+    with pytest.raises(UserError, match=r"q_proj\.weight has no order of columns"):
+        open_model(tmp_path)
 
 
 def change(folder: Path, name: str, array: Any) -> None:
@@ -126,7 +149,6 @@ def change(folder: Path, name: str, array: Any) -> None:
         ({"quant_method": "bitsandbytes"}, r"this method are not supported \(quant_method 'bitsandbytes'\)"),
         ({"quant_method": "mxfp4"}, r"this method are not supported \(quant_method 'mxfp4'\)"),
         ({"quant_method": "awq", "version": "gemv"}, "AWQ of version 'gemv' is not supported"),
-        ({"quant_method": "gptq", "desc_act": True, "group_size": 128}, r"an order of their own \(desc_act\)"),
     ],
 )
 def test_methods_and_settings_that_are_not_read_are_named(given: dict[str, Any], says: str, tmp_path: Path) -> None:

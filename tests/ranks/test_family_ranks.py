@@ -10,6 +10,7 @@ import torch
 from engines import open_engine
 from family_files import FAMILIES, RECIPES, write_family
 from family_forward import family_logits
+from quantised_folders import write_quantised
 from thread_ranks import random_tiers, run_ranks
 
 pytestmark = pytest.mark.usefixtures("exact_gelu")
@@ -43,6 +44,15 @@ def test_what_ranks_have_summed_is_normalised_once(
     for tiers in (None, random_tiers(len(shares), CONTEXT)):
         for found in run_ranks(path, shares, talk, CONTEXT, tiers):
             assert float((found - of_one_rank).abs().max() / of_one_rank.std()) < CLOSE
+
+
+def test_columns_in_an_order_of_their_own_are_put_in_order_on_every_rank(tmp_path: Path) -> None:
+    """The output's columns are in an order over all heads: a layer's heads are one rank's."""
+    write_quantised(tmp_path, "gptq order", n_layers=3)
+    with open_engine(tmp_path, context=CONTEXT, tokens=(4, 16)) as engine:
+        alone = talk(engine)
+    for found in run_ranks(tmp_path, (2.0, 1.0), talk, CONTEXT, random_tiers(7, CONTEXT)):
+        assert float((found - alone).abs().max() / alone.std()) < CLOSE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

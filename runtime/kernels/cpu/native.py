@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 28  # as csrc/api.cpp has it
+ABI = 29  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {

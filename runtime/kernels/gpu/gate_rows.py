@@ -60,6 +60,11 @@ class GatesOnGpu:
         """See `Kernels.bend_rows`."""
         self._activations.ready = self._placed = None
         tokens, cols = x.shape
+        if how == "order":
+            block = triton.next_power_of_2(cols)
+            warps = min(16, max(1, block // 512))
+            triton_rows.order_rows_kernel[(tokens,)](x, x.stride(0), numbers, cols, BLOCK=block, num_warps=warps)
+            return
         count = 1 if numbers is None else numbers.shape[0]
         triton_rows.bend_rows_kernel[(triton.cdiv(cols, 1024), tokens)](
             x, x.stride(0), numbers, count, limit, cols, HOW=how, BLOCK=1024, num_warps=4

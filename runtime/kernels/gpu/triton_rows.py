@@ -72,6 +72,16 @@ def bend_rows_kernel(x, x_stride, numbers, count, limit, cols, HOW: tl.constexpr
 
 
 @triton.jit
+def order_rows_kernel(x, x_stride, order, cols, BLOCK: tl.constexpr):
+    """x[m, i] = what x[m, order[i]] was; program (m). BLOCK >= cols."""
+    row, column = x + tl.program_id(0).to(tl.int64) * x_stride, tl.arange(0, BLOCK)
+    mask = column < cols
+    value = tl.load(row + tl.load(order + column, mask=mask, other=0.0).to(tl.int32), mask=mask)
+    tl.debug_barrier()  # all threads have what they take before one stores
+    tl.store(row + column, value, mask=mask)
+
+
+@triton.jit
 def norm_heads_kernel(x, x_stride, weight, head, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
     """Program (h, m): head h of x[m] over its root mean square, less its mean before where CENTRED, times its weight.
     BLOCK >= head."""

@@ -129,7 +129,7 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half, bool hal
   }
 }
 
-enum Bend : int { kTimes, kPlus, kClamp, kRelu2, kBentGelu, kBentGelu16, kXielu };  // as BENDS of operations.py
+enum Bend : int { kTimes, kPlus, kClamp, kRelu2, kBentGelu, kBentGelu16, kXielu, kOrder };  // as BENDS of operations.py
 
 // A row through a gate that multiplies nothing.
 void bend_by(void (*gate)(float*, const float*, int64_t), float* row, int64_t width) {
@@ -140,6 +140,17 @@ void bend_by(void (*gate)(float*, const float*, int64_t), float* row, int64_t wi
   std::memcpy(rest, row + i, (width - i) * sizeof(float));
   gate(rest, ones, 16);
   std::memcpy(row + i, rest, (width - i) * sizeof(float));
+}
+
+// Number i of a row becomes what number order[i] was.
+void order_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* order) {
+  Pool::instance().with_scratch(tokens * width * sizeof(float), [&](uint8_t* scratch) {
+    auto* before = reinterpret_cast<float*>(scratch);
+    for_rows(tokens, width, [&](int64_t t) { std::memcpy(before + t * width, x + t * stride, width * sizeof(float)); });
+    for_rows(tokens, width, [&](int64_t t) {
+      for (int64_t i = 0; i < width; ++i) x[t * stride + i] = before[t * width + static_cast<int64_t>(order[i])];
+    });
+  });
 }
 
 }  // namespace
@@ -196,6 +207,7 @@ PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int
 // x[t] = bent x[t], `how`: a Bend. numbers: of column i number i % count.
 PSHARD_API void pshard_bend_rows(float* x, int64_t stride, int64_t tokens, int64_t width, int how,
                                  const float* numbers, int64_t count, float limit) {
+  if (how == kOrder) return order_rows(x, stride, tokens, width, numbers);
   for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
     float* row = x + t * stride;
     switch (how) {
