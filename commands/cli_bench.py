@@ -81,7 +81,7 @@ def _main(argv: list[str]) -> int:
         return start_ranks(ranks, "pshard.commands.cli_bench", words)
     opened = open_plan(request)
     _check_strategies(args.strategy, opened.file.spec)
-    choose_drafts(read_spec_flags(args), opened.variant)  # what it refuses, ranks say before they meet
+    choose_drafts(read_spec_flags(args), opened.variant, ranks=True)  # what it refuses, ranks say before they meet
     group = open_group(opened, ranks)
     if group.rank:
         return follow_rank_0(opened, group)
@@ -200,7 +200,7 @@ def _run_strategy(
     from pshard.session.choose_drafts import choose_drafts
     from pshard.session.lead_ranks import load_on_ranks
 
-    drafts, why = choose_drafts(read_spec_flags(args), variant)
+    drafts, why = choose_drafts(read_spec_flags(args), variant, ranks=True)
     drafted = [test for test in tests if drafts and check_drafted(test)]
     predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
     found = []

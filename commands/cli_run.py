@@ -109,7 +109,7 @@ def _main(argv: list[str]) -> int:
     opened = open_plan(request)
     if args.record_routing and opened.file.spec.config.experts is None:
         raise UserError("the model has no routed experts; leave out --record-routing")
-    drafts, why = choose_drafts(ask, opened.variant)
+    drafts, why = choose_drafts(ask, opened.variant, ranks=not args.reverse_prompt)
     group = open_group(opened, ranks)
     if group.rank:
         return follow_rank_0(opened, group)

@@ -61,7 +61,9 @@ def _list_heads(
         yield None
         return
     if len(workload.vram_mib) > 1:
-        raise UserError("heads and models draft on one device as yet, not over ranks; leave out -sm, or --spec")
+        raise UserError(
+            "heads and models draft on one device as yet, not over ranks; give --spec lookup, or leave out -sm"
+        )
     for in_vram in (True, False):
         yield plan_head(spec, profile, workload, in_vram)
 

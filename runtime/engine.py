@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -291,12 +291,12 @@ class Engine(_Told):
         stops: Collection[int],
         wanted: DraftSettings,
     ) -> Generator[int]:
-        if self._executor.group.size > 1:
-            raise UserError("drafts over several ranks: not yet; leave out --spec")
-        if self.texts.most_rows < 2:
+        rows = min(self._executor.group.gather(self.texts.most_rows))
+        if rows < 2:
             raise UserError("rows of drafts cannot be held back from the model's states; leave out --spec")
+        wanted = replace(wanted, most=min(wanted.most, rows - 1))
         with self._sequences.use([0]) as (text,):
-            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.drafter)
+            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.drafter, self.agree)
             yield from speculator.go_on(before, first, most)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pshard.errors import UserError
 from pshard.predicted_times import seconds_covering, tier_seconds
 from pshard.session.bench_engine import BenchTest, count_ids, warm_up
+from pshard.session.lead_ranks import lead
 from pshard.speculation import AcceptanceRecord
 from pshard.times.measurement import BenchedDrafts, Measurement, summarise_samples
 
@@ -32,17 +33,17 @@ def run_drafted(
     progress: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Measure greedy decoding of a test with drafts, and in turns with it without. alone: what `run_test` measured of
-    it, whose other fields hold here too. Sampling is part of both."""
+    it, whose other fields hold here too. Sampling is part of both. Called on rank 0, which leads the other ranks."""
     from pshard.runtime.speculation.speculator import DraftSeconds
 
-    warm_up(lambda: _take_turns(engine, test, settings))
+    warm_up(lambda: lead(engine, _take_turns, test, settings))
     counted = replace(settings, record=AcceptanceRecord(settings.kind), spent=DraftSeconds())
     samples, without = list[int](), list[int]()
     link = 0
     for _ in range(repetitions):
-        without.append(_time_text(engine, test, None))
+        without.append(lead(engine, _time_text, test, None))
         before = engine.link_bytes
-        samples.append(_time_text(engine, test, counted))
+        samples.append(lead(engine, _time_text, test, counted))
         link += engine.link_bytes - before
         progress()
     each = counted.spent.seconds / max(1, counted.spent.drafts)

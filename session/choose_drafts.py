@@ -40,7 +40,8 @@ class DraftAsk:
 
 def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tuple[DraftSettings | None, str]":
     """What a run under a plan does: None for no drafts; and a line that says why, "" where nothing is to be said.
-    ranks: whether texts of several ranks can have drafts. Raises UserError for more drafts than the plan has rows."""
+    ranks: whether several ranks may draft, as they draw in step or one draws for all. Raises UserError for more drafts
+    than the plan has rows."""
     if ask.kind == NONE or (ask.kind == PLANNED and not variant.workload.drafting.drafts):
         return None, ""
     rows = variant.ranks[0].tiers[-1].tokens
@@ -51,8 +52,8 @@ def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tupl
         )
     if len(variant.ranks) > 1 and not ranks:
         if ask.kind not in (AUTO, PLANNED):
-            raise UserError("drafts over several ranks: not yet; leave out --spec")
-        return None, "no drafts: over several ranks there are none yet"
+            raise UserError("several ranks have no drafts in a chat, or with -r; leave out --spec")
+        return None, "no drafts: several ranks have none in a chat, or with -r"
     made = variant.workload.drafting
     if program := PROGRAMS.get(ask.kind):
         if variant.drafter is None or PROGRAMS.get(made.kind) != program:

@@ -109,20 +109,22 @@ class Speculator:
         seconds: StepSeconds,
         stops: Collection[int] = (),
         head: Follower | None = None,
+        agree: Callable[[int], int] = lambda number: number,
     ) -> None:
-        """sampler: has seen what the text has. seconds: of steps of the pool. head: drafts, where one is to."""
+        """sampler: has seen what the text has. seconds: of steps of the pool. head: drafts, where one is to. agree:
+        rank 0's number on every rank, as what pays is found by each one's clock."""
         self._pool, self._text, self._sampler, self._record = pool, text, sampler, wanted.record
         self._spent = wanted.spent
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
         self._held: int | None = None  # how much of the text holds, where drafts behind it are still there
         self._note: Callable[[float], None] | None = None  # the last step, once it is known what settling it takes
-        self._seconds, self._tier = seconds, 0
+        self._seconds, self._tier, self._agree = seconds, 0, agree
         self._sources = tuple(self._list_sources(wanted, head))
 
     def _list_sources(self, wanted: DraftSettings, head: Follower | None) -> Iterator[Source]:
         """Who drafts, in the order in which they are asked."""
-        most = min(wanted.most, self._pool.most_rows - 1)
+        most = wanted.most
         if wanted.kind == LOOKUP or looks_first(wanted.kind):
             lookup = PromptLookup() if wanted.kind == LOOKUP else PromptLookup(LONG)
             yield Source(lookup, DraftLength(most, self._seconds, wanted.fixed))
@@ -194,7 +196,7 @@ class Speculator:
         room for any, and the seconds that they took."""
         for source in self._sources:
             begin = time.perf_counter()
-            wanted = source.length.choose()
+            wanted = self._agree(source.length.choose())
             room = self._count_room(min(wanted, most))
             drafts = source.drafter.draft(room)
             drafting = time.perf_counter() - begin

@@ -120,3 +120,35 @@ def test_what_is_recorded_of_the_bundled_head_decides_how_many_drafts_the_next_p
     assert own["source"] == "recorded" and 0.4 < own["rates"][0] < 0.88
     best = max(table["rows"], key=lambda row: row["rates"][table["own"]])
     assert table["chosen"] == best["drafts"] > 0
+
+
+def test_over_ranks_lookup_drafts_and_a_head_is_refused_in_one_line(world: World, capsys) -> None:
+    split = ["-m", str(world.model), "--vram", "64,64", "-sm", "layer", "-c", "256"]
+    assert cli_plan.main([*split, "--spec", "mtp"]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert (
+        err[-1]
+        == "error: heads and models draft on one device as yet, not over ranks; give --spec lookup, or leave out -sm"
+    )
+    assert cli_plan.main([*split, "--spec", "auto", "--spec-rates", ".9"]) == 0
+    assert "note: lookup alone drafts: over ranks neither heads nor models do as yet" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_that_draft_run_and_bench(world: World, capfd) -> None:
+    split, told = ["-m", str(world.model), "--vram", "64,64", "-sm", "tensor", "-c", "256"], list[str]()
+    assert cli_plan.main([*split, "--spec", "auto", "--spec-rates", ".9"]) == 0
+    for spec in ("none", "lookup"):
+        capfd.readouterr()
+        run = ["-p", "hello hello hello", "-n", "30", "-no-cnv", "--seed", "3"]
+        assert cli_run.main([*split, *run, "--spec", spec]) == 0
+        out, err = capfd.readouterr()
+        told.append(out)
+        assert ("drafts of lookup, at most" in err) == (spec == "lookup")
+    assert told[0] == told[1]
+    made_up = ["--spec", "lookup", "--spec-synth-rates", ".8,.64"]
+    assert cli_bench.main([*split, "-p", "0", "-n", "30", "-r", "2", "-o", "json", *made_up]) == 0
+    _, drafted = json.loads(capfd.readouterr().out)
+    assert drafted["drafts"]["steps"] < 50 and drafted["ranks"] == 2
+    assert cli_run.main([*split, "-p", "hello", "-n", "9", "-no-cnv", "-r", "of", "--spec", "lookup"]) == 2
+    assert "error: several ranks have no drafts in a chat, or with -r; leave out --spec" in capfd.readouterr().err
