@@ -65,7 +65,8 @@ class Architecture:
     `unweighted`: norms of the stream have no weights. `clamped`: files may say within what q, k and v are;
     `capped`: at what scores and logits are capped. `window_unsaid`: tokens of a window where GGUF files do not say.
     `window_base`: of angles in layers with windows where files do not say; 0: as in others. `sorted`: files list which
-    layers have a window, which have other numbers of heads and turn others of them; what heads give is gated.
+    layers have a window, which have other numbers of heads and turn others of them.
+    `gated_heads`: what heads give is gated. `short_values`: values may be shorter than keys, and layers may have sinks.
     """
 
     name: str
@@ -115,6 +116,8 @@ class Architecture:
     by_layer: bool = False
     sorted: bool = False
     gate_curve: str = "sigmoid"
+    gated_heads: bool = False
+    short_values: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def of_windows(self, window: object) -> "Architecture":
@@ -209,6 +212,25 @@ _LAGUNA = _defaults(  # LagunaConfig of transformers
     rope_parameters={
         "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+)
+_MIMO2 = _defaults(  # MiMoV2FlashConfig of transformers
+    head_dim=192,
+    v_head_dim=128,
+    num_attention_heads=64,
+    num_key_value_heads=4,
+    intermediate_size=16384,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=131072,
+    sliding_window=129,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=2048,
+    norm_topk_prob=True,
+    attention_value_scale=0.707,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
     },
 )
 _ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
@@ -582,9 +604,23 @@ ARCHITECTURES = (
         partial=True,
         windows=True,
         sorted=True,
+        gated_heads=True,
         gate_curve="softplus",
         routing=replace(_DEEPSEEK_V3, listed=True),
         defaults=_LAGUNA,
+    ),
+    Architecture(
+        "mimo_v2_flash",
+        "mimo2",
+        "halves",
+        optional_biases=_QKV,
+        rotated=0.334,
+        partial=True,
+        windows=True,
+        sorted=True,
+        short_values=True,
+        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, listed=True),
+        defaults=_MIMO2,
     ),
     Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
     Architecture("paddleocr_vl_text", "paddleocr", "halves", defaults=_ERNIE),
@@ -615,7 +651,6 @@ _LACKING = {
     **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
     "arctic": "an FFN beside experts of another input",
     "grovemoe": "experts that belong to chunks of experts",
-    **dict.fromkeys(("mimo2", "mimo-v2-flash"), "values of another length than keys"),
     **dict.fromkeys(("step35", "step3p5", "step3p7"), "a gate of each head and an FFN that is clamped"),
     "mistral4": "latent attention with a temperature",
 }

@@ -9,7 +9,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 
 DRAFTS_LEFT_OUT = "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"
-_BESIDE = ("model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.")
+_BESIDE = ("model.mtp.", "model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.")
 _FUSED = re.compile(r"(blk\.\d+\.)ffn_gate_up_exps\.weight")
 _HF_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9]\d{0,5})\.(\w+\.weight)")
 _LONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
@@ -20,8 +20,8 @@ def part_drafters(
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """The tensors without those of layers that draft further tokens, and these.
 
-    Such a layer has an `eh_proj`: without one it is not left out, whatever the configuration counts. ERNIE's folders
-    have theirs beside the layers.
+    Such a layer has an `eh_proj`: without one it is not left out, whatever the configuration counts. ERNIE's and
+    MiMo's folders have theirs beside the layers.
     """
     by_layer: dict[str, list[str]] = defaultdict(list)
     for name in stored:

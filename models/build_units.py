@@ -21,6 +21,7 @@ from pshard.units.attention import (
     LENDING_WINDOWED,
     OUT_ORDER,
     QKV,
+    SINKS,
     STILL_ATTENTION,
     WINDOWED_ATTENTION,
 )
@@ -126,8 +127,8 @@ class UnitMaker:
         else:
             kind, ports = _kind(config, i), ENTERS if config.parallel or config.keeps_input else None
             lender = config.lender(i)
-            gates = [role for role in (GATE, HEAD_GATE) if block + role in self._stored]
-            tensors = _attention(self._arch, kind.sees(config), block, self.biases, gates, lender != i)
+            roles = [role for role in (GATE, HEAD_GATE, SINKS) if block + role in self._stored]
+            tensors = _attention(self._arch, kind.sees(config), block, self.biases, roles, lender != i)
             attention = unit(block + "attention", kind, i, tensors, ports)
             yield replace(attention, borrows=_cells_of(lender, before)) if lender != i else attention
         if config.experts is None or not config.experts.are_in(i):
@@ -170,25 +171,26 @@ def _cells_of(layer: int, units: Sequence[Unit]) -> Cells:
 
 
 def _attention(
-    arch: Architecture, config: ModelConfig, block: str, biases: set[str], gates: list[str], borrows: bool
+    arch: Architecture, config: ModelConfig, block: str, biases: set[str], roles: list[str], borrows: bool
 ) -> Iterator[Expected]:
-    """gates: of heads or of single numbers, as far as the layer has tensors of them."""
+    """roles: of what layers may lack, as far as the layer has tensors of them."""
     d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    value = config.value_dim or config.head_dim
     if config.normed_before:
         yield from _norm(block + "attn_norm", d, biases)
-    made = () if borrows else (("attn_k", kv, d), ("attn_v", kv, d))
-    for role, rows, cols in (("attn_q", q, d), *made, ("attn_output", d, q)):
+    made = () if borrows else (("attn_k", kv, d), ("attn_v", config.n_kv_heads * value, d))
+    for role, rows, cols in (("attn_q", q, d), *made, ("attn_output", d, config.n_heads * value)):
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
             yield Expected(f"{block}{role}.bias", (rows,))
-    if config.gated and (GATE in gates or not config.heads_gated):
+    if config.gated and (GATE in roles or not config.heads_gated):
         yield Expected(block + GATE, (q, d))
-    if config.heads_gated and not (config.gated and GATE in gates):
+    if config.heads_gated and not (config.gated and GATE in roles):
         yield Expected(block + HEAD_GATE, (config.n_heads, d))
-    for role, width in ((IN_ORDER, d), (OUT_ORDER, q)):
+    for role, width in ((IN_ORDER, d), (OUT_ORDER, config.n_heads * value)):
         if role in biases:
             yield Expected(block + role, (width,))
-    if arch.sinks:
+    if arch.sinks or (arch.short_values and SINKS in roles):
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.sloped:
         yield Expected(block + "attn_slopes.weight", (config.n_heads,))

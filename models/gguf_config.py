@@ -12,7 +12,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import part_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
 from pshard.models.families.by_layer import NO_TURN
-from pshard.models.families.layer_sorts import first_of, gguf_sorts
+from pshard.models.families.layer_sorts import first_of, gguf_sorts, read_values
 from pshard.models.families.read_numbers import CAPS, gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
 from pshard.models.hybrid.short_convs import gguf_conv
@@ -55,7 +55,7 @@ def gguf_config(
     d_model, n_heads = keys.integer("embedding_length"), _count_heads(arch, keys)
     latent = gguf_latent(keys) if arch.latent else None
     head_dim = latent.cell if latent else keys.integer("attention.key_length", d_model // n_heads)
-    if not latent and keys.integer("attention.value_length", head_dim) != head_dim:
+    if not (latent or arch.short_values) and keys.integer("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where}: keys and values of different lengths are not supported yet; {ANOTHER}")
     routing = arch.routing
     if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
@@ -91,8 +91,8 @@ def gguf_config(
     )
     if arch.turned_norms:  # which undo what multiplies sine and cosine
         config = replace(config, rope=replace(config.rope, attention_factor=1.0))
-    config = gguf_numbers(arch, keys, config)
-    return check_config(arch, gguf_sorts(keys, config, stored) if arch.sorted else config, where)
+    config = gguf_numbers(arch, keys, read_values(arch, keys, config))
+    return check_config(arch, gguf_sorts(arch, keys, config, stored) if arch.sorted else config, where)
 
 
 def _count_heads(arch: Architecture, keys: Keys) -> int:

@@ -39,6 +39,16 @@ class Temperature:
     span: int
 
 
+def limit_gate(activation: str, limit: float) -> str:
+    """The activation of that name within a limit, as kernels take it; 0: without."""
+    return f"{activation}<{limit!r}" if limit else activation
+
+
+def limit_of(activation: str) -> float:
+    """The limit in an activation's name; 0 for none."""
+    return float(activation.partition("<")[2] or 0)
+
+
 @dataclass(frozen=True)
 class Experts:
     """The routed experts of a layer, and how a router chooses among them.
@@ -194,6 +204,8 @@ class ModelConfig:
     windows_in: tuple[bool, ...] = ()  # whether each layer has the window; (): see full_every and window_every
     window_head_dim: int = 0  # of layers with a window; 0: as of the others
     window_kv_heads: int = 0  # of layers with a window; 0: as of the others
+    value_dim: int = 0  # numbers of a head's value, which cells keep as many of as of a key; 0: as many
+    value_scale: float = 1.0  # what values are multiplied by
     window_heads: int = 0  # of layers with a window; 0: as of the others
     ffn_rows: tuple[int, ...] = ()  # of each layer; (): d_ffn, which is the most of any
     values_normed: bool = False  # each head's values are normalised, without weights

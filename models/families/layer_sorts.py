@@ -1,16 +1,19 @@
 """Models whose layers are of two sorts, as files list them: layers with a window have heads of their own number, and
 turn another share of each by other angles. What each head gives may be gated; layers without experts may be anywhere.
 
-Keys of GGUF metadata as llama.cpp reads them (laguna.cpp), those of config.json as LagunaConfig has them.
+Keys of GGUF metadata as llama.cpp reads them (laguna.cpp, mimo2.cpp), those of config.json as LagunaConfig and
+MiMoV2FlashConfig have them.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope
+from pshard.models.hybrid.made_tensors import take_rows
 from pshard.models.hybrid.read_delta import check_layers
 from pshard.models.keys import BASES, Keys
 from pshard.models.stored import StoredTensor
@@ -21,6 +24,7 @@ _PATTERN = "attention.sliding_window_pattern"
 _FILE_GATE = "attn_gate.weight"  # as GGUF files call either
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _PERIOD = 4  # of layers the first has full attention, where a laguna's GGUF file does not say
+_VALUES, _VALUE_SCALE = "attention.value_length", "attention.value_scale"
 
 
 def first_of(keys: Keys, key: str, default: int | None = None) -> int:
@@ -31,14 +35,14 @@ def first_of(keys: Keys, key: str, default: int | None = None) -> int:
     return Keys({key: found[0] if found else None}, keys.where).integer(key, default)
 
 
-def gguf_sorts(keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor]) -> ModelConfig:
+def gguf_sorts(arch: Architecture, keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor]) -> ModelConfig:
     """The config with what metadata, and the tensors that there are, say of single layers. Raises UserError that names
     the key."""
     layers = config.n_layers
     check_layers(keys, layers)
-    for key in ("attention.key_length_swa", "attention.value_length_swa"):
-        keys.refuse_unless(key, config.head_dim)
-    windows = _gguf_windows(keys, config)
+    keys.refuse_unless("attention.key_length_swa", config.head_dim)
+    keys.refuse_unless("attention.value_length_swa", config.value_dim or config.head_dim)
+    windows = _list_windows(keys, layers) if arch.short_values else _gguf_windows(keys, config)
     heads = _list_numbers(keys, _HEADS, layers, config.n_heads)
     kv = _list_numbers(keys, _KV_HEADS, layers, config.n_heads)
     local = Rope(
@@ -46,12 +50,25 @@ def gguf_sorts(keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor])
         keys.real("rope.freq_base_swa", config.rope.base, BASES),
         config.rope.pairing,
     )
+    if arch.short_values:  # whose layers with a window are turned as the others, but by another base
+        keys.refuse_unless("rope.dimension_count_swa", config.rope.dims)
+        local = replace(config.rope, base=local.base)
     config = _with_sorts(keys, _HEADS, config, windows, heads, kv, local)
     experts = config.experts
-    assert experts
-    shared = keys.integer("expert_shared_feed_forward_length")
+    assert experts and arch.routing
+    shared = keys.integer("expert_shared_feed_forward_length") if arch.routing.shared else 0
+    biased = any(f"blk.{i}.exp_probs_b.bias" in stored or f"blk.{i}.exp_probs_b" in stored for i in range(layers))
+    if arch.short_values:
+        keys.refuse_unless("expert_gating_func", 0, 2)
+        keys.refuse_unless("expert_weights_scale", 0, 1)  # which llama.cpp does not read
+        for name in (f"blk.{i}.attn_{part}.bias" for i in range(layers) for part in ("q", "k", "v", "qkv")):
+            if name in stored:
+                stored[name].fail("has no place in a GGUF file of this architecture, where llama.cpp leaves it out")
+        experts = replace(experts, choice_bias=biased)
     experts = _place(keys, replace(experts, d_shared=shared), _find_routed(stored, layers))
     dense = 0 if all(experts.layers) else keys.integer("feed_forward_length")
+    if not arch.gated_heads:
+        return replace(config, experts=experts, d_ffn=dense)
     wide = [_is_wide(tensor, config, int(name.split(".")[1])) for name, tensor in _list_gates(stored, layers)]
     return replace(config, experts=experts, d_ffn=dense, gated=any(wide), heads_gated=not all(wide) or not wide)
 
@@ -71,6 +88,31 @@ def _gguf_windows(keys: Keys, config: ModelConfig) -> tuple[bool, ...]:
     return tuple(i % period != 0 for i in range(layers))
 
 
+def _list_windows(keys: Keys, layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a window, of a list that may also say it of layers that draft, or of all alike."""
+    keys.integer("attention.sliding_window")
+    found = keys.values.get(keys.prefix + _PATTERN)
+    values = found if isinstance(found, list) else [found] * layers
+    if len(values) not in (layers, keys.values.get(f"{keys.prefix}block_count")):
+        keys.refuse(_PATTERN, f"has {len(values)} values for {layers} layers")
+    if not all(value in (0, 1) for value in values):  # also true and false
+        keys.refuse(_PATTERN, "does not say of each layer if it has a window")
+    return tuple(map(bool, values[:layers]))
+
+
+def read_values(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
+    """With the length of values and what they are multiplied by, where a file says that these are others. Raises
+    UserError that names the key."""
+    if not arch.short_values:
+        return config
+    length, scale = (_VALUES, _VALUE_SCALE) if keys.prefix else ("v_head_dim", "attention_value_scale")
+    value = keys.integer(length, config.head_dim)
+    if value > config.head_dim:
+        keys.refuse(length, f"is {value}, more than the {config.head_dim} numbers of a key, which is not supported")
+    by = keys.factor(scale) if keys.prefix or keys.get(scale) is None else keys.real(scale)
+    return replace(config, value_dim=value if value != config.head_dim or by else 0, value_scale=by or 1.0)
+
+
 def hf_sorts(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what config.json says of single layers. Raises UserError that names the key."""
     layers = config.n_layers
@@ -83,23 +125,53 @@ def hf_sorts(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig
         ("norm_topk_prob", (True,)),
     ):
         keys.refuse_unless(key, *known)
-    windows = hf_windows(keys, layers)
+    if arch.short_values:
+        config = read_values(arch, keys, _check_mimo(keys, config))
+    windows = hf_windows(arch, keys, layers)
     heads = _list_numbers(keys, "num_attention_heads_per_layer", layers, config.n_heads)
     _, local = hf_ropes(arch, keys, config.head_dim, config.context)
-    kv = (config.n_kv_heads,) * layers
+    kv = [config.n_kv_heads * (2 if arch.short_values and seen else 1) for seen in windows]
     config = _with_sorts(keys, "num_attention_heads_per_layer", config, windows, heads, kv, local)
     kinds = keys.kinds("mlp_layer_types", "dense", "sparse") or ["dense", *["sparse"] * (layers - 1)]
-    assert config.experts
-    shared = keys.integer("shared_expert_intermediate_size")
+    assert config.experts and arch.routing
+    shared = keys.integer("shared_expert_intermediate_size") if arch.routing.shared else 0
     experts = _place(keys, replace(config.experts, d_shared=shared), [kind == "sparse" for kind in kinds])
     dense = 0 if all(experts.layers) else keys.integer("intermediate_size")
+    if not arch.gated_heads:
+        return replace(config, experts=experts, d_ffn=dense)
     wide = keys.values.get("gating") == "per-element"
     return replace(config, experts=experts, d_ffn=dense, gated=wide, heads_gated=not wide)
 
 
-def hf_windows(keys: Keys, layers: int) -> tuple[bool, ...]:
+def _check_mimo(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with the window that a MiMo's folder means. Raises UserError for what publishers' folders say and
+    transformers does not read, where it is not as transformers has it."""
+    windows = [i > 0 and (i + 1) % 6 > 0 for i in range(config.n_layers)]
+    heads, value = config.head_dim, keys.integer("v_head_dim")
+    for key, known in (
+        ("hybrid_layer_pattern", [int(seen) for seen in windows]),
+        ("moe_layer_freq", [int(i > 0) for i in range(config.n_layers)]),
+    ):
+        if keys.values.get(key) not in (None, known):
+            keys.refuse(key, "is another one than that of MiMo-V2-Flash, which is not supported")
+    for key, other in (
+        ("swa_num_attention_heads", config.n_heads),
+        ("swa_num_key_value_heads", 2 * config.n_kv_heads),
+        ("swa_head_dim", heads),
+        ("swa_v_head_dim", value),
+        ("add_swa_attention_sink_bias", True),
+        ("add_full_attention_sink_bias", False),
+    ):
+        keys.refuse_unless(key, other)
+    if keys.get("sliding_window_size") is None:
+        return config
+    return replace(config, sliding_window=keys.integer("sliding_window_size") + 1)
+
+
+def hf_windows(arch: Architecture, keys: Keys, layers: int) -> tuple[bool, ...]:
     """Whether each layer has a window."""
-    kinds = keys.kinds("layer_types", _FULL, _WINDOWED) or [_FULL] * layers
+    unsaid = [_WINDOWED if arch.short_values and i and (i + 1) % 6 else _FULL for i in range(layers)]
+    kinds = keys.kinds("layer_types", _FULL, _WINDOWED) or unsaid
     if len(kinds) != layers:
         keys.refuse("layer_types", f"does not say of each of {layers} layers if it has sliding or full attention")
     return tuple(kind == _WINDOWED for kind in kinds)
@@ -112,10 +184,11 @@ def hf_ropes(arch: Architecture, keys: Keys, head_dim: int, context: int) -> tup
     found = given if isinstance(given, dict) else {}
     here = {kind for kind in (_FULL, _WINDOWED) if isinstance(found.get(kind), dict)}
     lacking = set(keys.kinds("layer_types", _FULL, _WINDOWED) or [_FULL]) - here
+    turned = {kind: arch.rotated if found[kind].get("rope_type", "default") == "default" else 1.0 for kind in here}
     if lacking or not here:
         keys.refuse("rope_parameters", f"says nothing of layers with {' and '.join(sorted(lacking or {_FULL}))}")
     ropes = {
-        kind: hf_rope({"rope_parameters": found[kind]}, arch.rotated, head_dim, context, keys.where) for kind in here
+        kind: hf_rope({"rope_parameters": found[kind]}, turned[kind], head_dim, context, keys.where) for kind in here
     }
     one = next(iter(ropes.values()))
     return ropes.get(_FULL, one), ropes.get(_WINDOWED, one)
@@ -186,9 +259,12 @@ def _is_wide(gate: StoredTensor, config: ModelConfig, layer: int) -> bool:
 
 
 def arrange_sorts(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors by GGUF name as units have them: gates of heads and of single numbers apart."""
+    """The tensors by GGUF name as units have them: gates of heads and of single numbers apart, and q, k and v."""
     found: dict[str, Any] = dict(stored)
     for i in range(config.n_layers):
+        for part in ("weight", "bias"):
+            if fused := found.pop(f"blk.{i}.attn_qkv.{part}", None):
+                found |= _split_heads(config, i, part, fused)
         name = f"blk.{i}.{_FILE_GATE}"
         if gate := found.pop(name, None):
             role = GATE if _is_wide(gate, config, i) else HEAD_GATE
@@ -196,6 +272,19 @@ def arrange_sorts(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[
     return found
 
 
+def _split_heads(config: ModelConfig, layer: int, part: str, fused: StoredTensor) -> dict[str, StoredTensor]:
+    own = config.windowed if config.windows_in and config.windows_in[layer] else config
+    value = own.value_dim or own.head_dim
+    rows = own.n_heads * own.head_dim, own.n_kv_heads * own.head_dim, own.n_kv_heads * value
+    fused.check_shape((sum(rows), *fused.shape[1:]))
+    fused.check_type()
+    ends = [sum(rows[:n]) for n in range(4)]
+    names = (f"blk.{layer}.attn_{which}.{part}" for which in "qkv")
+    return {name: take_rows(fused.name, fused, [span]) for name, span in zip(names, pairwise(ends))}
+
+
 def rename_choice(name: str) -> str:
-    """By the name that other folders have for it, the bias of a choice among experts that a laguna's has there."""
+    """By the name that other folders have for it, the bias of a choice among experts that a laguna's has there, and
+    the sinks of a mimo's."""
+    name = name.replace(".self_attn.attention_sink_bias", ".self_attn.sinks")
     return name.replace(".mlp.experts.e_score_correction", ".mlp.gate.e_score_correction")

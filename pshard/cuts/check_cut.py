@@ -25,6 +25,7 @@ from pshard.units.operations import (
     Operation,
     Product,
     ProductGroup,
+    ResizeHeads,
     Rotate,
     Route,
     Take,
@@ -145,7 +146,7 @@ class _Flow:
             case Bend() | NormHeads() | GateRows() | TimesRows():
                 self.bend(operation, values)
                 return values[:1]
-            case DeltaNet() | Convolve():
+            case DeltaNet() | Convolve() | ResizeHeads():
                 return (_recur(self, operation, values),)
             case Route():
                 for tensor in (operation.router, *operation.biases):
@@ -350,8 +351,10 @@ class _Flow:
             self.expect_tiling(matrix.role, out.ranges, matrix.rows)
 
 
-def _recur(flow: _Flow, operation: DeltaNet | Convolve, values: tuple[Spread, ...]) -> Spread:
-    """What keeps a state of a fixed size of each sequence."""
+def _recur(flow: _Flow, operation: DeltaNet | Convolve | ResizeHeads, values: tuple[Spread, ...]) -> Spread:
+    """What keeps a state of a fixed size of each sequence, or has fewer numbers of each head than before."""
+    if isinstance(operation, ResizeHeads):
+        return _resize(flow, operation, values[0])
     return flow.scan(operation, values) if isinstance(operation, DeltaNet) else _convolve(flow, operation, values)
 
 
@@ -363,3 +366,11 @@ def _convolve(flow: _Flow, conv: Convolve, values: tuple[Spread, ...]) -> Spread
     whole = values[0] == MIRRORED and cut.axis == "none"
     flow.expect(whole or (cut.axis, cut.ranges) == ("rows", at), conv.taps.role, "is not cut where the channels are")
     return values[0]
+
+
+def _resize(flow: _Flow, operation: ResizeHeads, x: Spread) -> Spread:
+    """Whole heads with more or fewer numbers each."""
+    n, m = (rows.width // operation.heads for rows in (operation.x, operation.out))
+    whole = all(a % n == b % n == 0 for a, b in x.ranges)
+    flow.expect(whole and x != PARTIAL, flow.unit.tensors[0].role, "is of a unit that is cut inside a head")
+    return replace(x, ranges=tuple((a // n * m, b // n * m) for a, b in x.ranges))

@@ -15,7 +15,17 @@ from pshard.quant import QUANT_TYPES
 from pshard.units.enter import bias_of, enter, entered_buffers, leave, order
 from pshard.units.kv_cells import longest_sequence
 from pshard.units.operands import Rows
-from pshard.units.operations import Attend, Bend, GateRows, Norm, NormHeads, Operation, ProductGroup, Rotate
+from pshard.units.operations import (
+    Attend,
+    Bend,
+    GateRows,
+    Norm,
+    NormHeads,
+    Operation,
+    ProductGroup,
+    ResizeHeads,
+    Rotate,
+)
 from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
@@ -34,6 +44,7 @@ IN_ORDER, OUT_ORDER = "attn_order.weight", "attn_output_order.weight"  # of colu
 AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
 ROPES = ("rope", "window_rope", "still_rope")  # scratch: sines and cosines, by position
 PRODUCTS, MIXED = "qkv", "mixed"  # scratch: q, k and v, and what heads give
+NARROWED = "narrowed"  # scratch: the same of heads whose values are not as long as keys
 TEMPERATURE = "temperature"  # scratch: what queries are multiplied by, by their position
 ATTENTION_PIECES = 64  # most pieces that one decode attention is cut into along the context
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
@@ -52,11 +63,12 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
 
 def group_roles(tensors: Collection[str], config: ModelConfig, borrows: bool = False) -> tuple[str, ...]:
     """The matrices that take a unit's input, in the order in which their products lie. v comes first where q and k are
-    normalised whole: what they become stands before it, see `_scratch`."""
+    normalised whole: what they become stands before it, see `_scratch`. And where values are not as long as keys: what
+    it becomes stands behind these."""
     q, k, v = QKV
     if borrows:
         return (q,)
-    if config.wide_qk_norm:
+    if config.wide_qk_norm or config.value_dim:
         return v, q, k
     return *QKV, *(role for role in (GATE, HEAD_GATE) if role in tensors)
 
@@ -80,10 +92,12 @@ def _operations(
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
     group = tuple(tensors[role] for role in group_roles(tensors, config, borrows))
     q, kv = tensors[QKV[0]].rows, tensors[QKV[1]].rows
-    heads_at, mixed = Rows(PRODUCTS), Rows(MIXED, 0, q)
+    heads_at, mixed = Rows(PRODUCTS, n_kv_heads * config.value_dim), Rows(MIXED, 0, q)
     products = Rows(PRODUCTS, q + kv if config.wide_qk_norm else 0)
     biases = tuple(tensors.get(bias_of(matrix.role)) for matrix in group)
     multiply = ProductGroup(group, biases, out=products)
+    widen, narrow = _resize_values(config, heads, multiply.writes[0], heads_at.beside(q, kv, kv)[2], mixed)
+    given = narrow[0].out if narrow else mixed
     wide: tuple[Norm, ...] = ()
     if config.wide_qk_norm:
         raw, where = multiply.writes[1:], heads_at.beside(q, kv)
@@ -106,6 +120,7 @@ def _operations(
         multiply,
         *_bend_products(tensors, config, multiply.writes[:3]),
         *wide,
+        *widen,
         rotate,
         *((Bend("times", q, tensors[STRETCH], x=rotate.writes[0]),) if STRETCH in tensors else ()),
         Attend(
@@ -119,9 +134,20 @@ def _operations(
             borrows=borrows,
         ),
         *(GateRows(q, mixed, gate, config.gate_curve) for gate in multiply.writes[3:]),
-        *order(tensors, OUT_ORDER, mixed),
-        *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), mixed),
+        *narrow,
+        *order(tensors, OUT_ORDER, given),
+        *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), given),
     )
+
+
+def _resize_values(
+    config: ModelConfig, heads: tuple[int, int, int], made: Rows, kept: Rows, mixed: Rows
+) -> tuple[tuple[ResizeHeads, ...], tuple[ResizeHeads, ...]]:
+    """How values that are not as long as keys become so, and what heads give of them shorter again."""
+    if not config.value_dim:
+        return (), ()
+    out = Rows(NARROWED, 0, heads[0] * config.value_dim)
+    return (ResizeHeads(heads[1], made, kept),), (ResizeHeads(heads[0], mixed, out, config.value_scale),)
 
 
 def _bend_products(tensors: Tensors, config: ModelConfig, products: tuple[Rows, ...]) -> tuple[Operation, ...]:
@@ -148,10 +174,12 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
     # q and k, once they are normalised whole, stand before v, q and k
     gates = (heads if config.gated else 0) + (config.n_heads if config.heads_gated else 0)
-    width = 2 * (heads + kv) + kv if config.wide_qk_norm else heads + 2 * kv + gates
+    raw = config.n_kv_heads * config.value_dim
+    width = 2 * (heads + kv) + kv if config.wide_qk_norm else raw + heads + 2 * kv + gates
     return (
         Buffer(PRODUCTS, (tokens, width), "act"),
         Buffer(MIXED, (tokens, heads), "act"),
+        *((Buffer(NARROWED, (tokens, config.n_heads * config.value_dim), "act"),) if config.value_dim else ()),
         *entered_buffers(config, tokens),
         Buffer(table, (2, longest, rope.dims // 2), "f32"),
         *((Buffer(TEMPERATURE, (longest,), "f32"),) if warms else ()),
@@ -167,8 +195,16 @@ def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[in
     if config.wide_qk_norm or OUT_ORDER in tensors:  # over all heads: one rank has them, of the next layer another one
         return place_rows(config.n_heads, config.n_heads, targets)
     block = QUANT_TYPES[tensors[OUT].qtype].block if OUT in tensors else 1
-    step = lcm(config.head_dim, block) // config.head_dim
+    each = config.value_dim or config.head_dim
+    step = lcm(each, block) // each
     return place_heads(config.n_heads, config.n_heads // config.n_kv_heads, step, targets)
+
+
+def _layout(role: str, config: ModelConfig) -> tuple[int, int]:
+    """Rows or columns of a head."""
+    if role in (SINKS, SLOPES, HEAD_GATE):
+        return 1, 1
+    return 1, config.value_dim if config.value_dim and role in (_V, bias_of(_V), OUT) else config.head_dim
 
 
 _Q, _K, _V = QKV
@@ -197,7 +233,7 @@ ATTENTION = UnitKind(
         },
         length=lambda config, tensors: config.n_heads,
         bounds=_bounds,
-        width=lambda config: config.head_dim,
+        layout=_layout,
         flag="attn",
     ),
     widths=_widths,

@@ -228,6 +228,21 @@ class GateRows(InPlace):
 
 
 @dataclass(frozen=True)
+class ResizeHeads(Onward):
+    """Each head of an activation with more or fewer numbers, times `by`: `Kernels.resize_heads`."""
+
+    heads: int
+    x: Rows
+    out: Rows
+    by: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Elements of a token that are read or written, whichever are more."""
+        return max(self.x.width, self.out.width)
+
+
+@dataclass(frozen=True)
 class TimesRows(InPlace):
     """An activation times what stands in a port, `width` elements a token each."""
 
@@ -484,6 +499,7 @@ Operation = (
     | Rotate
     | Attend
     | GateRows
+    | ResizeHeads
     | TimesRows
     | Bend
     | NormHeads

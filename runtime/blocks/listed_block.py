@@ -30,6 +30,7 @@ from pshard.units.operations import (
     PlaceRows,
     Product,
     ProductGroup,
+    ResizeHeads,
     Rotate,
     StoreLatent,
     Take,
@@ -202,6 +203,9 @@ class Course:
     def gate_rows(self, gate: GateRows) -> None:
         self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate), gate.curve)
 
+    def resize_heads(self, resize: ResizeHeads) -> None:
+        self.work.side.kernels.resize_heads(self.at(resize.x), self.at(resize.out), resize.heads, resize.by)
+
     def times_rows(self, times: TimesRows) -> None:
         self.work.side.kernels.times_rows(self.at(times.x), self.at(times.by))
 
@@ -282,6 +286,7 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     Rotate: Course.rotate,
     Attend: Course.attend,
     GateRows: Course.gate_rows,
+    ResizeHeads: Course.resize_heads,
     TimesRows: Course.times_rows,
     Bend: Course.bend,
     NormHeads: Course.norm_heads,

@@ -243,6 +243,11 @@ class RowKernels(Protocol):
         number for each of as many equal parts of a row of x. Row strides free."""
         ...
 
+    def resize_heads(self, x: torch.Tensor, out: torch.Tensor, heads: int, by: float = 1.0) -> None:
+        """out[M, heads * m] = the first m numbers of each head of x[M, heads * n] times `by`, act_dtype; zeros behind
+        them where a head has fewer. out is no part of x. Row strides free."""
+        ...
+
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         """x[M, n] *= by[M, n], x act_dtype, by float32. Row strides free."""
         ...
@@ -413,7 +418,8 @@ class Kernels(RowKernels, StateKernels, Protocol):
         activation: str = "silu",
     ) -> None:
         """out[M, F] = act(x @ gate.T) * (x @ up.T), act_dtype; act is "silu", "gelu" approximated by tanh, or "gelu16",
-        the same of half-precision numbers, in half precision, where activations are float32.
+        the same of half-precision numbers, in half precision, where activations are float32; of "silu<7" silu's numbers
+        are at most 7, and x @ up.T is within it.
 
         `both` [M, 2F] act_dtype is scratch; out may be a view of its first M*F elements' columns (both[:, :F]).
         """

@@ -4,7 +4,7 @@ import torch
 
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, Routes
-from pshard.runtime.kernels.plain_rows import gate_of, product
+from pshard.runtime.kernels.plain_rows import bend_gate, product
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss: modeling_gpt_oss.py of transformers 5
 
@@ -38,7 +38,7 @@ def _first_best(values: torch.Tensor, count: int) -> torch.Tensor:
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """What an expert's down product takes: silu(gate) * up, a gelu's, or gpt-oss' clamped form."""
     if activation != "clamped":
-        return gate_of(activation)(gate) * up
+        return bend_gate(gate, up, activation)
     gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
     return gate * torch.sigmoid(SLOPE * gate) * (up + 1)
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from pshard.model_config import limit_of
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.unpack import unpack
 
@@ -30,6 +31,13 @@ def gate_of(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
     if activation == "gelu16":
         return _gelu16
     return {"silu": F.silu, "relu": F.relu}.get(activation) or partial(F.gelu, approximate="tanh")
+
+
+def bend_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up; of "silu<7" the first is at most 7, the second within it: see `limit_of`."""
+    if not (limit := limit_of(activation)):
+        return gate_of(activation)(gate) * up
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
 def _gelu16(x: torch.Tensor) -> torch.Tensor:

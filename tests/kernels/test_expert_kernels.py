@@ -208,7 +208,7 @@ def test_chosen_experts_add_up_by_weight(
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [2, 10])
-@pytest.mark.parametrize("activation", ["silu", "clamped", "gelu", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "gelu", "relu", "silu<0.5"])
 def test_biases_missing_experts_and_skewed_routes(kernels: cuda.CudaKernels, activation: str, tokens: int) -> None:
     rule = Experts(4, 2, 32, activation=activation, biases=True)
     layer = make_layer(rule, ("Q8_0", "Q8_0", "Q8_0"), 32, missing=(0,))

@@ -199,6 +199,19 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
     assert torch.equal(got[:, :width], wide[:, :width] + bias)
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(48, 32), (32, 48), (5, 5)])
+def test_heads_are_cut_or_filled_with_zeros(threads: int, inner: int, outer: int) -> None:
+    x = torch.randn(70, 6 * inner + 3)[:, : 6 * inner]
+    got, want = torch.full((70, 6 * outer + 2), torch.nan), torch.empty(70, 6 * outer)
+    HostKernels().resize_heads(x, got[:, : 6 * outer], 6, 0.707)
+    PlainKernels().resize_heads(x, want, 6, 0.707)
+    assert torch.equal(got[:, : 6 * outer], want) and got[:, 6 * outer :].isnan().all()
+    rest = want.view(70, 6, outer)[..., inner:]
+    assert not rest.any() and torch.equal(
+        want.view(70, 6, outer)[..., :inner], 0.707 * x.reshape(70, 6, inner)[..., :outer]
+    )
+
+
 def test_a_gate_that_is_no_number_makes_none() -> None:
     x, gate = torch.ones(1, 33), torch.zeros(1, 33)
     gate[0, [0, 20, 32]] = torch.nan

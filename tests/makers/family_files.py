@@ -248,6 +248,22 @@ RECIPES = {
         eps=1e-5,
         experts=Moe(8, 3, 64, sigmoid=True, scale=2.5, bias=True, shared=96, dense=1),
     ),
+    "mimo2": Recipe(
+        layers=4,
+        head=48,
+        heads=4,
+        kv=1,
+        local_heads=(4, 2),
+        value=32,
+        value_scale=0.707,
+        sinks=True,
+        score=48**-0.5,
+        windows=(0, 48, 48, 0),
+        rotated=16,
+        thetas=(5e6, 1e4),
+        eps=1e-5,
+        experts=Moe(8, 3, 64, sigmoid=True, bias=True, dense=1),
+    ),
     "laguna-m": Recipe(
         layers=3,
         kv=4,
@@ -278,7 +294,7 @@ REMOTE = (
 WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
-        *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker", "laguna", "laguna-m"),
+        *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker", "laguna", "laguna-m", "mimo2"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -294,6 +310,7 @@ GGUF_NAMES = {
 COMPOSED = (
     *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
     *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b", "lfm2moe", "laguna-m"),
+    "mimo2",
 )  # of what others show each
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
 IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]
@@ -350,8 +367,8 @@ class _Drawn(NamedTuple):
             self.matrix(b + "shortconv.out_proj", r.d, r.d)
             return
         heads, groups = r.counts(layer)
-        q, kv = heads * r.head, groups * r.head
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+        q, kv, value = heads * r.head, groups * r.head, r.value or r.head
+        for part, rows in (("q", q), ("k", kv), ("v", groups * value)):
             self.matrix(f"{b}attn_{part}", rows, r.d)
             if r.biases:
                 self.bias(f"{b}attn_{part}", rows)
@@ -359,7 +376,9 @@ class _Drawn(NamedTuple):
                 self.norm(f"{b}attn_{part}_norm", rows // r.head, r.head)
             if (r.head_norms or r.wide_norms) and part != "v":
                 self.norm(f"{b}attn_{part}_norm", rows if r.wide_norms else r.head)
-        self.matrix(b + "attn_output", r.d, q)
+        self.matrix(b + "attn_output", r.d, heads * value)
+        if r.sinks and r.window(layer):
+            self.made[b + "attn_sinks.weight"] = self.rng.standard_normal(heads) + 1
         if r.gate:
             self.matrix(b + "attn_gate", heads if r.gate == "heads" else q, r.d, by=2.0)
         if r.out_bias:
@@ -461,6 +480,11 @@ def _laguna(r: Recipe) -> dict[str, Any]:
 
 
 _OWN_KEYS: dict[str, Any] = {
+    "mimo2": lambda r: {
+        "attention.head_count_kv": [r.counts(i)[1] for i in range(r.layers)], "attention.value_length": r.value,
+        "attention.value_scale": r.value_scale, "attention.sliding_window": max(r.windows),
+        "attention.sliding_window_pattern": [int(w > 0) for w in r.windows], "rope.freq_base_swa": r.thetas[1],
+    },
     **dict.fromkeys(("laguna", "laguna-m"), _laguna),
     **dict.fromkeys(("granite", "granitemoe"), lambda r: {
         "embedding_scale": r.embed, "residual_scale": r.residual, "attention.scale": r.score,
@@ -584,6 +608,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "ernie4_5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "paddleocr": ("PaddleOCRVLConfig", "PaddleOCRVLForConditionalGeneration"),
+    "mimo2": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"),
     **dict.fromkeys(("laguna", "laguna-m"), ("LagunaConfig", "LagunaForCausalLM")),
     "qwen2vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
 }
@@ -594,7 +619,7 @@ _HF_NAMES = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.gate.e_score_correction",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_gate": "self_attn.g_proj",
+    "attn_gate": "self_attn.g_proj", "attn_sinks": "self_attn.sinks",
 }  # fmt: skip
 _AFTER_ONLY = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SANDWICH = _AFTER_ONLY | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -733,6 +758,9 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         rope = {"full_attention": rope | {"rope_type": "linear", "factor": r.slower},
                 "sliding_attention": {"rope_type": "default", "rope_theta": r.thetas[1]}}  # fmt: skip
         settings |= {"sliding_window": max(r.windows), "query_pre_attn_scalar": r.head}
+    if family == "mimo2":
+        local = {"rope_type": "default", "rope_theta": r.thetas[1], "partial_rotary_factor": r.rotated / r.head}
+        rope = {"full_attention": rope, "sliding_attention": local}
     if family.startswith("laguna"):
         if not r.windows:
             rope = {"full_attention": rope}
@@ -790,6 +818,13 @@ _HF_OWN: dict[str, Any] = {
             "gating": "per-head" if r.gate == "heads" else "per-element",
         },
     ),
+    "mimo2": lambda r: {
+        "layer_types": ["sliding_attention" if r.window(i) else "full_attention" for i in range(r.layers)],
+        "sliding_window": max(r.windows),
+        "v_head_dim": r.value,
+        "attention_value_scale": r.value_scale,
+        "attention_bias": r.biases,
+    },
     "command-r-plus": lambda r: {"use_qk_norm": True},
     "olmo": lambda r: {"clip_qkv": r.clamp},
     "stablelm": lambda r: {"layer_norm_eps": r.eps, "use_qkv_bias": True},
@@ -821,6 +856,10 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
             "shared_expert_intermediate_size": moe.shared,
             "mlp_layer_types": ["dense" if i < moe.dense else "sparse" for i in range(RECIPES[family].layers)]
             if family.startswith("laguna") else [],
+        },
+        "mimo2": {
+            "n_routed_experts": moe.count, "num_experts_per_tok": moe.used, "routed_scaling_factor": moe.scale,
+            "mlp_layer_types": ["dense" if i < moe.dense else "sparse" for i in range(RECIPES["mimo2"].layers)],
         },
         "minimax-m2": {"num_local_experts": moe.count, "num_experts_per_tok": moe.used},
         "hunyuan-moe": {"num_experts": moe.count, "moe_topk": moe.used},
@@ -878,6 +917,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
         for role, values in own.items():
             stem, kind = role.rsplit(".", 1)
             full = f"layers.{i}.{names[stem]}.{kind}".replace("correction.bias", "correction_bias")
+            full = full.replace("sinks.weight", "sinks")
             full = full.replace("expert.bias", "expert_bias")
             values = values[:, None] if "conv.conv" in full else values
             found.append((full, values[None] if "moe_statics" in full else values))

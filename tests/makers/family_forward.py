@@ -68,7 +68,8 @@ class Recipe:
     biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's. turned: norms of heads follow
     their rotation. local_heads, local_rotated: query and KV heads of layers with a window, and how many numbers of each
     are rotated; 0: as of the others. gate: what "heads", or single "numbers" of them, give is multiplied by a curve
-    of one more product.
+    of one more product. value: numbers of a head's value; 0: as of its key. value_scale: what it is multiplied by.
+    sinks: of layers with a window.
     """
 
     layers: int = 2
@@ -119,6 +120,9 @@ class Recipe:
     experts: Moe = NONE
     local_heads: tuple[int, int] = (0, 0)
     local_rotated: int = 0
+    value: int = 0
+    value_scale: float = 1.0
+    sinks: bool = False
     gate: str = ""
     gate_curve: str = "softplus"
 
@@ -192,7 +196,7 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
             parts[part] = np.clip(parts[part], -recipe.clamp, recipe.clamp)
         if recipe.wide_norms and part != "v":
             parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
-        parts[part] = parts[part].reshape(n, -1, recipe.head)
+        parts[part] = parts[part].reshape(n, -1, recipe.value or recipe.head if part == "v" else recipe.head)
         if recipe.own_norms and part != "v":
             parts[part] = _centre(recipe, parts[part], own[f"attn_{part}_norm.weight"])
         if recipe.head_norms and part != "v" and not recipe.turned:
@@ -205,7 +209,8 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
     q = q * (1 + scale * np.log1p(position // span))[:, None, None]
     window = recipe.window(layer) or n
     seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - window)
-    mixed = np.empty_like(q)
+    mixed = np.empty((n, len(q[0]), parts["v"].shape[2]))
+    sinks = own.get("attn_sinks.weight")
     heads, kv = recipe.counts(layer)
     for i in range(heads):
         own_kv = i // (heads // kv)
@@ -213,8 +218,10 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
         if recipe.slopes:
             scores = scores - recipe.slopes[i] * (position[:, None] - position)
         scores = np.where(seen, scores, -np.inf)
-        shares = np.exp(scores - scores.max(1, keepdims=True))
-        mixed[:, i] = shares / shares.sum(1, keepdims=True) @ parts["v"][:, own_kv]
+        most = scores.max(1, keepdims=True)
+        shares = np.exp(scores - most)
+        beside = np.exp(sinks[i] - most) if sinks is not None and recipe.sinks else 0.0
+        mixed[:, i] = shares / (shares.sum(1, keepdims=True) + beside) @ parts["v"][:, own_kv] * recipe.value_scale
     mixed = mixed.reshape(n, -1)
     if recipe.gate:
         curve = np.log1p if recipe.gate_curve == "softplus" else lambda grown: grown / (1 + grown)

@@ -23,7 +23,7 @@ from pshard.models.hf_config import hf_config
 from pshard.runtime.blocks.rope_table import inverse_frequencies
 
 TYPES = {
-    "lfm2moe": "lfm2_moe", "laguna-m": "laguna",
+    "lfm2moe": "lfm2_moe", "laguna-m": "laguna", "mimo2": "mimo_v2_flash",
     "minimax-m2": "minimax_m2", "command-r": "cohere", "exaone-moe": "exaone_moe", "command-r-plus": "cohere",
     "stablelm-12b": "stablelm", "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe",
     "qwen2vl": "qwen2_vl_text", "paddleocr": "paddleocr_vl_text", "ernie4_5-moe": "ernie4_5_moe",

@@ -28,6 +28,7 @@ from pshard.units.operations import (
     Operation,
     Product,
     ProductGroup,
+    ResizeHeads,
     Rotate,
     Route,
     StoreLatent,
@@ -45,6 +46,7 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     Attend: ("attention",),
     GateRows: ("gate_rows",),
     TimesRows: ("times_rows",),
+    ResizeHeads: ("resize_heads",),
     DeltaNet: ("delta_net",),
     Convolve: ("short_conv",),
     GatedProduct: ("gate_up",),
@@ -96,7 +98,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "like",
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
-        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker", "laguna"),
+        *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker", "laguna", "mimo2"),
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:

@@ -147,6 +147,10 @@ MISTAKES = {
         *({"experts": RECIPES["laguna"].experts._replace(**wrong)} for wrong in (
             {"sigmoid": False}, {"normed": False}, {"scale": 1.0}, {"bias": False}, {"shared": 0})),
     ],
+    "mimo2": [
+        {"value_scale": 1.0}, {"sinks": False}, {"windows": (0, 47, 47, 0)}, {"thetas": (5e6, 5e6)}, {"rotated": 48},
+        {"score": 32**-0.5}, {"windows": ()},
+    ],
     "laguna-m": [{"gate": ""}, {"gate_curve": "sigmoid"}, {"rotated": 32}, {"thetas": (1e4, 1e4)}],
     "gemma": [{"gelu": False}, {"embed": 1.0}, {"score": 42**-0.5}, {"adjacent": True}],
     "ernie4_5": [{"adjacent": False}, {"thetas": (1e4, 1e4)}, {"score": 32**-0.5}, {"eps": 1e-2}],
@@ -301,6 +305,24 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     with open_engine(folder, context=LONG) as engine:
         got = engine.forward(IDS, all_logits=True)
     assert difference(got, expected) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_mimo_folder_may_have_biases_and_a_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which llama.cpp does not read, so GGUF files that have them are refused."""
+    more = replace(RECIPES["mimo2"], biases=True, experts=RECIPES["mimo2"].experts._replace(scale=1.5))
+    monkeypatch.setitem(RECIPES, "mimo2", more)
+    (recipe, weights, folder), model = write_family_folder(tmp_path / "hf", "mimo2")
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([IDS])).logits[0].numpy()
+    assert difference(family_logits(recipe, weights, IDS), expected) < 1e-5
+    with open_engine(folder, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-5
+    with pytest.raises(UserError, match=r"mimo2.expert_weights_scale is 1.5"):
+        open_model(write_family(tmp_path / "m.gguf", "mimo2").path)
+    monkeypatch.setitem(RECIPES, "mimo2", replace(more, experts=RECIPES["mimo2"].experts._replace(scale=1.0)))
+    with pytest.raises(UserError, match=r"blk.0.attn_q.bias has no place"):
+        open_model(write_family(tmp_path / "m.gguf", "mimo2").path)
 
 
 MIXED = {  # as published Q4_K_M, UD-Q4_K_XL and IQ4_XS files mix them

@@ -54,6 +54,10 @@ class HostRows:
         each = x.shape[1] // gate.shape[1]
         native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate, each, curve)
 
+    def resize_heads(self, x: torch.Tensor, out: torch.Tensor, heads: int, by: float = 1.0) -> None:
+        sizes = heads, x.shape[1] // heads, out.shape[1] // heads
+        native.resize_heads(x, x.shape[0], sizes, by, out, (x.stride(0), out.stride(0)))
+
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         native.times_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), by.stride(0)), by)
 

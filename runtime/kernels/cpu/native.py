@@ -10,6 +10,7 @@ token's, but for attention, whose cells are shared out by how many new tokens th
 """
 
 import ctypes
+import struct
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pshard.model_config import limit_of
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.codebooks import BOOK_TYPES, load_book
 from pshard.runtime.kernels.cpu.sources import digest_sources
@@ -73,6 +75,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "bend_rows": ("v", "pllliplf"),
     "norm_heads": ("v", "plllplfi"),
     "gate_rows": ("v", "plplllli"),
+    "resize_heads": ("v", "plllllfpl"),
     "times_rows": ("v", "plplll"),
     "copy_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
@@ -159,6 +162,14 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
 # what a gate's numbers pass before they multiply an up's: as csrc/kernels.h numbers them; "gelu16" is that of a table
 # of half-precision numbers by such numbers, as llama.cpp has it
 GATES = ("silu", "gelu", "gelu16", "clamped", "relu")
+
+
+def _gate_number(activation: str) -> int:
+    """As csrc/kernels.h numbers gates; the bits of a limit for one that has one."""
+    limit = limit_of(activation)
+    return struct.unpack("<i", struct.pack("<f", limit))[0] if limit else GATES.index(activation)
+
+
 _SCORES = ("softmax", "sigmoid", "chosen")  # as csrc/experts/route.cpp numbers them
 _RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
 _PATH = Path(__file__).with_name("_native.so")
@@ -353,7 +364,7 @@ def ffn(
     up are [inner, hidden], down is [hidden, inner]. Precision as in `linear`.
     """
     hidden, inner = down.rows, down.cols
-    result = (_at(out), out_stride or hidden, tokens, accumulate, GATES.index(gate_kind))
+    result = (_at(out), out_stride or hidden, tokens, accumulate, _gate_number(gate_kind))
     weights = (*_packed(gate), *_packed(up), *_packed(down))
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
@@ -372,7 +383,7 @@ def gate_up(
     """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
     inner, hidden = gate.rows, gate.cols
     weights = (*_packed(gate), *_packed(up), None, -1)  # no down
-    result = (_at(out), out_stride or inner, tokens, False, GATES.index(gate_kind))
+    result = (_at(out), out_stride or inner, tokens, False, _gate_number(gate_kind))
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
 
@@ -410,7 +421,7 @@ def gate_up_tiled(
     """As `gate_up`, with the precision of `linear_tiled`; silu is applied to the f32 sums."""
     _check_tiles()
     inner, hidden = gate.rows, gate.cols
-    weights, kind = (*_packed(gate), *_packed(up), inner, hidden), GATES.index(gate_kind)
+    weights, kind = (*_packed(gate), *_packed(up), inner, hidden), _gate_number(gate_kind)
     _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens, kind)
 
 
@@ -560,6 +571,13 @@ def copy_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], out: 
     _function("copy_rows")(_at(x), strides[0], _at(out), strides[1], *shape)
 
 
+def resize_heads(
+    x: Buffer, tokens: int, heads: tuple[int, int, int], by: float, out: Buffer, strides: tuple[int, int]
+) -> None:
+    """out as `Kernels.resize_heads` has it, f32, rows `strides` apart. heads: so many, numbers of each in x, in out."""
+    _function("resize_heads")(_at(x), strides[0], tokens, *heads, by, _at(out), strides[1])
+
+
 def times_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], by: Buffer) -> None:
     """x *= by, f32 [tokens, width] both, rows `strides` apart."""
     _function("times_rows")(_at(x), strides[0], _at(by), strides[1], *shape)
@@ -706,7 +724,7 @@ def experts(
     biases = (None if bias is None else _at(bias) for bias in m.biases or (None, None, None))
     weights = (_at(m.addresses), rule.count, *map(_type, m.qtypes), m.hidden, m.inner, *biases)
     result = (*map(_at, scratch), _at(out), out_stride, accumulate, _at(m.addresses if added is None else added))
-    least = (GATES.index(rule.activation), *m.tiles_from)
+    least = (_gate_number(rule.activation), *m.tiles_from)
     _function("experts")(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.model_config import limit_of
 from pshard.runtime.kernels.api import AS_THEY_ARE, LayerKV, NextNorm, Packed, RopeTable, RowIndex, Scoring
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
@@ -193,7 +194,8 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu):
         activation: str = "silu",
     ) -> None:
         """See `Kernels.gate_up`."""
-        if x.shape[0] <= SMALL_BATCH and gate.qtype == up.qtype and gate.qtype not in BY_ROWS:
+        limited = limit_of(activation) > 0  # which the kernel of few rows does not know
+        if x.shape[0] <= SMALL_BATCH and gate.qtype == up.qtype and gate.qtype not in BY_ROWS and not limited:
             quantised = self._activations.quantise(x)
             self._few_rows.gate_up(quantised, gate, up, out, self._activations.hand_over(out), activation)
             return

@@ -3,8 +3,10 @@
 import torch
 import triton
 
+from pshard.model_config import limit_of
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+from pshard.runtime.kernels.plain_rows import bend_gate
 
 
 class GatesOnGpu:
@@ -30,6 +32,14 @@ class GatesOnGpu:
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
+    def resize_heads(self, x: torch.Tensor, out: torch.Tensor, heads: int, by: float = 1.0) -> None:
+        """See `Kernels.resize_heads`."""
+        self._activations.ready = self._placed = None
+        given, made = x.unflatten(1, (heads, -1)), out.unflatten(1, (heads, -1))
+        both = min(given.shape[2], made.shape[2])
+        torch.mul(given[..., :both], by, out=made[..., :both])
+        made[..., both:].zero_()
+
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         """See `Kernels.times_rows`."""
         self._activations.ready = self._placed = None
@@ -37,6 +47,9 @@ class GatesOnGpu:
 
     def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
         """See `Kernels.gate_mul`."""
+        if limit_of(activation):
+            out.copy_(bend_gate(x.float(), up.float(), activation))
+            return
         tokens, cols = x.shape
         grid = (triton.cdiv(cols, 1024), tokens)
         triton_rows.gate_mul_kernel[grid](

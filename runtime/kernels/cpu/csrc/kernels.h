@@ -1,6 +1,8 @@
 // The table of kernels that each instruction set fills in.
 #pragma once
 
+#include <cstring>
+
 #include "packing/format.h"
 
 namespace pshard {
@@ -73,6 +75,7 @@ struct Kernels {
   void (*gelu16_mul)(float* gate, const float* up, int64_t n);  // the same as a table of f16 has it
   void (*sigmoid_mul)(float* x, const float* gate, int64_t n);  // x = x * sigmoid(gate)
   void (*clamped_mul)(float* gate, const float* up, int64_t n);  // the same for gpt-oss' clamped form
+  void (*limited_mul)(float* gate, const float* up, int64_t n, float limit);  // silu's, within limits: see below
   void (*attention)(const AttentionTask& task);
   // of gated delta nets, see delta/delta_kernel.h
   void (*delta_mix)(const float* const* x, const float* conv, int64_t n, float* out);
@@ -89,10 +92,14 @@ struct Kernels {
 
 enum GateKind : int { kSilu, kGelu, kGelu16, kClamped, kRelu };  // as native.py numbers them
 
-// What makes of a gate's and an up's numbers what the product with down takes.
-inline auto gate_of(const Kernels& k, int kind) {
+// Makes of a gate's and an up's n numbers what the product with down takes. A kind that is none of the above is the
+// bits of a float, a limit: silu(gate) at most that, times up within it.
+inline void bend_gate(const Kernels& k, int kind, float* gate, const float* up, int64_t n) {
   const decltype(k.silu_mul) gates[] = {k.silu_mul, k.gelu_mul, k.gelu16_mul, k.clamped_mul, k.relu_mul};
-  return gates[kind];
+  if (kind <= kRelu) return gates[kind](gate, up, n);
+  float limit;
+  std::memcpy(&limit, &kind, sizeof limit);
+  k.limited_mul(gate, up, n, limit);
 }
 
 const Kernels* kernels_portable();

@@ -53,6 +53,7 @@ const Callable kCallables[] = {
     make<pshard_bend_rows>("bend_rows", pshard_bend_rows),
     make<pshard_norm_heads>("norm_heads", pshard_norm_heads),
     make<pshard_gate_rows>("gate_rows", pshard_gate_rows),
+    make<pshard_resize_heads>("resize_heads", pshard_resize_heads),
     make<pshard_times_rows>("times_rows", pshard_times_rows),
     make<pshard_copy_rows>("copy_rows", pshard_copy_rows),
     make<pshard_scale_rows>("scale_rows", pshard_scale_rows),

@@ -13,11 +13,22 @@ def gate_mul(gate, up, GELU: tl.constexpr):
         return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@triton.constexpr_function
+def find_limit(activation):
+    """What stands behind the name of an activation within a limit; 0: none."""
+    return float(activation.partition("<")[2] or 0)
+
+
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
     """silu(gate) * up, relu's, a gelu's, or gpt-oss' "clamped" form: gate at most 7, up within -7..7,
-    gate * sigmoid(1.702 gate) * (up + 1)."""
-    if ACTIVATION == "clamped":
+    gate * sigmoid(1.702 gate) * (up + 1). "silu<7": silu(gate) at most 7, times up within -7..7."""
+    LIMIT: tl.constexpr = find_limit(ACTIVATION)
+    if LIMIT > 0:
+        bent = tl.minimum(gate / (1.0 + tl.exp(-gate)), LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        least = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return bent * tl.maximum(least, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "clamped":
         low = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         wide = tl.maximum(tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL), -7.0,
                           propagate_nan=tl.PropagateNan.ALL)  # fmt: skip

@@ -60,6 +60,16 @@ void clamped_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 
   }
 }
 
+// silu(gate), at most the limit, times up within it. A NaN stays one.
+void limited_mul(float* gate, const float* up, int64_t n, float limit) {  // n a multiple of 16
+  const Floats least = splat(-limit), one = splat(1.0f);
+  const auto at_most = [&](Floats x) { return sub(zero(), max(least, sub(zero(), x))); };
+  for (int64_t i = 0; i < n; i += 16) {
+    const Floats g = load(gate + i), bent = div(g, add(one, exponential(sub(zero(), g))));
+    store(gate + i, mul(at_most(bent), max(least, at_most(load(up + i)))));
+  }
+}
+
 constexpr int kTile = kTileCells;
 
 // Fetches the cells of the next tile, all kv heads of a cell in a row as they lie in memory, a few lines at a time while

@@ -282,6 +282,18 @@ PSHARD_API void pshard_copy_rows(const float* x, int64_t stride, float* out, int
   for_rows(tokens, width, [&](int64_t t) { std::copy_n(x + t * stride, width, out + t * out_stride); });
 }
 
+// Heads of `to` numbers side by side, made of those of `from` side by side in x[t]: their first numbers times `by`, and
+// zeros behind them where there are none.
+PSHARD_API void pshard_resize_heads(const float* x, int64_t stride, int64_t tokens, int64_t heads, int64_t from,
+                                    int64_t to, float by, float* out, int64_t out_stride) {
+  for_rows(tokens, heads * to, [&](int64_t t) {
+    const float* own = x + t * stride;
+    float* row = out + t * out_stride;
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < to; ++i) row[h * to + i] = i < from ? by * own[h * from + i] : 0.f;
+  });
+}
+
 // x[t] *= by[t]
 PSHARD_API void pshard_times_rows(float* x, int64_t stride, const float* by, int64_t by_stride, int64_t tokens,
                                   int64_t width) {

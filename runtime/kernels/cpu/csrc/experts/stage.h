@@ -41,7 +41,7 @@ struct Stage {
     add_bias(0, sums, tokens, expert, r);
     if (matrices == 2) {
       add_bias(1, up, tokens, expert, r);
-      gate_of(kernels(), gate_kind)(sums, up, tokens * 16);
+      bend_gate(kernels(), gate_kind, sums, up, tokens * 16);
     }
     for (int i = 0; i < tokens; ++i) std::memcpy(row_to(place + i) + r * 16, sums + i * 16, rows * sizeof(float));
   }

@@ -39,6 +39,7 @@ Kernels make_kernels(const char* isa) {
   k.gelu16_mul = gelu16_mul;
   k.sigmoid_mul = sigmoid_mul;
   k.clamped_mul = clamped_mul;
+  k.limited_mul = limited_mul;
   k.attention = attention;
   k.delta_mix = delta_mix, k.delta_scale = delta_scale, k.delta_gate = delta_gate;
   k.delta_read = delta_read, k.delta_write = delta_write, k.delta_multiply = delta_multiply;

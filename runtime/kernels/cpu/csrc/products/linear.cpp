@@ -125,7 +125,7 @@ void run_heads(const float* x, int64_t x_stride, int64_t x_head, const Matrix& f
   });
 }
 
-// hidden = act(x gate^T) * (x up^T), see gate_of; `b` are the activations for `up`, the same as `a` where the types allow it.
+// hidden = act(x gate^T) * (x up^T), see bend_gate; `b` are the activations for `up`, the same as `a` where the types allow it.
 void gate_up(Team& team, const Activations& a, const Activations& b, const Matrix& gate, const Matrix& up,
              float* hidden, int64_t stride, int gate_kind) {
   const Kernels& k = kernels();
@@ -135,7 +135,7 @@ void gate_up(Team& team, const Activations& a, const Activations& b, const Matri
       const TokenGroup group = a.group(gate, first, up.at(r)), group_up = b.group(up, first, gate.at(first ? r : next));
       k.linear[gate.type](gate.at(r), gate.planes, gate.cols, gate.rows_of(r), group, g);
       k.linear[up.type](up.at(r), up.planes, up.cols, up.rows_of(r), group_up, u);
-      gate_of(k, gate_kind)(g, u, group.count * 16);
+      bend_gate(k, gate_kind, g, u, group.count * 16);
       store_tiles(g, std::min(group.count, a.tokens - first), gate.rows_of(r), hidden + first * stride + r * 16, stride);
     }
   });
@@ -165,7 +165,7 @@ PSHARD_API void pshard_head_products(const float* x, int64_t x_stride, int64_t x
   run_heads(x, x_stride, x_head, Matrix(w, type, rows, cols), heads, out, out_stride, out_head, tokens);
 }
 
-// act(x gate^T) * (x up^T), see gate_of, then times down^T unless down_type is -1; `out` is [tokens, hidden], maybe added to, or
+// act(x gate^T) * (x up^T), see bend_gate, then times down^T unless down_type is -1; `out` is [tokens, hidden], maybe added to, or
 // [tokens, inner].
 PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                            int up_type, const void* down, int down_type, int64_t hidden, int64_t inner, float* out,

@@ -27,7 +27,7 @@ void convert(Team& team, const TileKernels& k, const Slice& s, int64_t cols, uin
   });
 }
 
-// out (+)= x w^T of one matrix, or act(x w^T) * (x up^T) of two, see gate_of.
+// out (+)= x w^T of one matrix, or act(x w^T) * (x up^T) of two, see bend_gate.
 void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w, const Matrix* up, const uint16_t* act,
               float* out, int64_t out_stride, const float* base, int gate_kind) {
   const int matrices = up ? 2 : 1;
@@ -43,7 +43,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
     for (int t = 0; t < s.tiles(); ++t)
       for (int i = 0; i < n; ++i) {
         float* tile = p.sums + (t * p.count + i) * kTileSums;
-        if (up) gate_of(kernels(), gate_kind)(tile, tile + n * kTileSums, kTileSums);
+        if (up) bend_gate(kernels(), gate_kind, tile, tile + n * kTileSums, kTileSums);
         store_tiles(tile, std::min(16, s.tokens - t * 16), w.rows_of(first + i),
                     out + t * 16 * out_stride + (first + i) * 16, out_stride,
                     base ? base + t * 16 * w.rows + (first + i) * 16 : nullptr, w.rows);
