@@ -1,6 +1,7 @@
 """What the house's code must keep to, read off its sources: sizes, arrows, names."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -68,9 +69,9 @@ def list_modules() -> frozenset[str]:
 
 
 @cache
-def parse(path: Path) -> ast.Module:
-    """A file's syntax."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's syntax, one after the other."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def module_name(path: Path) -> str:
@@ -99,39 +100,36 @@ def find_wrong_links() -> list[str]:
     return makes + [f"git rm .links/pshard/{name}" for name in links if name not in wanted]
 
 
-def imports_of(path: Path, late: bool) -> set[str]:
-    """Modules of the package that a file imports; `late`: also inside functions and for types only."""
-    tree = parse(path)
-    nodes: Iterator[ast.AST] = ast.walk(tree) if late else iter(tree.body)
+@cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Modules of the package that a file imports, also inside functions and for types only."""
     known = list_modules()
-    found = set()
-    for node in nodes:
+    found = set[str]()
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pshard"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in known else node.module)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("pshard")}
-    return found
+    return frozenset(found)
 
 
 def find_missing_modules() -> list[str]:
     """Imports of modules that there are not, also late ones, which no test may meet."""
     known = list_modules() | {"pshard.runtime.kernels.cpu._native"}
     files = [*list_sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
-    found = []
-    for path in files:
-        for node in ast.walk(parse(path)):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [str(node.module)] if isinstance(node, ast.ImportFrom) and node.module else []
-            missing = [name for name in modules if name.startswith("pshard") and name not in known]
-            found += [f"{path.relative_to(ROOT)}: {name}" for name in missing]
-    return found
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in re.findall(r"^\s*(?:from|import) (pshard\b[\w.]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if name not in known
+    ]
 
 
 def find_circles() -> list[str]:
     """Import circles between files, imports for types and those inside functions included."""
-    graph = {module_name(path): imports_of(path, True) - {"pshard"} for path in list_sources()}
+    graph = {module_name(path): imports_of(path) - {"pshard"} for path in list_sources()}
     del graph["pshard"]  # hands out `load` when it is asked for
     circles, state = [], dict[str, int]()
 
@@ -157,9 +155,7 @@ def find_mutual_folders() -> list[str]:
     arrows = set()
     for path in list_sources():
         here = path.parent.relative_to(ROOT)
-        arrows |= {
-            (here, homes[other]) for other in imports_of(path, True) - {"pshard"} if module_name(path) != "pshard"
-        }
+        arrows |= {(here, homes[other]) for other in imports_of(path) - {"pshard"} if module_name(path) != "pshard"}
     return sorted(
         f"{a} and {b}"
         for a, b in arrows
@@ -175,7 +171,7 @@ def find_upward_arrows() -> list[str]:
         folder = folder_of(module)
         if module == "pshard":
             continue  # hands out `load` when it is asked for
-        for other in sorted(imports_of(path, True)):
+        for other in sorted(imports_of(path)):
             there = folder_of(other)
             if there != folder and there not in ARROWS[folder]:
                 found.append(f"{module} -> {other}")
@@ -189,7 +185,7 @@ def find_arrows_among_nouns() -> list[str]:
         module = module_name(path)
         if folder_of(module) != "pshard" or module == "pshard":
             continue
-        for other in sorted(imports_of(path, True) - {"pshard"}):
+        for other in sorted(imports_of(path) - {"pshard"}):
             if folder_of(other) == "pshard" and NOUNS.index(other.split(".")[1]) > NOUNS.index(module.split(".")[1]):
                 found.append(f"{module} -> {other}")
     return found
@@ -201,7 +197,7 @@ def find_long_code(most_function: int = 70, most_class: int = 250) -> list[str]:
     for path in list_sources():
         if path.name.startswith("triton_"):
             continue
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 most = most_class if isinstance(node, ast.ClassDef) else most_function
@@ -216,7 +212,7 @@ def find_long_calls(most: int = 8) -> list[str]:
     for path in list_sources():
         if path.name.startswith("triton_"):
             continue
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and len(node.args) > most:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {len(node.args)} positional arguments")
     return found
@@ -238,9 +234,7 @@ def find_kind_names() -> list[str]:
         inside = path.relative_to(ROOT)
         if inside.parts[0] == "server":
             continue  # its clients have fields of these names
-        lines = {
-            node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Constant) and node.value in KINDS
-        }
+        lines = {node.lineno for node in nodes_of(path) if isinstance(node, ast.Constant) and node.value in KINDS}
         found += [f"{inside}:{line}" for line in sorted(lines)]
     return found
 
@@ -249,7 +243,7 @@ def find_kind_imports() -> list[str]:
     """Imports of one kind of unit outside units/ and models/."""
     found = []
     for path in list_users():
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pshard.units."):
                 names = [alias.name for alias in node.names if alias.name in DECLARED]
                 found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
@@ -260,7 +254,7 @@ def find_variations() -> list[str]:
     """Lines outside units/ and models/ that ask a model's configuration for a variation which its units declare."""
     found = []
     for path in list_users():
-        asked = (n for n in ast.walk(parse(path)) if isinstance(n, ast.Attribute) and n.attr in VARIATIONS)
+        asked = (n for n in nodes_of(path) if isinstance(n, ast.Attribute) and n.attr in VARIATIONS)
         lines = {n.lineno for n in asked if "config" in (getattr(n.value, "id", ""), getattr(n.value, "attr", ""))}
         found += [f"{path.relative_to(ROOT)}:{line}" for line in sorted(lines)]
     return found
@@ -275,7 +269,7 @@ def find_compared_sites() -> list[str]:
     """Lines that compare a placement's `where` with something, instead of asking what is to be known of it."""
     found = []
     for path in list_sources():
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(path):
             sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
             if any(isinstance(side, ast.Attribute) and side.attr == "where" for side in sides):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
