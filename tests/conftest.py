@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,23 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts jobs 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders that are not there yet, for tests that ask for none: to make one for each costs as much as most tests."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(i) for i in count())
+
+
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(request: pytest.FixtureRequest, caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache, or is steered by the user's environment."""
+    asks = "tmp_path" in request.fixturenames
+    folder: Path = request.getfixturevalue("tmp_path") / "cache" if asks else next(caches)
     for name in list(os.environ):
         if name.startswith("PSHARD_") and name not in (AS_CARD, "PSHARD_CARD_HERE"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PSHARD_VALIDATE", "0")  # plans are run before they are written where a test asks for it
-    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PSHARD_CACHE", str(folder))
 
 
 def is_quick(config: pytest.Config) -> bool:
