@@ -16,7 +16,9 @@ class Routing:
     are V3's where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
     `norm_fixed`: `normed` is so whatever files say. `shared_unsaid`: shared experts where a GGUF file has no number of
     them; None: it must have one. `sizes_as_dense`: experts have as many rows as the FFN of its dense
-    relative. `listed`: files say of each layer whether it has experts.
+    relative. `listed`: files say of each layer whether it has experts. `beside` says how many rows the FFN beside
+    experts has: as many as an expert ("expert"), which then is the expert that all tokens share, or as the stream is
+    wide ("width").
     """
 
     scores: str = "softmax"
@@ -30,7 +32,8 @@ class Routing:
     norm_fixed: bool = False
     shared_unsaid: int | None = None
     early: str = ""
-    beside: bool = False
+    beside: str = ""
+    weighs_inputs: bool = False
     listed: bool = False
 
 
@@ -64,8 +67,9 @@ class Architecture:
     `own_head_norms`: some of its models are so, or have such. `turned_norms`: norms of heads follow their rotation.
     `unweighted`: norms of the stream have no weights. `clamped`: files may say within what q, k and v are;
     `capped`: at what scores and logits are capped. `window_unsaid`: tokens of a window where GGUF files do not say.
-    `window_base`: of angles in layers with windows where files do not say; 0: as in others. `sorted`: files list which
-    layers have a window, which have other numbers of heads and turn others of them.
+    `chunked`: windows are chunks. `bare_head_norms`: norms of heads have no weights, follow the rotation, and are in
+    layers with one alone. `window_base`: of angles in layers with windows where files do not say; 0: as in others.
+    `sorted`: files list which layers have a window, which have other numbers of heads and turn others of them.
     `gated_heads`: what heads give is gated. `short_values`: values may be shorter than keys, and layers may have sinks.
     """
 
@@ -108,6 +112,8 @@ class Architecture:
     own_head_norms: bool = False
     turned_norms: bool = False
     unweighted: bool = False
+    chunked: bool = False
+    bare_head_norms: bool = False
     clamped: bool = False
     capped: bool = False
     window_unsaid: int = 0
@@ -121,8 +127,9 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def of_windows(self, window: object) -> "Architecture":
-        """The same of a model whose file says so of its window; 0 or None: nothing."""
-        return replace(self, full_every=0, still_every=0) if self.may_lack_windows and not window else self
+        """The same of a model whose file says so of its window; 0: it has none, None: nothing."""
+        lacks = not window and not (window is None and self.window_unsaid)
+        return replace(self, full_every=0, still_every=0) if self.may_lack_windows and lacks else self
 
     def of_layers(self, n_layers: int) -> "Architecture":
         """The same of a model with so many layers, of which ALiBi leaves all heads as they are. Of as few as one in so
@@ -140,7 +147,7 @@ class Architecture:
 
 _DECLARED = (
     *("window_every", "full_every", "still_every", "first_full", "activation", "ungated"),
-    *("wide_qk_norm", "norms", "centred", "parallel", "sloped", "gate_curve"),
+    *("wide_qk_norm", "norms", "centred", "parallel", "sloped", "gate_curve", "chunked"),
 )
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
@@ -240,6 +247,18 @@ _ERNIE_MOE = _defaults(
     **_ERNIE, moe_num_experts=64, moe_k=6, moe_num_shared_experts=2, moe_layer_start_index=1, moe_intermediate_size=1536
 )
 _GLM_LITE = _defaults(first_k_dense_replace=1, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.8)
+_LLAMA4 = _defaults(  # Llama4TextConfig of transformers
+    num_hidden_layers=48,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    num_experts_per_tok=1,
+    num_local_experts=16,
+    use_qk_norm=True,
+    rope_theta=5e5,
+)
 _HY_V3 = _defaults(
     norm_topk_prob=True,
     num_shared_experts=1,
@@ -456,6 +475,29 @@ ARCHITECTURES = (
         routing=Routing(scores="sigmoid", norm_fixed=True, activation="relu", early="scores", sizes_as_dense=True),
         remote=True,
     ),
+    Architecture(
+        "llama4_text",
+        "llama4",
+        "adjacent",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_qk_norm=True,
+        bare_head_norms=True,
+        hf_pairing="adjacent",
+        full_every=4,
+        still_every=4,
+        chunked=True,
+        window_unsaid=8192,
+        may_lack_windows=True,
+        routing=Routing(
+            scores="sigmoid",
+            normed=False,
+            norm_fixed=True,
+            sizes_as_dense=True,
+            beside="expert",
+            weighs_inputs=True,
+        ),
+        defaults=_LLAMA4,
+    ),
     Architecture("plamo", "plamo", "halves", parallel=True, remote=True),
     Architecture("olmo", "olmo", "adjacent", centred=True, unweighted=True, clamped=True, defaults=_OLMO),
     Architecture("orion", "orion", "halves", biases=_NORM_BIASES, centred=True, remote=True),
@@ -647,7 +689,6 @@ _LACKING = {
     "kimi-linear": "a delta net that decays by channel",
     **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
-    **dict.fromkeys(("llama4", "llama4-text"), "attention within chunks and experts whose inputs are weighted"),
     **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
     "arctic": "an FFN beside experts of another input",
     "grovemoe": "experts that belong to chunks of experts",

@@ -62,6 +62,8 @@ def rename_role(arch: Architecture, name: str) -> str:
     """The norm before the FFN and the bias of a choice have one name in units, whatever files of the architecture call
     them."""
     name = f"{name}.bias" if name.endswith(".exp_probs_b") else name
+    if arch.routing and arch.routing.beside == "expert":
+        name = name.replace("_shexp.", ".")
     return name.replace(arch.ffn_norm, "ffn_norm.weight") if name.endswith(f".{arch.ffn_norm}") else name
 
 

@@ -128,7 +128,10 @@ class UnitMaker:
             kind, ports = _kind(config, i), ENTERS if config.parallel or config.keeps_input else None
             lender = config.lender(i)
             roles = [role for role in (GATE, HEAD_GATE, SINKS) if block + role in self._stored]
-            tensors = _attention(self._arch, kind.sees(config), block, self.biases, roles, lender != i)
+            own = kind.sees(config)
+            if self._arch.bare_head_norms and config.is_still(i):
+                own = replace(own, qk_norm=False)
+            tensors = _attention(self._arch, own, block, self.biases, roles, lender != i)
             attention = unit(block + "attention", kind, i, tensors, ports)
             yield replace(attention, borrows=_cells_of(lender, before)) if lender != i else attention
         if config.experts is None or not config.experts.are_in(i):
@@ -139,12 +142,10 @@ class UnitMaker:
                 yield unit(block + "rows", LAYER_ROWS, i, _layer_rows(config, block, scaled))
             return
         rule, d = config.experts, config.d_model
-        if rule.beside:
-            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False))
         ports = {"scores": SCORES_EARLY, "inputs": TAKES_EARLY}.get(rule.early, ROUTES)
         yield unit(block + "router", ROUTER, i, _router(rule, d, block, ROUTER_FACTORS in self._roles), ports)
-        if rule.apart:
-            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False), GIVES_DENSE)
+        if rule.apart or rule.beside:
+            yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False), GIVES_DENSE if rule.apart else None)
         if rule.d_shared:
             yield unit(block + "shared", SHARED_EXPERTS, i, _shared(rule, d, block))
         yield unit(block + "experts", EXPERTS, i, _experts(rule, d, block), GIVES_EXPERTED if rule.apart else None)

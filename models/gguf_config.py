@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.model_config import ModelConfig, Rope
+from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import part_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
-from pshard.models.families.by_layer import NO_TURN
+from pshard.models.families.by_layer import NO_TURN, with_rows_beside
 from pshard.models.families.layer_sorts import first_of, gguf_sorts, read_values
 from pshard.models.families.read_numbers import CAPS, gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
@@ -24,6 +24,7 @@ from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
 NORM = "blk.0.ffn_norm.weight"
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
+_EXPERTS_OF_MAVERICK = 128
 _CLAMP = "attention.clamp_kqv"
 # Keys that change the computation in ways pshard does not do, and the values that change nothing.
 _HARMLESS = {
@@ -78,7 +79,7 @@ def gguf_config(
         norm_eps=keys.real(f"attention.layer_norm_{'' if arch.centred else 'rms_'}epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
         rope=rope,
-        qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
+        qk_norm=_norms_heads(arch, experts, stored),
         sliding_window=_sliding_window(arch, keys),
         experts=experts,
         latent=latent,
@@ -89,14 +90,23 @@ def gguf_config(
         clamp=keys.factor(_CLAMP),
         **arch.declared | ({"parallel": True} if arch.may_be_parallel and NORM not in stored else {}),
     )
-    if arch.turned_norms:  # which undo what multiplies sine and cosine
+    if arch.turned_norms or (arch.bare_head_norms and config.qk_norm):  # which undo what multiplies sine and cosine
         config = replace(config, rope=replace(config.rope, attention_factor=1.0))
+    if experts and experts.beside:
+        config = with_rows_beside(arch, keys, config, keys.integer("feed_forward_length", experts.d_expert))
     config = gguf_numbers(arch, keys, read_values(arch, keys, config))
     return check_config(arch, gguf_sorts(arch, keys, config, stored) if arch.sorted else config, where)
 
 
 def _count_heads(arch: Architecture, keys: Keys) -> int:
     return first_of(keys, "attention.head_count") if arch.sorted else keys.integer("attention.head_count")
+
+
+def _norms_heads(arch: Architecture, experts: Experts | None, stored: dict[str, StoredTensor]) -> bool:
+    """Files do not say it of Llama 4: as llama.cpp has it, the number of experts does."""
+    if arch.bare_head_norms:
+        return experts is not None and experts.count != _EXPERTS_OF_MAVERICK
+    return arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored)
 
 
 def _count_kv_heads(arch: Architecture, keys: Keys, n_heads: int) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
+from pshard.models.families.by_layer import with_rows_beside
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.layer_sorts import hf_ropes
 from pshard.models.families.read_numbers import hf_numbers
@@ -30,6 +31,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     config = {**arch.defaults, **config}
     if arch.conv and not arch.routing:
         config = adjust_rows(config, where)
+    if arch.chunked:
+        config["sliding_window"] = Keys(config, where).integer("attention_chunk_size", arch.window_unsaid)
     arch, keys = arch.of_windows(config.get("sliding_window")), Keys(config, where)
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
@@ -79,8 +82,10 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         clamp=keys.factor("clip_qkv") if arch.clamped else 0.0,
         **arch.declared | ({"parallel": True} if parallel else {}),
     )
-    if arch.turned_norms:  # which undo what multiplies sine and cosine
+    if arch.turned_norms or (arch.bare_head_norms and made.qk_norm):  # which undo what multiplies sine and cosine
         made = replace(made, rope=replace(made.rope, attention_factor=1.0))
+    if experts and experts.beside:
+        made = with_rows_beside(arch, keys, made, keys.integer("intermediate_size_mlp", 16384))
     return check_config(arch, hf_numbers(arch, keys, made), where)
 
 

@@ -3,6 +3,7 @@
 from pshard.errors import UserError
 from pshard.model_config import Experts
 from pshard.models.architectures import Routing
+from pshard.models.hybrid.read_delta import check_layers
 from pshard.models.keys import FACTORS, Keys
 from pshard.models.stored import ANOTHER
 
@@ -11,6 +12,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor")
+_STEPS = ("moe_layer_interval", "interleave_moe_layer_step")
 _LEADS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
@@ -37,9 +39,14 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
         shared_gate=routing.shared_gate,
         dense_layers=keys.integer("leading_dense_block_count", 0, least=0),
         early=routing.early,
-        beside=routing.beside,
+        beside=bool(routing.beside),
+        weighs_inputs=routing.weighs_inputs,
         every=keys.integer("interleave_moe_layer_step", 1),
     )
+    if routing.weighs_inputs:
+        keys.refuse_unless("expert_weights_scale", 0.0, 1.0)
+        keys.refuse_unless("expert_gating_func", 0, 2)
+        keys.refuse_unless("expert_used_count", 1)
     return check_experts(experts, keys.where)
 
 
@@ -54,7 +61,7 @@ def _expert_rows(routing: Routing, keys: Keys, used: int) -> int:
 
 def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
     if not routing.shared:
-        keys.refuse_unless("expert_shared_count", 0)
+        keys.refuse_unless("expert_shared_count", 0, int(routing.beside == "expert"))
         return 0
     count, length = "expert_shared_count", "expert_shared_feed_forward_length"  # ERNIE's files may have a wrong length
     if not routing.shared_gate and (keys.get(count) is not None or not keys.get(length)):
@@ -69,6 +76,8 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
     keys.refuse_unless("decoder_sparse_step", 1)
     keys.refuse_unless("mlp_only_layers", [])
     keys.refuse_unless("scoring_func", routing.scores)
+    if routing.weighs_inputs:
+        keys.refuse_unless("num_experts_per_tok", 1)
     keys.refuse_unless("moe_layer_end_index", -1, keys.integer("num_hidden_layers") - 1)
     if routing.shared and not (routing.normed or routing.shared_gate):
         # DeepSeek-V2: its own code then leaves the scale out, that of transformers the norm
@@ -96,7 +105,9 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         d_shared=d_shared,
         shared_gate=routing.shared_gate,
         dense_layers=0 if routing.listed else _dense_layers(keys),
-        every=keys.integer("moe_layer_interval", 1),
+        beside=bool(routing.beside),
+        weighs_inputs=routing.weighs_inputs,
+        every=_layer_step(keys),
     )
     return check_experts(experts, keys.where)
 
@@ -115,6 +126,19 @@ def _dense_layers(keys: Keys) -> int:
     if kinds != ["dense"] * dense + ["sparse"] * (keys.integer("num_hidden_layers") - dense):
         keys.refuse("mlp_layer_types", "is not dense layers followed by sparse ones, one kind for each layer")
     return dense
+
+
+def _layer_step(keys: Keys) -> int:
+    """Of so many layers the last has experts. Raises UserError where others have."""
+    listed = keys.values.get("moe_layers")
+    if listed is None:
+        return keys.integer(_name(keys, _STEPS), 1)
+    layers = keys.integer("num_hidden_layers")
+    check_layers(keys, layers)
+    step = listed[0] + 1 if isinstance(listed, list) and listed and type(listed[0]) is int else 0
+    if step < 1 or listed != list(range(step - 1, layers, step)):
+        keys.refuse("moe_layers", f"does not name the last of each so many of {layers} layers")
+    return step
 
 
 def check_experts(experts: Experts, where: str) -> Experts:

@@ -33,10 +33,13 @@ class Rope:
 
 @dataclass(frozen=True)
 class Temperature:
-    """What queries are multiplied by: 1 + scale ln(1 + floor(position / span)), so 1 at positions below `span`."""
+    """What queries are multiplied by: 1 + scale ln(1 + floor(p / span)), so 1 below `span`, where p is the position or,
+    with `counts`, the tokens up to it. still: in layers whose heads are not rotated, and in no others."""
 
     scale: float
     span: int
+    counts: bool = False
+    still: bool = False
 
 
 def limit_gate(activation: str, limit: float) -> str:
@@ -64,7 +67,8 @@ class Experts:
     `d_shared`: rows of the FFN that every token takes beside its experts; `shared_gate`: it is multiplied by the
     sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead, and of the
     others all but the last of each `every`; or `layers` says of each whether it has experts. `beside`: layers with
-    experts have an ordinary FFN too.
+    experts have an ordinary FFN too. `weighs_inputs`: a token's one expert takes its input times the weight that others
+    multiply the result by.
     """
 
     count: int
@@ -85,6 +89,7 @@ class Experts:
     early: str = ""
     beside: bool = False
     layers: tuple[bool, ...] = ()
+    weighs_inputs: bool = False
     apart: bool = False  # a layer has an FFN too; both results are normalised, and their sum again
 
     def are_in(self, layer: int) -> bool:
@@ -202,6 +207,8 @@ class ModelConfig:
     centred: bool = False  # norms of the residual stream take its mean away first
     parallel: bool = False  # a layer's attention and FFN take the same normed input
     windows_in: tuple[bool, ...] = ()  # whether each layer has the window; (): see full_every and window_every
+    still_in: tuple[bool, ...] = ()  # whether each layer's heads are not rotated; (): see still_every
+    chunked: bool = False  # windows are chunks of a text that follow each other
     window_head_dim: int = 0  # of layers with a window; 0: as of the others
     window_kv_heads: int = 0  # of layers with a window; 0: as of the others
     value_dim: int = 0  # numbers of a head's value, which cells keep as many of as of a key; 0: as many
@@ -283,6 +290,8 @@ class ModelConfig:
 
     def is_still(self, layer: int) -> bool:
         """Whether the layer's heads are not rotated."""
+        if self.still_in:
+            return self.still_in[layer]
         return self.still_every > 0 and self._is_nth(layer, self.still_every)
 
     def _is_nth(self, layer: int, every: int) -> bool:

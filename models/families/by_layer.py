@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pshard.model_config import ModelConfig, Rope
+from pshard.model_config import ModelConfig, Rope, Temperature
 from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, split_positions
 from pshard.models.hybrid.made_tensors import PLAIN, MadeTensor, check_vector, freeze, make_numbers, read_numbers
+from pshard.models.hybrid.read_delta import check_layers
 from pshard.models.keys import BASES, FACTORS, Keys
 from pshard.models.stored import StoredTensor
 from pshard.units.layer_rows import MADE_NORM
@@ -92,6 +93,46 @@ def _with_borrowers(keys: Keys, key: str, config: ModelConfig) -> ModelConfig:
     if count and (count >= len(windows) or set(windows[-count:]) - set(windows[:-count])):
         keys.refuse(key, f"is {count}, which leaves layers without one like them whose cells they could read")
     return replace(config, borrowers=count)
+
+
+def hf_chunks(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with what config.json says of layers that see a chunk, of those whose heads are not rotated, and of
+    these ones' temperature: as Llama4TextConfig has them. Raises UserError that names the key."""
+    check_layers(keys, config.n_layers)
+    layers, turned = config.n_layers, keys.values.get("no_rope_layers")
+    if not turned:
+        step = keys.integer("no_rope_layer_interval", 4)
+        turned = [int((i + 1) % step != 0) for i in range(layers)]
+    if not isinstance(turned, list) or len(turned) < layers or not all(one in (0, 1) for one in turned):
+        keys.refuse("no_rope_layers", f"does not say of each of {layers} layers if it is rotated")
+    kinds = keys.kinds("layer_types", "chunked_attention", "full_attention")
+    windows = [bool(one) for one in turned] if kinds is None else [kind == "chunked_attention" for kind in kinds]
+    if len(windows) < layers:
+        keys.refuse("layer_types", f"does not say of each of {layers} layers if it has chunked or full attention")
+    still_in = tuple(not one for one in turned[:layers])
+    windows_in = tuple(windows[:layers])
+    if any(seen and still for seen, still in zip(windows_in, still_in)):
+        keys.refuse("layer_types", "has chunks in layers that are not rotated, which is not supported yet")
+    if any(windows_in) and keys.values.get("attention_chunk_size", 0) is None:
+        keys.refuse("attention_chunk_size", "is missing, but layers see chunks")
+    window = config.sliding_window if any(windows_in) else 0
+    regular = tuple(config.has_window(i) for i in range(layers)), tuple(config.is_still(i) for i in range(layers))
+    if (windows_in, still_in) != regular:
+        config = replace(config, windows_in=windows_in, still_in=still_in, sliding_window=window)
+    if not keys.values.get("attn_temperature_tuning", True) or not keys.values.get("attn_scale", 1):
+        return config
+    scale, span = keys.real("attn_scale", 0.1, FACTORS), keys.integer("floor_scale", 8192)
+    return replace(config, temperature=Temperature(scale, span, counts=True, still=True))
+
+
+def with_rows_beside(arch: Architecture, keys: Keys, config: ModelConfig, dense: int) -> ModelConfig:
+    """With the rows of each layer's FFN, of which some stand beside experts; dense: of those that do not. Raises
+    UserError."""
+    check_layers(keys, config.n_layers)
+    assert arch.routing and config.experts
+    beside = config.experts.d_expert if arch.routing.beside == "expert" else config.d_model
+    rows = tuple(beside if config.experts.are_in(i) else dense for i in range(config.n_layers))
+    return replace(config, d_ffn=max(rows), ffn_rows=rows if len(set(rows)) > 1 else ())
 
 
 def _with_rows(config: ModelConfig, rows: tuple[int, ...]) -> ModelConfig:

@@ -50,6 +50,13 @@ def make_vectors(
             _flatten(block, found)
         if arch.turned_norms:
             _turn(block, config, found)
+        if arch.bare_head_norms and config.qk_norm and not config.is_still(i):
+            for part in "qk":
+                name = f"{block}attn_{part}_norm.weight"
+                found[name] = give_numbers(name, (1.0,) * config.head_dim, lender)
+        if arch.routing and arch.routing.beside == "expert" and block + "ffn_gate_inp.weight" in found:
+            norm = found.get(block + "ffn_norm.weight")  # of the expert that all share and of the router
+            found |= {block + "ffn_norm_exps.weight": norm} if norm else {}
         if config.sloped:
             found[block + "attn_slopes.weight"] = give_numbers(
                 block + "attn_slopes.weight", _slopes(config.n_heads), lender

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pshard.model_config import ModelConfig, Rope, Temperature
 from pshard.models.architectures import Architecture
-from pshard.models.families.by_layer import gguf_layers, hf_layers
+from pshard.models.families.by_layer import gguf_layers, hf_chunks, hf_layers
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.layer_sorts import hf_sorts
 from pshard.models.keys import BASES, FACTORS, Keys
@@ -56,6 +56,8 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
     elif arch.full_every and not arch.still_every:
         base = keys.real("rope.freq_base_swa", arch.window_base or config.rope.base, BASES)
         return replace(config, window_rope=Rope(config.rope.dims, base, config.rope.pairing))
+    if arch.chunked and config.sliding_window:  # as llama.cpp has it, whatever files say
+        config = replace(config, temperature=Temperature(0.1, 8192, counts=True, still=True))
     if arch.still_every:  # where windows are in all layers that are rotated
         base = keys.real("rope.freq_base_swa", config.rope.base, BASES)
         config = replace(config, rope=replace(config.rope, base=base))
@@ -69,6 +71,8 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
 
 def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what config.json says of these. Raises UserError that names the key."""
+    if arch.chunked:
+        return hf_chunks(keys, config)
     _check_hf_layers(arch, keys, config)
     config = _multiply(config, {what: keys.real(_HF_MULTIPLIERS[what], 1.0, FACTORS) for what in arch.multiplied})
     if arch.sorted:

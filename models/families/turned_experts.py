@@ -1,7 +1,7 @@
 """Experts of a folder that has gate and up in one tensor, and all matrices the other way round than they multiply.
 
 Folders of Qwen3-VL hold [experts, inputs, outputs]; some that were saved again hold [experts, outputs, inputs], as
-all of Granite and Gemma 4 do.
+all of Granite and Gemma 4 do; all of Llama 4 hold the former.
 """
 
 import re
@@ -43,7 +43,7 @@ def arrange_turned(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict
             found[name] = tensor
             continue
         roles = ("gate", "up") if match[2] in ("gate_up", "input") else ("down",)
-        turned = None if match.re is _EXPERTS else False
+        turned = None if match.re is _EXPERTS else config.experts.weighs_inputs  # Llama 4's
         for place, role in enumerate(roles):
             stack = _stack(config, config.experts, tensor, roles, place, turned)
             found[f"blk.{match[1]}.ffn_{role}_exps.weight"] = stack

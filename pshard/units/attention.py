@@ -107,11 +107,11 @@ def _operations(
         made,
         config.head_dim,
         () if wide else norms,
-        config.qk_norm and not wide,
+        bool(norms) and not wide,
         heads_at,
         rope=pick_rope(config, kind)[0],
         windowed=window > 0,
-        warms=config.temperature is not None,
+        warms=_warms(config, kind),
         values=config.values_normed and not borrows,
     )
     return (
@@ -131,6 +131,7 @@ def _operations(
             mixed,
             config.score_cap,
             slopes=tensors.get(SLOPES),
+            chunked=config.chunked and window > 0,
             borrows=borrows,
         ),
         *(GateRows(q, mixed, gate, config.gate_curve) for gate in multiply.writes[3:]),
@@ -148,6 +149,12 @@ def _resize_values(
         return (), ()
     out = Rows(NARROWED, 0, heads[0] * config.value_dim)
     return (ResizeHeads(heads[1], made, kept),), (ResizeHeads(heads[0], mixed, out, config.value_scale),)
+
+
+def _warms(config: ModelConfig, kind: str) -> bool:
+    """Whether a kind of attention multiplies queries by a temperature."""
+    temperature = config.temperature
+    return temperature is not None and (kind == "still attention" or not temperature.still)
 
 
 def _bend_products(tensors: Tensors, config: ModelConfig, products: tuple[Rows, ...]) -> tuple[Operation, ...]:
@@ -169,7 +176,8 @@ def _state(config: ModelConfig, shape: StateShape, window: int = 0) -> CellState
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> tuple[Buffer, ...]:
     heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     longest, (table, rope) = longest_sequence(config, shape.context), pick_rope(config, kind)
-    warms = config.temperature and longest > config.temperature.span  # below it all are multiplied by 1
+    warmth = config.temperature if _warms(config, kind) else None
+    differs = warmth is not None and longest + warmth.counts > warmth.span  # else all are multiplied by 1
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
     # q and k, once they are normalised whole, stand before v, q and k
@@ -182,7 +190,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
         *((Buffer(NARROWED, (tokens, config.n_heads * config.value_dim), "act"),) if config.value_dim else ()),
         *entered_buffers(config, tokens),
         Buffer(table, (2, longest, rope.dims // 2), "f32"),
-        *((Buffer(TEMPERATURE, (longest,), "f32"),) if warms else ()),
+        *((Buffer(TEMPERATURE, (longest,), "f32"),) if differs else ()),
         Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),
     )
 

@@ -178,7 +178,7 @@ class Rotate:
 @dataclass(frozen=True)
 class Attend:
     """Attention of the new tokens over the cells of their sequences: over the last `window` of them, the token's own
-    among these (0: all), with a sink of every head beside them where there are some. cap, slopes: what becomes
+    among these (0: all), with a sink of every head beside them where there are some. cap, slopes, chunked: what becomes
     of scores, as in `Scoring` of the kernels' interface. borrows: the cells are another unit's, and the new tokens' own
     are there already."""
 
@@ -191,6 +191,7 @@ class Attend:
     out: Rows = NOWHERE
     cap: float = 0.0
     slopes: TensorSpec | None = None
+    chunked: bool = False
     borrows: bool = False
 
     @property

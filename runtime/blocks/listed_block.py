@@ -187,7 +187,7 @@ class Course:
         rows, out, partial = self.rows(attend.window > 0), self.at(attend.out), side.space.tensors["partial"]
         scale = side.config.scores_by
         slopes = None if attend.slopes is None else self.vector(attend.slopes.role)
-        bent, given = Scoring(attend.cap, slopes), (self.heads(attend), attend.heads, self.state, rows)
+        bent, given = Scoring(attend.cap, slopes, attend.chunked), (self.heads(attend), attend.heads, self.state, rows)
         side.kernels.attention(*given, scale, out, partial, sinks=sinks, bent=bent)
 
     def rows(self, windowed: bool) -> RowIndex:

@@ -29,7 +29,8 @@ def fill_tables(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
 def fill_temperatures(temperature: Temperature, table: torch.Tensor) -> None:
     """Write what queries of every position are multiplied by to `table` float32 [context] (modeling_ministral3.py of
     transformers 5)."""
-    turns = torch.arange(table.shape[0], dtype=torch.float64).div(temperature.span).floor()
+    first = int(temperature.counts)
+    turns = torch.arange(first, first + table.shape[0], dtype=torch.float64).div(temperature.span).floor()
     table.copy_(1 + temperature.scale * torch.log1p(turns))
 
 

@@ -23,25 +23,32 @@ class RouterBlock(Block):
         return _find_norm(weights)
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
-        side, n, vectors = work.side, work.rows.tokens, weights.vectors
+        side, n, rule = work.side, work.rows.tokens, rule_of(work.side.config)
         x, routes = view_routed(side, work.rows, filled=True)
-        rule, begin = rule_of(side.config), work.rows.begin
         entered = side.space.rows(ENTERED, n) if rule.early else x
         if rule.early == "inputs":
             side.kernels.rms_norm(entered, _find_norm(weights), side.config.norm_eps, x)
         else:
             normalise(side, _find_norm(weights), n, residual, x)
-        scored, router = entered if rule.early == "scores" else x, weights.matrices[WEIGHT]
-        biases, factors = (vectors.get(BIAS), vectors.get(CHOICE_BIAS)), vectors.get(FACTORS)
-        if work.exchange is None or n < DIVIDED_TOKENS:
-            side.kernels.route(scored, router, rule, routes, *biases, begin=begin, factors=factors)
-            return
-        ends = [n * rank // work.exchange.size for rank in range(work.exchange.size + 1)]
-        own = slice(*ends[work.exchange.rank :][:2])
-        part = Routes(routes.ids[own], routes.weights[own])
-        side.kernels.route(scored[own], router, rule, part, *biases, begin=begin[own], factors=factors)
-        widths = tuple(rule.used * (end - start) for start, end in pairwise(ends))
-        work.exchange.gather(view_choices(side, work.rows), widths)
+        _route(work, weights, entered if rule.early == "scores" else x, routes)
+        if rule.weighs_inputs:
+            side.kernels.weigh_rows(x, routes.weights[:n])
+
+
+def _route(work: Work, weights: UnitWeights, x: torch.Tensor, routes: Routes) -> None:
+    """The choices of all rows of x, which ranks may share out."""
+    side, n, vectors, router = work.side, work.rows.tokens, weights.vectors, weights.matrices[WEIGHT]
+    rule, begin = rule_of(side.config), work.rows.begin
+    biases, factors = (vectors.get(BIAS), vectors.get(CHOICE_BIAS)), vectors.get(FACTORS)
+    if work.exchange is None or n < DIVIDED_TOKENS:
+        side.kernels.route(x, router, rule, routes, *biases, begin=begin, factors=factors)
+        return
+    ends = [n * rank // work.exchange.size for rank in range(work.exchange.size + 1)]
+    own = slice(*ends[work.exchange.rank :][:2])
+    part = Routes(routes.ids[own], routes.weights[own])
+    side.kernels.route(x[own], router, rule, part, *biases, begin=begin[own], factors=factors)
+    widths = tuple(rule.used * (end - start) for start, end in pairwise(ends))
+    work.exchange.gather(view_choices(side, work.rows), widths)
 
 
 def _find_norm(weights: UnitWeights) -> torch.Tensor:

@@ -261,6 +261,10 @@ class RowKernels(Protocol):
         """x[M, n] *= table[position[M]], x act_dtype, table float32 [positions], position int32. Row strides free."""
         ...
 
+    def weigh_rows(self, x: torch.Tensor, weights: torch.Tensor) -> None:
+        """x[M, n] *= weights[M, 1], float32, which become 1. Row strides free."""
+        ...
+
     def centre_rows(self, x: torch.Tensor) -> None:
         """x[M, n] -= the mean of each row, float32. Row strides free."""
         ...

@@ -168,6 +168,10 @@ class PlainKernels(PlainLatent, PlainDelta):
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         x.mul_(by)
 
+    def weigh_rows(self, x: torch.Tensor, weights: torch.Tensor) -> None:
+        x.mul_(weights)
+        weights.fill_(1)
+
     def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
         out.copy_(bend_gate(x, up, activation))
 

@@ -51,6 +51,7 @@ RULES = [
     Experts(18, 4, 64, normed=False, scale=2.5),
     Experts(16, 4, 64, scores="chosen", biases=True),
     Experts(24, 6, 64, scores="sigmoid", scale=2.446, choice_bias=True),
+    Experts(24, 1, 64, scores="sigmoid", normed=False),
     Experts(18, 8, 64, scores="sigmoid", choice_bias=True, groups=6, groups_used=3),
     Experts(20, 5, 64, groups=5, groups_used=2),
     Experts(384, 16, 64),

@@ -194,6 +194,11 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
         act(HostKernels(), got[:, :width])
         torch.testing.assert_close(got[:, :width], want, rtol=3e-6, atol=1e-6, msg=name)
         assert torch.equal(got[:, width:], wide[:, width:])
+    got, want, weights = wide.clone(), wide[:, :width].clone(), table[position.long()][:, None]
+    for kernels, x in ((PlainKernels(), want), (HostKernels(), got[:, :width])):
+        kernels.weigh_rows(x, own := weights.clone())
+        assert (own == 1).all()
+    assert torch.equal(got[:, :width], want) and torch.equal(got[:, width:], wide[:, width:])
     got = wide.clone()
     native.add_bias(got, (tokens, width), got.stride(0), bias)
     assert torch.equal(got[:, :width], wide[:, :width] + bias)

@@ -104,6 +104,20 @@ RECIPES = {
         ffn=64,
         experts=Moe(8, 3, 64, sigmoid=True, early="scores"),
     ),
+    "llama4": Recipe(
+        layers=4,
+        adjacent=True,
+        bare_norms=True,
+        chunks=True,
+        windows=(48, 48, 48, 0),
+        still=(False, False, False, True),
+        thetas=(5e5, 5e5),
+        temperature=(0.1, 8192),
+        counted=True,
+        factors=_llama3(5e5),
+        eps=1e-5,
+        experts=Moe(8, 1, 64, sigmoid=True, normed=False, shared=64, every=2, inner=True),
+    ),
     "plamo": Recipe(parallel=True, kv=1, eps=1e-5),
     "command-r-plus": Recipe(
         adjacent=True,
@@ -295,6 +309,7 @@ WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
         *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker", "laguna", "laguna-m", "mimo2"),
+        "llama4",
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -529,6 +544,9 @@ _OWN_KEYS: dict[str, Any] = {
     **dict.fromkeys(("exaone4", "exaone-moe"), lambda r: {
         "attention.sliding_window": max(r.windows), "attention.sliding_window_pattern": [w > 0 for w in r.windows],
     }),
+    "llama4": lambda r: {
+        "attention.sliding_window": max(r.windows), "interleave_moe_layer_step": r.experts.every,
+    },
     "smallthinker": lambda r: {"attention.sliding_window": max(r.windows)},
     "cohere2": lambda r: {
         "logit_scale": r.logits, "attention.sliding_window": max(r.windows), "rope.scaling.type": "none",
@@ -583,6 +601,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
     "lfm2moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
@@ -635,6 +654,12 @@ _AFTER_NAMES = {
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router"},
+    "llama4": {
+        "ffn_gate_inp": "feed_forward.router", "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+        "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+        "ffn_down_shexp": "feed_forward.shared_expert.down_proj", "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj",
+    },
     "hy_v3": {"exp_probs_b": "mlp.e_score_correction"},
     "ernie4_5-moe": {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction"},
     "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
@@ -826,6 +851,15 @@ _HF_OWN: dict[str, Any] = {
         "attention_bias": r.biases,
     },
     "command-r-plus": lambda r: {"use_qk_norm": True},
+    "llama4": lambda r: {
+        "attention_chunk_size": max(r.windows),
+        "intermediate_size": r.experts.rows,
+        "intermediate_size_mlp": r.ffn,
+        "interleave_moe_layer_step": r.experts.every,
+        "num_local_experts": r.experts.count,
+        "attn_scale": r.temperature[0],
+        "floor_scale": r.temperature[1],
+    },
     "olmo": lambda r: {"clip_qkv": r.clamp},
     "stablelm": lambda r: {"layer_norm_eps": r.eps, "use_qkv_bias": True},
     "stablelm-12b": lambda r: {"layer_norm_eps": r.eps, "use_parallel_residual": True, "qk_layernorm": True},
@@ -894,6 +928,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             "ernie4_5-moe",
             "command-r",
             "command-r-plus",
+            "llama4",
         ):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
                 own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)
@@ -904,10 +939,15 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             fused = np.concatenate([own.pop(f"ffn_{role}.weight") for role in ("gate", "up")])
             found.append((f"layers.{i}.mlp.gate_up_proj.weight", fused))
         if r.experts.are_in(i):
-            at = {"granitemoe": "block_sparse_moe", "lfm2moe": "feed_forward"}.get(family, "mlp")
+            at = {"granitemoe": "block_sparse_moe", "lfm2moe": "feed_forward", "llama4": "feed_forward"}.get(
+                family, "mlp"
+            )
             fused = np.concatenate([own.pop(f"ffn_{role}_exps.weight") for role in ("gate", "up")], 1)
+            down = own.pop("ffn_down_exps.weight")
+            if family == "llama4":  # whose folders hold experts the other way round
+                fused, down = fused.swapaxes(1, 2), down.swapaxes(1, 2)
             found.append((f"layers.{i}.{at}.experts.gate_up_proj", fused))
-            found.append((f"layers.{i}.{at}.experts.down_proj", own.pop("ffn_down_exps.weight")))
+            found.append((f"layers.{i}.{at}.experts.down_proj", down))
         for part, numbers in zip(("alpha_p", "alpha_n", "beta", "eps"), own.pop("act", ())):
             found.append((f"layers.{i}.mlp.act_fn.{part}", np.array([numbers] if "alpha" in part else numbers)))
         if family == "stablelm-12b":

@@ -34,7 +34,8 @@ class Moe(NamedTuple):
     """Routed experts of `rows` (0: as the FFN), `used` of `count`. Their weights are divided by their sum if `normed`,
     then multiplied by `scale`; `bias` is added for the choice alone. `shared`: rows of one that all tokens take. Layers
     below `dense`, and all but the last of each `every`, have an FFN. early: scores are made of the "scores" of what the
-    layer began with, or router and experts take these "inputs", by a norm of their own."""
+    layer began with, or router and experts take these "inputs", by a norm of their own. inner: experts' inputs are
+    weighted instead of their results."""
 
     count: int = 0
     used: int = 0
@@ -47,6 +48,7 @@ class Moe(NamedTuple):
     dense: int = 0
     every: int = 1
     early: str = ""
+    inner: bool = False
 
     def are_in(self, layer: int) -> bool:
         return self.count > 0 and layer >= self.dense and (layer + 1) % self.every == 0
@@ -69,7 +71,8 @@ class Recipe:
     their rotation. local_heads, local_rotated: query and KV heads of layers with a window, and how many numbers of each
     are rotated; 0: as of the others. gate: what "heads", or single "numbers" of them, give is multiplied by a curve
     of one more product. value: numbers of a head's value; 0: as of its key. value_scale: what it is multiplied by.
-    sinks: of layers with a window.
+    sinks: of layers with a window. bare_norms: heads are normalised so without weights, in layers that are rotated.
+    chunks: windows are chunks. counted: the temperature is of tokens so far, in layers that are not rotated.
     """
 
     layers: int = 2
@@ -125,6 +128,9 @@ class Recipe:
     sinks: bool = False
     gate: str = ""
     gate_curve: str = "softplus"
+    bare_norms: bool = False
+    chunks: bool = False
+    counted: bool = False
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -203,12 +209,16 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
             parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
     position = np.arange(n)
     q, k = (_turn(recipe, parts[part], position, layer) for part in "qk")
+    if recipe.bare_norms and not recipe.still[layer]:
+        q, k = (_norm(x, 1.0, recipe.eps) for x in (q, k))
     if recipe.turned:
         q, k = (_norm(x, own[f"attn_{part}_norm.weight"], recipe.eps) for x, part in ((q, "q"), (k, "k")))
     scale, span = recipe.temperature
-    q = q * (1 + scale * np.log1p(position // span))[:, None, None]
+    if not recipe.counted or recipe.still[layer]:
+        q = q * (1 + scale * np.log1p((position + recipe.counted) // span))[:, None, None]
     window = recipe.window(layer) or n
-    seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - window)
+    first = position // window * window if recipe.chunks else position - window + 1
+    seen = (position[None] <= position[:, None]) & (position[None] >= first[:, None])
     mixed = np.empty((n, len(q[0]), parts["v"].shape[2]))
     sinks = own.get("attn_sinks.weight")
     heads, kv = recipe.counts(layer)
@@ -282,7 +292,10 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
         weights = rule.scale * shares[i, chosen[i]] / (shares[i, chosen[i]].sum() if rule.normed else 1)
         for number, weight in zip(chosen[i], weights):
             matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
-            added[i] += weight * _expert(recipe, *matrices, row)
+            if rule.inner:
+                added[i] += _expert(recipe, *matrices, weight * row)
+            else:
+                added[i] += weight * _expert(recipe, *matrices, row)
     if rule.shared:
         added = added + _expert(recipe, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")), h)
     return added

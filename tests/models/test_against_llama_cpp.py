@@ -92,6 +92,7 @@ def write_model(folder: Path, arch: str) -> Path:
             small = RECIPES["smallthinker"]  # of which it takes all windows for 4096 tokens
             small = replace(small, windows=tuple(4096 * (w > 0) for w in small.windows))
             patch.setitem(RECIPES, "smallthinker", small)
+            patch.setitem(RECIPES, "llama4", replace(RECIPES["llama4"], windows=(8192, 8192, 8192, 0)))  # of which too
             ernie = RECIPES["ernie4_5-moe"]
             patch.setitem(RECIPES, "ernie4_5-moe", replace(ernie, experts=ernie.experts._replace(every=1)))
             return write_family(folder / "m.gguf", arch, **OPENED).path

@@ -28,6 +28,7 @@ TYPES = {
     "stablelm-12b": "stablelm", "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe",
     "qwen2vl": "qwen2_vl_text", "paddleocr": "paddleocr_vl_text", "ernie4_5-moe": "ernie4_5_moe",
     "qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text", "mistral3": "ministral3", "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("exact_gelu")
@@ -126,6 +127,8 @@ def test_experts_lie_either_way_round(tmp_path: Path) -> None:
         ("cohere2", {"cohere2.attention.scale": 0.5}, "attention.scale is 0.5"),
         ("seed_oss", {"seed_oss.attention.scale": 0.5}, "attention.scale is 0.5"),
         ("internlm2", {"internlm2.expert_count": 8}, "expert_count is 8"),
+        ("llama4", {"llama4.expert_used_count": 2}, "expert_used_count is 2"),
+        ("llama4", {"llama4.attention.sliding_window_pattern": 2}, "has windows in other layers"),
     ],
 )
 def test_what_metadata_says_and_is_not_computed_is_refused(
@@ -154,6 +157,11 @@ def test_what_metadata_says_and_is_not_computed_is_refused(
         ("ernie4_5-moe", {"moe_layer_end_index": 2}, "moe_layer_end_index is 2"),
         ("ernie4_5-moe", {"moe_layer_interval": 9}, "one of 9 layers has experts, of 4: that leaves none"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers names other layers"),
+        ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers does not say of each of 4 layers"),
+        ("llama4", {"layer_types": ["chunked_attention"] * 4}, "layer_types has chunks in layers that are not rotated"),
+        ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is missing, but layers see chunks"),
+        ("llama4", {"moe_layers": [0, 1]}, "moe_layers does not name the last of each so many of 4 layers"),
+        ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2"),
         ("smollm3", {"no_rope_layer_interval": 2}, "no_rope_layer_interval is 2"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor is no list"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial"),

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import family_files
 import numpy as np
 import pytest
 import torch
@@ -81,6 +82,12 @@ MISTAKES = {
         {"still": (False, False, False, True, False)},
         *({"experts": RECIPES["smallthinker"].experts._replace(**wrong)} for wrong in (
             {"early": ""}, {"sigmoid": False}, {"normed": False})),
+    ],
+    "llama4": [
+        {"chunks": False}, {"windows": (47, 47, 47, 0)}, {"windows": ()}, {"bare_norms": False},
+        {"still": (False,) * 4}, {"factors": ()}, {"adjacent": False},
+        *({"experts": RECIPES["llama4"].experts._replace(**wrong)} for wrong in (
+            {"inner": False}, {"sigmoid": False}, {"shared": 0}, {"normed": True})),
     ],
     "plamo": [{"parallel": False}, {"adjacent": True}],
     "command-r-plus": [{"own_norms": False}, {"parallel": False}, {"logits": 1.0}],
@@ -262,6 +269,56 @@ def test_phi3_4k_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch: p
     assert difference(family_logits(recipe, weights, IDS), expected) < 1e-5
     with open_engine(folder, context=LONG) as engine:
         assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-4
+
+
+LLAMA4 = RECIPES["llama4"]
+UNUSUAL = {  # recipes, and settings that the configuration is given beside theirs
+    "near temperature": (replace(LLAMA4, temperature=(0.3, 40)), {}),
+    "no norms": (
+        replace(
+            LLAMA4, layers=5, temperature=(0.3, 47), windows=(40, 0, 40, 40, 0), bare_norms=False, tied=True,
+            still=(False, True, False, False, True), biases=True, out_bias=True,
+            experts=LLAMA4.experts._replace(every=1),
+        ),
+        {"no_rope_layers": [1, 0, 1, 1, 0], "use_qk_norm": False, "attention_bias": True},
+    ),
+    "no temperature": (
+        replace(LLAMA4, temperature=(0.0, 1), windows=(0, 0, 48, 0), still=(False, True, False, False)),
+        {
+            "no_rope_layers": [1, 0, 1, 1], "attn_temperature_tuning": False, "attn_scale": 0.5, "floor_scale": 3,
+            "layer_types": ["full_attention", "full_attention", "chunked_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("unusual", [pytest.param(n, marks=pytest.mark.slow) if "no" in n else n for n in UNUSUAL])
+def test_llama4_folders_say_which_layers_are_what(
+    unusual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe, settings), own = UNUSUAL[unusual], family_files._HF_OWN["llama4"]
+    monkeypatch.setitem(RECIPES, "llama4", recipe)
+    monkeypatch.setitem(family_files._HF_OWN, "llama4", lambda r: own(r) | settings)
+    (recipe, weights, folder), model = write_family_folder(tmp_path / "hf", "llama4")
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([IDS])).logits[0].numpy()
+    assert difference(family_logits(recipe, weights, IDS), expected) < 1e-5
+    with open_engine(folder, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-5
+
+
+@pytest.mark.parametrize(("count", "keys"), [(128, {}), (8, {"llama4.attention.sliding_window": 0})])
+def test_llama4_files_say_by_experts_and_window_what_is_normalised_and_rotated(
+    count: int, keys: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp reads them: 128 experts are Maverick's, and without a window all layers are alike."""
+    recipe = replace(LLAMA4, experts=LLAMA4.experts._replace(count=count), bare_norms=count != 128)
+    if keys:
+        recipe = replace(recipe, windows=(0,) * 4, still=(False,) * 4, temperature=(0.0, 1))
+    monkeypatch.setitem(RECIPES, "llama4", recipe)
+    _, weights, path = write_family(tmp_path / "m.gguf", "llama4", **keys)
+    with open_engine(path, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), family_logits(recipe, weights, IDS)) < 1e-5
 
 
 def test_smallthinker_of_four_layers_rotates_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,9 @@ class HostRows:
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         native.copy_rows(rows, (rows.shape[0], rows.shape[1]), (rows.stride(0), out.stride(0)), out)
 
+    def weigh_rows(self, x: torch.Tensor, weights: torch.Tensor) -> None:
+        native.weigh_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), weights.stride(0)), weights)
+
     def centre_rows(self, x: torch.Tensor) -> None:
         native.centre_rows(x, (x.shape[0], x.shape[1]), x.stride(0))
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 29  # as csrc/api.cpp has it
+ABI = 30  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -78,6 +78,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "resize_heads": ("v", "plllllfpl"),
     "times_rows": ("v", "plplll"),
     "copy_rows": ("v", "plplll"),
+    "weigh_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
     "rope_store": ("v", "plliiippfpplippplpplliii"),
     "head_products": ("v", "pllpilllplll"),
@@ -576,6 +577,11 @@ def resize_heads(
 ) -> None:
     """out as `Kernels.resize_heads` has it, f32, rows `strides` apart. heads: so many, numbers of each in x, in out."""
     _function("resize_heads")(_at(x), strides[0], tokens, *heads, by, _at(out), strides[1])
+
+
+def weigh_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], weights: Buffer) -> None:
+    """x[t] *= weights[t], f32 [tokens, width] and [tokens], which become 1; strides: from row to row of both."""
+    _function("weigh_rows")(_at(x), strides[0], _at(weights), strides[1], *shape)
 
 
 def times_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], by: Buffer) -> None:

@@ -45,6 +45,12 @@ class GatesOnGpu:
         self._activations.ready = self._placed = None
         x.mul_(by)
 
+    def weigh_rows(self, x: torch.Tensor, weights: torch.Tensor) -> None:
+        """See `Kernels.weigh_rows`."""
+        self._activations.ready = self._placed = None
+        x.mul_(weights)
+        weights.fill_(1)
+
     def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
         """See `Kernels.gate_mul`."""
         if limit_of(activation):

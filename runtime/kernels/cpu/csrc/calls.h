@@ -45,6 +45,8 @@ PSHARD_API void pshard_times_rows(float* x, int64_t stride, const float* by, int
                                   int64_t width);
 PSHARD_API void pshard_copy_rows(const float* x, int64_t stride, float* out, int64_t out_stride, int64_t tokens,
                                  int64_t width);
+PSHARD_API void pshard_weigh_rows(float* x, int64_t stride, float* weights, int64_t weights_stride, int64_t tokens,
+                                  int64_t width);
 PSHARD_API void pshard_scale_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* hidden,
                                   int64_t hidden_stride, const float* weight, int64_t depth);
 PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, int heads, int kv_heads, int d,

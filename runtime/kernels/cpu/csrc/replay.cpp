@@ -56,6 +56,7 @@ const Callable kCallables[] = {
     make<pshard_resize_heads>("resize_heads", pshard_resize_heads),
     make<pshard_times_rows>("times_rows", pshard_times_rows),
     make<pshard_copy_rows>("copy_rows", pshard_copy_rows),
+    make<pshard_weigh_rows>("weigh_rows", pshard_weigh_rows),
     make<pshard_scale_rows>("scale_rows", pshard_scale_rows),
     make<pshard_rope_store>("rope_store", pshard_rope_store),
     make<pshard_head_products>("head_products", pshard_head_products),

@@ -294,6 +294,16 @@ PSHARD_API void pshard_resize_heads(const float* x, int64_t stride, int64_t toke
   });
 }
 
+// x[t] *= weights[t], one number for the row, which becomes 1
+PSHARD_API void pshard_weigh_rows(float* x, int64_t stride, float* weights, int64_t weights_stride, int64_t tokens,
+                                  int64_t width) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float *row = x + t * stride, factor = weights[t * weights_stride];
+    for (int64_t i = 0; i < width; ++i) row[i] *= factor;
+  });
+  for (int64_t t = 0; t < tokens; ++t) weights[t * weights_stride] = 1.0f;
+}
+
 // x[t] *= by[t]
 PSHARD_API void pshard_times_rows(float* x, int64_t stride, const float* by, int64_t by_stride, int64_t tokens,
                                   int64_t width) {
