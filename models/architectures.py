@@ -464,6 +464,13 @@ ARCHITECTURES = (
         defaults=_EXAONE_MOE,
     ),
     Architecture(
+        "arctic",
+        "arctic",
+        "adjacent",
+        routing=Routing(norm_fixed=True, sizes_as_dense=True, early="inputs", beside="width"),
+        remote=True,
+    ),
+    Architecture(
         "smallthinker",
         "smallthinker",
         "halves",
@@ -690,7 +697,6 @@ _LACKING = {
     **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
     **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
-    "arctic": "an FFN beside experts of another input",
     "grovemoe": "experts that belong to chunks of experts",
     **dict.fromkeys(("step35", "step3p5", "step3p7"), "a gate of each head and an FFN that is clamped"),
     "mistral4": "latent attention with a temperature",

@@ -104,6 +104,7 @@ RECIPES = {
         ffn=64,
         experts=Moe(8, 3, 64, sigmoid=True, early="scores"),
     ),
+    "arctic": Recipe(layers=3, adjacent=True, thetas=(2e5, 2e5), eps=1e-4, ffn=96, experts=Moe(8, 2, early="inputs")),
     "llama4": Recipe(
         layers=4,
         adjacent=True,
@@ -290,6 +291,7 @@ RECIPES = {
     ),
 }
 REMOTE = (
+    "arctic",
     "deepseek",
     "bailingmoe",
     "exaone",
@@ -309,7 +311,7 @@ WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
         *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker", "laguna", "laguna-m", "mimo2"),
-        "llama4",
+        *("llama4", "arctic"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -407,6 +409,9 @@ class _Drawn(NamedTuple):
         if count and moe.bias:
             self.made[b + "exp_probs_b.bias"] = 0.2 * self.rng.standard_normal(count)
         ffn = [("_exps", (count,), moe.rows or r.ffn), ("_shexp", (), moe.shared)] if count else [("", (), r.ffn)]
+        if count and moe.early == "inputs":
+            self.norm(b + "ffn_norm_exps", r.d)
+            ffn.append(("", (), r.d))
         for suffix, stack, rows in ffn:
             for role, shape in (("gate", (rows, r.d)), ("up", (rows, r.d)), ("down", (r.d, rows))):
                 if rows and not (r.act and role == "gate"):
@@ -634,7 +639,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
 _HF_NAMES = {
     "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_down": "mlp.down_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_gate_inp": "mlp.gate", "ffn_norm_exps": "residual_norm",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.gate.e_score_correction",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",

@@ -280,6 +280,10 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
         return _bend(recipe.act, h @ own["ffn_up.weight"].T + up, own.get("act")) @ own["ffn_down.weight"].T + down
     if "ffn_gate_inp.weight" not in own:
         return _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
+    beside: np.ndarray | float = 0.0
+    if rule.early == "inputs" and began is not None:
+        beside = _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
+        h = _norm(began, own["ffn_norm_exps.weight"], recipe.eps)
     logits = (began if rule.early == "scores" else h) @ own["ffn_gate_inp.weight"].T
     if rule.sigmoid:
         shares = 1 / (1 + np.exp(-logits))
@@ -298,7 +302,7 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
                 added[i] += weight * _expert(recipe, *matrices, row)
     if rule.shared:
         added = added + _expert(recipe, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")), h)
-    return added
+    return added + beside
 
 
 def gelu(x: np.ndarray) -> np.ndarray:

@@ -83,6 +83,11 @@ MISTAKES = {
         *({"experts": RECIPES["smallthinker"].experts._replace(**wrong)} for wrong in (
             {"early": ""}, {"sigmoid": False}, {"normed": False})),
     ],
+    "arctic": [
+        {"adjacent": False}, {"thetas": (1e4, 1e4)}, {"eps": 1e-2},
+        *({"experts": RECIPES["arctic"].experts._replace(**wrong)} for wrong in (
+            {"sigmoid": True}, {"normed": False}, {"used": 1})),
+    ],
     "llama4": [
         {"chunks": False}, {"windows": (47, 47, 47, 0)}, {"windows": ()}, {"bare_norms": False},
         {"still": (False,) * 4}, {"factors": ()}, {"adjacent": False},
