@@ -71,6 +71,7 @@ class Architecture:
     layers with one alone. `window_base`: of angles in layers with windows where files do not say; 0: as in others.
     `sorted`: files list which layers have a window, which have other numbers of heads and turn others of them.
     `gated_heads`: what heads give is gated. `short_values`: values may be shorter than keys, and layers may have sinks.
+    `uneven`: files say of each layer how many heads and rows of an FFN it has, if any.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Architecture:
     window_base: float = 0.0
     by_layer: bool = False
     sorted: bool = False
+    uneven: bool = False
     gate_curve: str = "sigmoid"
     gated_heads: bool = False
     short_values: bool = False
@@ -471,6 +473,9 @@ ARCHITECTURES = (
         remote=True,
     ),
     Architecture(
+        "nemotron-nas", "deci", "adjacent", optional_biases=(*_QKV, "attn_output.bias"), uneven=True, remote=True
+    ),
+    Architecture(
         "smallthinker",
         "smallthinker",
         "halves",
@@ -696,7 +701,6 @@ _LACKING = {
     "kimi-linear": "a delta net that decays by channel",
     **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
-    **dict.fromkeys(("deci", "nemotron-nas"), "heads and FFNs that differ from layer to layer"),
     "grovemoe": "experts that belong to chunks of experts",
     **dict.fromkeys(("step35", "step3p5", "step3p7"), "a gate of each head and an FFN that is clamped"),
     "mistral4": "latent attention with a temperature",

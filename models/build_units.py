@@ -19,6 +19,7 @@ from pshard.units.attention import (
     IN_ORDER,
     LENDING_ATTENTION,
     LENDING_WINDOWED,
+    MAPPING,
     OUT_ORDER,
     QKV,
     SINKS,
@@ -118,7 +119,10 @@ class UnitMaker:
     def layer(self, i: int, before: Sequence[Unit] = ()) -> Iterator[Unit]:
         """Those of a layer, whose attention may read the cells of one before. Raises as `unit`."""
         config, unit, block = self._config, self.unit, f"blk.{i}."
-        if config.latent:
+        if config.layer_heads and not config.layer_heads[i][1]:
+            if config.layer_heads[i][0]:
+                yield unit(block + "attention", MAPPING, i, _mapping(config.d_model, block, self.biases))
+        elif config.latent:
             yield unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block))
         elif config.delta and i not in config.delta.full:
             yield unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block))
@@ -129,11 +133,15 @@ class UnitMaker:
             lender = config.lender(i)
             roles = [role for role in (GATE, HEAD_GATE, SINKS) if block + role in self._stored]
             own = kind.sees(config)
+            if config.layer_heads:
+                own = replace(own, n_heads=config.layer_heads[i][0], n_kv_heads=config.layer_heads[i][1])
             if self._arch.bare_head_norms and config.is_still(i):
                 own = replace(own, qk_norm=False)
             tensors = _attention(self._arch, own, block, self.biases, roles, lender != i)
             attention = unit(block + "attention", kind, i, tensors, ports)
             yield replace(attention, borrows=_cells_of(lender, before)) if lender != i else attention
+        if config.ffn_rows and not config.ffn_rows[i]:
+            return
         if config.experts is None or not config.experts.are_in(i):
             ports = FOLLOWS if config.parallel else None
             scaled = LAYER_SCALE in self._roles
@@ -206,6 +214,12 @@ def _attention(
         yield Expected(block + "attn_k_norm.weight", (kv if config.wide_qk_norm else config.head_dim,))
     if config.normed_after:
         yield Expected(block + "post_attention_norm.weight", (d,))
+
+
+def _mapping(d_model: int, block: str, biases: set[str]) -> Iterator[Expected]:
+    """What some layers have in place of attention."""
+    yield from _norm(block + "attn_norm", d_model, biases)
+    yield Expected(block + "attn_output.weight", (d_model, d_model))
 
 
 def _norm(name: str, width: int, biases: set[str]) -> Iterator[Expected]:

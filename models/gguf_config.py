@@ -11,7 +11,7 @@ from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import part_drafters
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
-from pshard.models.families.by_layer import NO_TURN, with_rows_beside
+from pshard.models.families.by_layer import NO_TURN, gguf_uneven, with_rows_beside
 from pshard.models.families.layer_sorts import first_of, gguf_sorts, read_values
 from pshard.models.families.read_numbers import CAPS, gguf_numbers
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
@@ -73,7 +73,7 @@ def gguf_config(
         n_kv_heads=_count_kv_heads(arch, keys, n_heads),
         head_dim=head_dim,
         d_ffn=0
-        if arch.by_layer or arch.sorted or (experts and experts.are_in(0))
+        if arch.by_layer or arch.sorted or arch.uneven or (experts and experts.are_in(0))
         else keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
         norm_eps=keys.real(f"attention.layer_norm_{'' if arch.centred else 'rms_'}epsilon", span=EPSILONS),
@@ -94,11 +94,15 @@ def gguf_config(
         config = replace(config, rope=replace(config.rope, attention_factor=1.0))
     if experts and experts.beside:
         config = with_rows_beside(arch, keys, config, keys.integer("feed_forward_length", experts.d_expert))
+    config = gguf_uneven(keys, config) if arch.uneven else config
     config = gguf_numbers(arch, keys, read_values(arch, keys, config))
     return check_config(arch, gguf_sorts(arch, keys, config, stored) if arch.sorted else config, where)
 
 
 def _count_heads(arch: Architecture, keys: Keys) -> int:
+    found = keys.values.get(f"{keys.prefix}attention.head_count")
+    if arch.uneven and isinstance(found, list):  # some layers may have none
+        return next((n for n in found if type(n) is int and n > 0), 1)
     return first_of(keys, "attention.head_count") if arch.sorted else keys.integer("attention.head_count")
 
 
@@ -112,7 +116,7 @@ def _norms_heads(arch: Architecture, experts: Experts | None, stored: dict[str, 
 def _count_kv_heads(arch: Architecture, keys: Keys, n_heads: int) -> int:
     if arch.latent:
         return 1
-    if arch.by_layer or arch.sorted:  # see gguf_layers, gguf_sorts
+    if arch.by_layer or arch.sorted or arch.uneven:  # see gguf_layers, gguf_uneven, gguf_sorts
         return n_heads
     return (
         count_kv_heads(keys, n_heads) if arch.delta or arch.conv else keys.integer("attention.head_count_kv", n_heads)

@@ -99,7 +99,7 @@ class Keys:
 
 def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelConfig:
     """The same config, when its numbers fit each other and the architecture. Raises UserError."""
-    if config.n_heads % config.n_kv_heads:
+    if config.n_heads % config.n_kv_heads and not config.layer_heads:
         what = f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} KV heads"
         raise UserError(f"{where}: {what}; {ANOTHER}")
     if config.head_dim % 2:

@@ -108,19 +108,18 @@ def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
 
 
 def _is_whole(along: list[Unit], n_layers: int) -> bool:
-    """Whether units are all of a model's, in order: those that take ids, layers with one that leads in each, a last
-    one."""
+    """Whether units are in a model's order: those that take ids, those of layers, of which one may lead, a last one."""
     positions = [u.kind.position for u in along]
     inside = along[positions.count("first") : -1]
     layers = [u.layer for u in inside]
-    leading = [u.layer for u in along if u.kind.leads]
-    following = {u.layer for u in inside if not u.kind.leads}
+    leads = [(u.layer, not u.kind.leads) for u in inside]
     return (
         "first" in positions
         and positions == ["first"] * positions.count("first") + ["layer"] * len(layers) + ["last"]
         and layers == sorted(layers)
-        and leading == list(range(n_layers))
-        and following == set(leading)
+        and leads == sorted(leads)
+        and len({at for at in leads if not at[1]}) == sum(u.kind.leads for u in inside)
+        and set(layers) <= set(range(n_layers))
     )
 
 

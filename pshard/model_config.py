@@ -214,7 +214,10 @@ class ModelConfig:
     value_dim: int = 0  # numbers of a head's value, which cells keep as many of as of a key; 0: as many
     value_scale: float = 1.0  # what values are multiplied by
     window_heads: int = 0  # of layers with a window; 0: as of the others
-    ffn_rows: tuple[int, ...] = ()  # of each layer; (): d_ffn, which is the most of any
+    ffn_rows: tuple[int, ...] = ()  # of each layer; (): d_ffn, which is the most of any; 0: the layer has no FFN
+    # query and KV heads of each layer; (): alike in all. Without KV heads attention is one product of the normed
+    # stream, without any heads the layer has none.
+    layer_heads: tuple[tuple[int, int], ...] = ()
     values_normed: bool = False  # each head's values are normalised, without weights
     logit_cap: float = 0.0  # logits become cap tanh(logits / cap); 0: they stay
     score_cap: float = 0.0  # the same of scores

@@ -61,6 +61,31 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
     return _check(keys, "attention.head_count", _with_borrowers(keys, "attention.shared_kv_layers", config))
 
 
+def gguf_uneven(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with what metadata says of each layer: how many heads it has, and rows of its FFN, or that it has
+    none. Raises UserError that names the key."""
+    layers = config.n_layers
+    check_layers(keys, layers)
+    heads = list_by_layer(keys, "attention.head_count", int, layers, least=0)
+    kv = list_by_layer(keys, "attention.head_count_kv", int, layers, least=0)
+    rows = list_by_layer(keys, "feed_forward_length", int, layers, least=0)
+    if not any(kv) or not any(rows):
+        keys.refuse("feed_forward_length" if any(kv) else "attention.head_count_kv", "is 0 in all layers")
+    for own, shared in zip(heads, kv):
+        if (shared and own % shared) or own < shared:
+            keys.refuse("attention.head_count", f"is {own} in a layer with {shared} KV heads, which is no multiple")
+    if any(own and not wide for own, wide in zip(heads, rows)):
+        keys.refuse("feed_forward_length", "is 0 in a layer with attention, which is not supported yet")
+    return replace(
+        config,
+        n_heads=max(heads),
+        n_kv_heads=max(kv),
+        layer_heads=tuple(zip(heads, kv)),
+        d_ffn=max(rows),
+        ffn_rows=rows,
+    )
+
+
 def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what config.json says of single layers. Raises UserError that names the key."""
     kinds, layers = keys.kinds("layer_types", _WINDOWED, "full_attention"), config.n_layers

@@ -108,7 +108,7 @@ class _Flow:
     operand."""
 
     def __init__(self, spec: ModelSpec, unit: Unit, cut: UnitCut, lender: UnitCut | None = None) -> None:
-        self.spec, self.unit, self.config = spec, unit, unit.kind.sees(spec.config)
+        self.spec, self.unit, self.config = spec, unit, unit.sees(spec.config)
         self.cuts = {t.role: t for t in cut.tensors}
         self.of_cells = {t.role: t for t in lender.tensors} if lender else {}
         self.tensors: dict[str, TensorSpec] = {t.role: t for t in unit.tensors}
@@ -159,13 +159,8 @@ class _Flow:
                 out = self.linear(self.gated(values[0], gate, up), down)
                 self.summed(out, down)
                 return (out,)
-            case Product(matrix):
-                out = self.linear(values[0], matrix)
-                if operation.adds:
-                    self.summed(out, matrix)
-                elif self.unit.kind.gives_logits:
-                    self.gathered(out, matrix)
-                return (out,)
+            case Product():
+                return (_multiply(self, operation, values[0]),)
             case _:
                 self.expect(False, self.unit.tensors[0].role, f"is for {operation}, of which no cut is known")
         return values
@@ -341,14 +336,25 @@ class _Flow:
         self.expect(here, role, "is not cut where the heads are")
 
     def summed(self, out: Spread, matrix: TensorSpec) -> None:
-        """The all-reduce after the unit: only a partial result may be summed."""
-        self.expect(out == PARTIAL, matrix.role, f"gives a {out.kind} result, which the all-reduce would count wrongly")
+        """The all-reduce after the unit: only a partial result may be summed. What all ranks add must be whole."""
+        wanted = PARTIAL if self.unit.ports.adds or self.unit.summed else MIRRORED
+        self.expect(out == wanted, matrix.role, f"gives a {out.kind} result, which the all-reduce would count wrongly")
 
     def gathered(self, out: Spread, matrix: TensorSpec) -> None:
         """The gather of the logits: every rank brings its own columns."""
         self.expect(out != PARTIAL, matrix.role, "is cut over its inputs, but logits are gathered, not summed")
         if out.kind == "split":
             self.expect_tiling(matrix.role, out.ranges, matrix.rows)
+
+
+def _multiply(flow: _Flow, product: Product, x: Spread) -> Spread:
+    """A product, and where its result goes."""
+    out = flow.linear(x, product.matrix)
+    if product.adds:
+        flow.summed(out, product.matrix)
+    elif flow.unit.kind.gives_logits:
+        flow.gathered(out, product.matrix)
+    return out
 
 
 def _recur(flow: _Flow, operation: DeltaNet | Convolve | ResizeHeads, values: tuple[Spread, ...]) -> Spread:

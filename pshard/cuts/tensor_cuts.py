@@ -45,7 +45,7 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
     by_name: dict[str, UnitCut] = {}
     alike: dict[tuple, tuple[TensorCut, ...]] = {}  # units that are alike and cut alike are checked once
     for unit in spec.units:
-        rule, config = _find_cut(spec, unit), unit.kind.sees(spec.config)
+        rule, config = _find_cut(spec, unit), unit.sees(spec.config)
         lender = by_name[unit.borrows.unit] if unit.borrows else None
         if lender:  # heads are where the cells are that they read
             ranges = held[lender.unit]
@@ -205,7 +205,7 @@ def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]
 
 def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[Range, ...]) -> TensorCut:
     """Where the unit's cut puts one of its tensors."""
-    cut, config = _find_cut(spec, unit), unit.kind.sees(spec.config)
+    cut, config = _find_cut(spec, unit), unit.sees(spec.config)
     if tensor.role not in cut.rules:
         raise UserError(
             f"{spec.config.architecture}: {tensor.name} has no rule that says how it is cut: "

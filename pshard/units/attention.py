@@ -2,7 +2,7 @@
 
 Three kinds: attention over all cells of a sequence, over the last `ModelConfig.sliding_window` ones, and over all cells
 with heads that are not rotated. Of the first two there are also those whose cells other layers read, which stand in
-VRAM, and these others, which have queries alone.
+VRAM, and these others, which have queries alone. Some models have a mapping in place of attention: one product.
 """
 
 from collections.abc import Callable, Collection
@@ -22,14 +22,16 @@ from pshard.units.operations import (
     Norm,
     NormHeads,
     Operation,
+    Product,
     ProductGroup,
     ResizeHeads,
     Rotate,
 )
+from pshard.units.ports import MAPS
 from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
-from pshard.units.unit import ANYWHERE_WITH_STATE, ON_ACCELERATOR, Cut, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE_WITH_STATE, ON_ACCELERATOR, Cut, Tensors, UnitKind, keep_whole
 
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV = tuple(f"attn_{part}.weight" for part in "qkv")
@@ -272,6 +274,23 @@ STILL_ATTENTION = replace(
     name="still attention",
     operations=lambda tensors, config: _operations(tensors, config, "still attention"),
     scratch=_scratch_of("still attention"),
+)
+
+
+MAPPING = UnitKind(
+    "mapping",
+    position="layer",
+    places=ON_ACCELERATOR,
+    operations=lambda tensors, config: (*enter(tensors, NORM, config), Product(tensors[OUT], adds=True)),
+    cut=keep_whole(NORM, OUT),
+    ports=MAPS,
+    leads=True,
+    llama_cpp="attn_.*",
+    strategy="first",
+    contends="weights",
+    phase=0.35,
+    lock_order=1,
+    listed=True,
 )
 
 

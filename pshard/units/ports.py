@@ -39,6 +39,7 @@ LOOKS_UP_ROWS = Ports((IDS,), (LAYERED,))
 MIXES_ROWS = Ports((HIDDEN, LAYERED), (LAYERED,))
 # every rank adds all of it to its own residual stream: nothing is summed
 TAKES_ROWS = Ports((HIDDEN, LAYERED), (HIDDEN,))
+MAPS = Ports((HIDDEN,), (HIDDEN,))  # likewise
 ADDS = Ports((HIDDEN,), adds=True)
 ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel layer, which normalises for all
 FOLLOWS = Ports((ENTERED,), adds=True)  # the others

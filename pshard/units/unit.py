@@ -220,6 +220,11 @@ class Unit:
         tensors = (*self._elsewhere, *self.tensors)
         return (self.kind.name, self.own_ports, tuple((t.role, t.qtype, t.shape, t.parts) for t in tensors))
 
+    def sees(self, config: ModelConfig) -> ModelConfig:
+        """The config with the numbers of its own layer."""
+        own, widths = self.kind.sees(config), self.kind.widths
+        return own.resize(widths(self.by_role, own)) if config.layer_heads and widths else own
+
     def operations(self, config: ModelConfig) -> tuple[Operation, ...]:
         """What running the unit takes; nothing where another rank holds all of it."""
         return self.kind.operations(self.by_role, self.kind.sees(config)) if self.is_here else ()

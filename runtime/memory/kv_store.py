@@ -358,7 +358,7 @@ def _one_or_all(values: list[int]) -> int | list[int]:
 def _list_caches(spec: ModelSpec, shape: StateShape) -> list[tuple[Unit, int, int]]:
     """The units that keep cells, each with its KV heads and the numbers of one."""
     caches = (u for u in spec.units if (law := u.state(spec.config, shape)) and law.cell)
-    return [(u, config.n_kv_heads, config.head_dim) for u in caches for config in (u.kind.sees(spec.config),)]
+    return [(u, config.n_kv_heads, config.head_dim) for u in caches for config in (u.sees(spec.config),)]
 
 
 def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:

@@ -105,6 +105,15 @@ RECIPES = {
         experts=Moe(8, 3, 64, sigmoid=True, early="scores"),
     ),
     "arctic": Recipe(layers=3, adjacent=True, thetas=(2e5, 2e5), eps=1e-4, ffn=96, experts=Moe(8, 2, early="inputs")),
+    "deci": Recipe(
+        layers=6,
+        adjacent=True,
+        thetas=(5e5, 5e5),
+        eps=1e-5,
+        factors=_llama3(5e5),
+        layer_heads=((4, 2), (4, 0), (0, 0), (4, 1), (0, 0), (8, 4)),
+        layer_ffn=(192, 96, 256, 64, 0, 128),
+    ),
     "llama4": Recipe(
         layers=4,
         adjacent=True,
@@ -291,6 +300,7 @@ RECIPES = {
     ),
 }
 REMOTE = (
+    "deci",
     "arctic",
     "deepseek",
     "bailingmoe",
@@ -339,10 +349,10 @@ def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
     drawn.matrix("token_embd", r.vocab, r.d, by=wide)
     for i in range(r.layers):
         b = f"blk.{i}."
-        if r.before:
+        if r.before and r.counts(i)[0]:
             drawn.stream_norm(b + "attn_norm")
         drawn.attention(b, i)
-        if r.before and not r.parallel:
+        if r.before and not r.parallel and r.rows(i):
             drawn.stream_norm(b + "ffn_norm")
         drawn.ffn(b, i)
         if r.after:
@@ -385,6 +395,8 @@ class _Drawn(NamedTuple):
             return
         heads, groups = r.counts(layer)
         q, kv, value = heads * r.head, groups * r.head, r.value or r.head
+        if not groups:
+            return self.matrix(b + "attn_output", r.d, r.d) if heads else None
         for part, rows in (("q", q), ("k", kv), ("v", groups * value)):
             self.matrix(f"{b}attn_{part}", rows, r.d)
             if r.biases:
@@ -408,7 +420,9 @@ class _Drawn(NamedTuple):
             self.matrix(b + "ffn_gate_inp", count, r.d)
         if count and moe.bias:
             self.made[b + "exp_probs_b.bias"] = 0.2 * self.rng.standard_normal(count)
-        ffn = [("_exps", (count,), moe.rows or r.ffn), ("_shexp", (), moe.shared)] if count else [("", (), r.ffn)]
+        ffn = (
+            [("_exps", (count,), moe.rows or r.ffn), ("_shexp", (), moe.shared)] if count else [("", (), r.rows(layer))]
+        )
         if count and moe.early == "inputs":
             self.norm(b + "ffn_norm_exps", r.d)
             ffn.append(("", (), r.d))
@@ -549,6 +563,11 @@ _OWN_KEYS: dict[str, Any] = {
     **dict.fromkeys(("exaone4", "exaone-moe"), lambda r: {
         "attention.sliding_window": max(r.windows), "attention.sliding_window_pattern": [w > 0 for w in r.windows],
     }),
+    "deci": lambda r: {
+        "attention.head_count": [q for q, _ in r.layer_heads],
+        "attention.head_count_kv": [kv for _, kv in r.layer_heads],
+        "feed_forward_length": list(r.layer_ffn),
+    },
     "llama4": lambda r: {
         "attention.sliding_window": max(r.windows), "interleave_moe_layer_step": r.experts.every,
     },
@@ -926,14 +945,19 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
     names = _HF_NAMES | _AFTER_NAMES.get(family, {})
     for i in range(r.layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{i}.")}
-        if r.adjacent and family not in (
-            "glm4",
-            "cohere2",
-            "ernie4_5",
-            "ernie4_5-moe",
-            "command-r",
-            "command-r-plus",
-            "llama4",
+        if (
+            r.adjacent
+            and "attn_q.weight" in own
+            and family
+            not in (
+                "glm4",
+                "cohere2",
+                "ernie4_5",
+                "ernie4_5-moe",
+                "command-r",
+                "command-r-plus",
+                "llama4",
+            )
         ):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
                 own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)

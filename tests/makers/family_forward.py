@@ -73,6 +73,8 @@ class Recipe:
     of one more product. value: numbers of a head's value; 0: as of its key. value_scale: what it is multiplied by.
     sinks: of layers with a window. bare_norms: heads are normalised so without weights, in layers that are rotated.
     chunks: windows are chunks. counted: the temperature is of tokens so far, in layers that are not rotated.
+    layer_heads: query and KV heads of each layer, without the latter one product, without both nothing; layer_ffn:
+    rows, 0 for none.
     """
 
     layers: int = 2
@@ -131,12 +133,20 @@ class Recipe:
     bare_norms: bool = False
     chunks: bool = False
     counted: bool = False
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    layer_ffn: tuple[int, ...] = ()
+
+    def rows(self, layer: int) -> int:
+        """Of the layer's FFN."""
+        return self.layer_ffn[layer] if self.layer_ffn else self.ffn
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 
     def counts(self, layer: int) -> tuple[int, int]:
         """Query heads and KV heads."""
+        if self.layer_heads:
+            return self.layer_heads[layer]
         return self.local_heads if self.local_heads[0] and self.window(layer) else (self.heads, self.kv)
 
     def turned_numbers(self, layer: int) -> int:
@@ -157,6 +167,8 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
             ("attn_norm", "post_attention_norm", lambda h, own=own, layer=layer: _attend(recipe, own, h, layer)),
             ("ffn_norm", "post_ffw_norm", lambda h, own=own, began=began: _gate(recipe, own, h, began)),
         ):
+            if recipe.before and f"{norm}.weight" not in own and not recipe.bare:
+                continue  # a layer without it
             added = branch(_normalise(recipe, x, own, norm) if recipe.before else x)
             if recipe.after:
                 added = _norm(added, own[f"{after}.weight"], recipe.eps)
@@ -193,6 +205,8 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
     if recipe.convs and recipe.convs[layer]:
         return _convolve(recipe, own, h)
     n = len(h)
+    if "attn_q.weight" not in own:
+        return h @ own["attn_output.weight"].T
     parts = {}
     for part in "qkv":
         parts[part] = h @ own[f"attn_{part}.weight"].T

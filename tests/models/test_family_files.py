@@ -128,6 +128,10 @@ def test_experts_lie_either_way_round(tmp_path: Path) -> None:
         ("seed_oss", {"seed_oss.attention.scale": 0.5}, "attention.scale is 0.5"),
         ("internlm2", {"internlm2.expert_count": 8}, "expert_count is 8"),
         ("llama4", {"llama4.expert_used_count": 2}, "expert_used_count is 2"),
+        ("deci", {"deci.feed_forward_length": [192, 96, 256, 0, 0, 128]}, "is 0 in a layer with attention"),
+        ("deci", {"deci.attention.head_count_kv": [3, 0, 0, 1, 0, 4]}, "is 4 in a layer with 3 KV heads"),
+        ("deci", {"deci.attention.head_count_kv": [0] * 6}, "attention.head_count_kv is 0 in all layers"),
+        ("deci", {"deci.attention.head_count": [4, 4]}, "has 2 values for 6 layers"),
         ("llama4", {"llama4.attention.sliding_window_pattern": 2}, "has windows in other layers"),
     ],
 )

@@ -88,6 +88,7 @@ MISTAKES = {
         *({"experts": RECIPES["arctic"].experts._replace(**wrong)} for wrong in (
             {"sigmoid": True}, {"normed": False}, {"used": 1})),
     ],
+    "deci": [{"adjacent": False}, {"factors": ()}, {"thetas": (1e4, 1e4)}, {"eps": 1e-2}],
     "llama4": [
         {"chunks": False}, {"windows": (47, 47, 47, 0)}, {"windows": ()}, {"bare_norms": False},
         {"still": (False,) * 4}, {"factors": ()}, {"adjacent": False},
