@@ -57,6 +57,7 @@ LATENT = "deepseek2"  # like V3: of one like V2-Lite llama.cpp wants 26 layers
 FLASH = "GLM-4.7-Flash"  # whose files are deepseek2's
 GELU_ROUNDED = (
     "gemma",
+    "gemma2",
     "gemma3",
     "starcoder2",
 )  # by tables of half precision, to which sums are rounded to different sides
