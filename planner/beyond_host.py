@@ -3,25 +3,31 @@ bytes. They come to the accelerator for every micro-batch, through the lanes of 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from math import inf
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.errors import NoPlan
 from pshard.homes import ON_CPU, PINNED, STREAMED, VRAM, Home
 from pshard.on_host import keep_on_host
-from pshard.plan import Placement, TierPlan
-from pshard.planner.price.draft import Beyond, Room, draft_tier, simulated_seconds
+from pshard.plan import Placement, Sweep, TierPlan
+from pshard.planner.price.draft import Beyond, Room, draft_tier, simulated_seconds, swept_seconds
 from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.search.residency_order import spread
 from pshard.planner.search.round_times import plan_seconds
+from pshard.predicted_times import count_swept, sum_first_token
+from pshard.speculation import PROGRAMS
 from pshard.units.share import WHOLE
 from pshard.units.unit import Place, Unit, places_of_unit
 
 MOST_SIZES = 4  # of units, the largest, for which slots are tried
 MOST_TRIED = 6  # units of which all sets are tried
+MOST_SWEPT = 3  # plans that are tried with sweeps, the fastest ones without
 SLOTS = 2  # one is filled while the other is computed from
+SWEPT_SLOTS = (SLOTS, 3, 4)  # a unit stays in its slot as long as all micro-batches of a sweep have their turn
 SPREAD = 0.618  # of equal units in turn: any number of them lies evenly over the layers
 
 
@@ -33,21 +39,66 @@ def move_beyond(
     there suffices."""
     if room.beyond is None or kept_bytes(room, tiers) <= room.beyond.host:
         return tiers
-    best, least, why = tiers, inf, None
+    found, why = list[_Moved](), None
     for tried, moved in dict.fromkeys(_list_tries(room, tiers, costs, room.beyond)):  # many are alike
         try:
-            found = _move_all(room, tried, moved, pin_order, room.beyond.home)
+            found.append(_Moved(_move_all(room, tried, moved, pin_order, room.beyond.home), tried, moved))
         except NoPlan as error:
             why = error
-            continue
-        if kept_bytes(room, found) <= room.beyond.host:
-            seconds = [simulated_seconds(room, tier, cost) for tier, cost in zip(found, costs, strict=True)]
-            total = plan_seconds(room, found, seconds, costs)
-            best, least = (found, total) if total < least else (best, least)
-    if least == inf:
+    totals = {i: _sum_seconds(room, one.tiers, costs) for i, one in enumerate(found) if _holds(room, one.tiers)}
+    if not totals:
         lacks = kept_bytes(room, tiers) - room.beyond.host
         lacks -= sum(nbytes for _, nbytes in _list_movable(room, tiers, costs, room.beyond.home))
         raise why if why and lacks <= 0 else _lack(lacks, room.beyond)
+    first, *others = (found[i] for i in sorted(totals, key=totals.__getitem__))
+    return _sweep(room, (first, *others[: MOST_SWEPT - 1]), pin_order, costs)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Tiers with so many units beyond host memory, and what they were before."""
+
+    tiers: tuple[TierPlan, ...]
+    tried: tuple[TierPlan, ...]
+    moved: frozenset[str]
+
+
+def _holds(room: Room, tiers: Sequence[TierPlan]) -> bool:
+    return room.beyond is not None and kept_bytes(room, tiers) <= room.beyond.host
+
+
+def _sum_seconds(room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCosts]) -> float:
+    """Seconds of a round. Raises ValueError where no sweep can be as the last tier has it."""
+    seconds = [simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs, strict=True)]
+    total, w = plan_seconds(room, tiers, seconds, costs), room.workload
+    if tiers[-1].sweep is None:
+        return total
+    in_turn = sum_first_token(w, {tier.tokens: (took,) for tier, took in zip(tiers, seconds)})
+    swept = count_swept(w, tiers[-1].tokens) * swept_seconds(room, tiers[-1], costs[-1])
+    return total - w.rounds_of_prompts * (in_turn - swept)
+
+
+def _sweep(
+    room: Room, found: Sequence[_Moved], pin_order: tuple[str, ...], costs: Sequence[TierCosts]
+) -> tuple[TierPlan, ...]:
+    """The first of these, or the one with sweeps that take less time: in as few as their rows have room for. What reads
+    the model's states after each micro-batch has none."""
+    best, least = found[0].tiers, _sum_seconds(room, found[0].tiers, costs)
+    batches = count_swept(room.workload, best[-1].tokens)
+    follows = room.spec.keeps_states or room.workload.drafting.kind in PROGRAMS
+    passes, home = 1, room.beyond.home if room.beyond else None
+    while home and not follows and passes < batches:
+        before = least
+        for one, slots in product(found, SWEPT_SLOTS):
+            last = replace(one.tried[-1], sweep=Sweep(-(-batches // passes)))
+            last = replace(last, buffers=replace(last.buffers, slots=max(last.buffers.slots, slots)))
+            with suppress(NoPlan, ValueError):  # no room for rows that wait, or some on the host
+                swept = _move_all(room, (*one.tried[:-1], last), one.moved, pin_order, home)
+                total = _sum_seconds(room, swept, costs) if _holds(room, swept) else inf
+                best, least = (swept, total) if total < least else (best, least)
+        if least == before and best[-1].sweep:
+            break
+        passes *= 2
     return best
 
 
@@ -203,7 +254,7 @@ def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int, slo
         if where[name] == PINNED or pinned not in _legal(room, name):
             continue
         wider = where | {name: PINNED}, kv | ({name} if has_state else set())
-        drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), slots, {}, tier.in_place)
+        drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), slots, {}, tier.in_place, tier.sweep)
         if drafted.buffers.total + spare <= room.arena:
             (where, kv), tier = wider, drafted
     return tier
@@ -275,7 +326,7 @@ def _redraft(
     for slots in (max(tier.buffers.slots, SLOTS), 1):
         tried, left = dict(where), list(pins)
         while True:
-            drafted = draft_tier(room, tier.tokens, tried, kv, slots, shares, tier.in_place)
+            drafted = draft_tier(room, tier.tokens, tried, kv, slots, shares, tier.in_place, tier.sweep)
             if drafted.buffers.total <= room.arena:
                 return drafted
             last = next((n for n in reversed(left) if n not in shares and _leave(room, places[n], home)), None)

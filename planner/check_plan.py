@@ -7,7 +7,9 @@ from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.planner.routing.check_caches import check_caches
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
+from pshard.steps.sweep import list_moving, waiting_bytes
 from pshard.tensor import TensorSpec
+from pshard.units.state import StateShape
 from pshard.units.unit import Unit, places_of_unit
 
 
@@ -197,6 +199,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     widths = (u.kind.joins(p.cpu_rows, spec.config) for u, p in zip(spec.units, tier.placements) if p.cpu_rows)
     joined = 4 * tier.tokens * max(widths, default=0)  # float32 that the CPU sends over
     scratch += -(-joined // buffers.BUFFER_ALIGN) * buffers.BUFFER_ALIGN
+    scratch += _waiting_nbytes(spec, rank, tier, shape, where)
     b = tier.buffers
     for name, said, is_ in (("pinned", b.pinned, pinned), ("KV", b.kv, kv), ("scratch", b.scratch, scratch)):
         if said != is_:
@@ -206,6 +209,16 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     arena = buffers.arena_bytes(rank.budget_mib, kind, rank.reserve_mib)
     if pinned + kv + scratch + b.slots * b.slot_bytes + b.cached > arena:
         raise PlanError(f"{where}: {b.total} bytes are over the arena of {arena}")
+
+
+def _waiting_nbytes(spec: ModelSpec, rank: RankPlan, tier: TierPlan, shape: StateShape, where: str) -> int:
+    """Bytes in which the micro-batches of a sweep wait: of each the residual stream, its index, and what a later unit
+    reads beside them."""
+    if tier.sweep is None:
+        return 0
+    if tier is not rank.tiers[-1] or tier.sweep.batches < 2 or not any(p.moves_each_step for p in tier.placements):
+        raise PlanError(f"{where}: a sweep of {tier.sweep.batches} micro-batches has no use here")
+    return tier.sweep.batches * sum(waiting_bytes(spec, tier.tokens, shape, list_moving(tier), 2).values())
 
 
 def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> None:

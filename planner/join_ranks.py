@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from pshard.plan import RankPlan, Solve, Variant
+from pshard.plan import RankPlan, Solve, Sweep, TierPlan, Variant
 from pshard.planner.beyond_host import move_beyond
 from pshard.planner.check_plan import check_variant
-from pshard.planner.price.draft import predict_ranks, tier_seconds
+from pshard.planner.price.draft import Room, predict_ranks, swept_seconds, tier_seconds
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import (
@@ -85,6 +86,11 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches, reserve)
 
 
+def _predict_sweep(room: Room, tier: TierPlan, costs: TierCosts) -> Sweep | None:
+    """A tier's sweep with its prediction."""
+    return replace(tier.sweep, seconds=swept_seconds(room, tier, costs)) if tier.sweep else None
+
+
 def predict_together(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
     """The ranks' plans with predictions by the costs of their tasks: they run together."""
     rooms, predicted = [t.room for t in tasks], []
@@ -92,5 +98,6 @@ def predict_together(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tu
     for i in range(len(tasks[0].costs)):
         tiers, costs, bounds = zip(*((r.tiers[i], c[i], t.divided_bounds[i]) for t, r, c in zip(tasks, ranks, priced)))
         predictions = predict_ranks(rooms, tiers, costs, bounds)
-        predicted.append([replace(tier, prediction=p) for tier, p in zip(tiers, predictions)])
+        swept = (_predict_sweep(*each) for each in zip(rooms, tiers, costs))
+        predicted.append([replace(t, prediction=p, sweep=s) for t, p, s in zip(tiers, predictions, swept)])
     return tuple(replace(rank, tiers=tiers) for rank, tiers in zip(ranks, zip(*predicted)))

@@ -47,12 +47,16 @@ from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.planner.search.round_times import steps_seconds
 from pshard.planner.search.small.refine_units import refine_units
-from pshard.predicted_times import round_seconds, sum_first_token, sum_round
+from pshard.predicted_times import count_swept, round_seconds, sum_first_token, sum_round
 from pshard.routing.followed import hold_slots
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
+from pshard.speculation import PROGRAMS
 from pshard.units.moe.expert_cache import ExpertCache
 from pshard.workload import Workload
+
+# micro-batches of which sweeps are tried: smaller by so much than what is fastest without, and no smaller than that
+SWEPT_PART, LEAST_SWEPT = 8, 512
 
 
 def plan_variant(
@@ -81,9 +85,28 @@ def plan_variant(
     if tasks[0].room.beyond is not None:  # refined as if memory held all: what is not may lose less to the disk
         several.append(placed)
     variant = _join_fastest(tasks, several)
+    if tasks[0].room.beyond is not None:
+        variant = _or_swept(spec, profile, variant, workload, time_limit)
     if spec.popularity and not spec.caches and tasks[0].plan_needed and len(tasks) == 1:
         return _or_unrecorded(spec, profile, variant, time_limit)
     return variant
+
+
+def _or_swept(
+    spec: ModelSpec, profile: MachineProfile, variant: Variant, workload: Workload, time_limit: float
+) -> Variant:
+    """The variant, or where it has weights on disk and no sweeps, one of smaller micro-batches that go in sweeps, where
+    that takes less time: their scratch leaves room for pins."""
+    largest = variant.workload.max_ubatch
+    smaller = max(LEAST_SWEPT, largest // SWEPT_PART)
+    (rank, *others), apart = variant.ranks, count_swept(workload, smaller) and workload.drafting.kind not in PROGRAMS
+    if others or not rank.beyond_host or rank.tiers[-1].sweep or not apart or smaller >= largest:
+        return variant
+    try:
+        other = plan_variant(spec, profile, replace(workload, max_ubatch=smaller), time_limit, variant.correction)
+    except NoPlan:
+        return variant
+    return min(variant, other, key=round_seconds)
 
 
 def _join_fastest(tasks: tuple[RankTask, ...], several: Sequence[tuple[Candidate, ...]]) -> Variant:

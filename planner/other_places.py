@@ -112,7 +112,7 @@ def _redraft(room: Room, tier: TierPlan, name: str, place: Place) -> TierPlan:
     kv = {p.unit for p in tier.placements if p.has_state_in_vram} - {name} | ({name} if in_vram else set())
     streams_parts = any(p.moves_each_step and room.spec.unit(p.unit).kind.parts for p in tier.placements)
     in_place = tier.in_place if streams_parts else None
-    return draft_tier(room, tier.tokens, where, frozenset(kv), max(tier.buffers.slots, 1), shares, in_place)
+    return draft_tier(room, tier.tokens, where, frozenset(kv), max(tier.buffers.slots, 1), shares, in_place, tier.sweep)
 
 
 def _join(tier: PricedTier, tiers: tuple[TierPlan, ...]) -> float:

@@ -10,10 +10,11 @@ from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.page_locks import stage_by
 from pshard.planner.price.profile_tables import find_tables
-from pshard.planner.price.simulate import Simulation, simulate_ranks
+from pshard.planner.price.simulate import Simulation, simulate, simulate_ranks
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.routing.followed import under_plan
 from pshard.steps.step import StepList
+from pshard.steps.sweep import sweep_steps
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class PricedTier:
         """Every rank's steps of the expected micro-batch, and what comes of them."""
         steps = tuple(map(tier_steps, self.rooms, self.tiers, self.costs))
         return tuple(zip(steps, simulate_ranks(self.split_mode, steps, self.costs)))
+
+    def simulate_sweep(self, batches: int) -> tuple[StepList, Simulation]:
+        """The steps of a sweep of so many micro-batches on the only rank, and what comes of them."""
+        (room,), (tier,), (cost,) = self.rooms, self.tiers, self.costs
+        steps = sweep_steps(room.spec, tier_steps(room, tier, cost), tier.tokens, batches)
+        return steps, simulate(steps, cost)
 
 
 def price_plan(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Iterator[PricedTier]:

@@ -41,14 +41,18 @@ class TimedSteps:
 
 
 def time_steps(spec: ModelSpec, profile: MachineProfile, variant: Variant, tokens: int) -> tuple[TimedSteps, ...]:
-    """The steps of the tier that covers micro-batches of so many tokens, of each rank. Raises UserError when none
-    does."""
+    """The steps of the tier that covers micro-batches of so many tokens, of each rank; of more tokens those of a sweep
+    that has as many of them as it can. Raises UserError when there is neither."""
     for tier in price_plan(spec, profile, variant):
         if tier.tokens >= tokens:
             return tuple(
                 TimedSteps(tier.tokens, rank, result.seconds, tuple(_time(steps, result)))
                 for rank, (steps, result) in enumerate(tier.simulate())
             )
+        if tier.tiers[0].sweep:
+            batches = min(tier.tiers[0].sweep.batches, -(-tokens // tier.tokens))
+            swept, took = tier.simulate_sweep(batches)
+            return (TimedSteps(batches * tier.tokens, 0, took.seconds, tuple(_time(swept, took))),)
     largest = variant.ranks[0].tiers[-1].tokens
     raise UserError(f"--steps {tokens}: no tier covers so many tokens; give at most {largest}")
 
@@ -58,7 +62,7 @@ def _time(steps: StepList, result: Simulation) -> Iterator[TimedStep]:
     events = defaultdict[Step, deque[Event]](deque)
     for event in result.events:
         events[event.step].append(event)
-    for step in steps.body:
+    for step in steps.flat:
         took = events[step].popleft() if events[step] else None
         lane, start, end = (took.lane, took.start, took.end) if took else (None, None, None)
         yield TimedStep(type(step).__name__, _what(step), _source(step), _nbytes(step), lane, start, end)

@@ -147,9 +147,22 @@ class Buffers:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Micro-batches of a prompt that go through the model together, so that each unit on disk is read once for all of
+    them (pshard/steps/sweep.py).
+
+    `batches`: at most so many; the rows of all wait in the arena. `seconds`: predicted for each of the expected
+    prompt's, in the mean.
+    """
+
+    batches: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class TierPlan:
     """The plan for micro-batches of up to `tokens` tokens. Placements are in unit order. `in_place`: kernels read what
-    is streamed of units with parts over the link, so that it needs no slot."""
+    is streamed of units with parts over the link, so that it needs no slot. `sweep`: of the largest tier, if any."""
 
     tokens: int
     placements: tuple[Placement, ...]
@@ -157,6 +170,12 @@ class TierPlan:
     prediction: Prediction
     solve: Solve
     in_place: bool = False
+    sweep: Sweep | None = None
+
+    @property
+    def most_swept(self) -> int:
+        """How many micro-batches one sweep can have."""
+        return self.sweep.batches if self.sweep else 1
 
     def placement(self, unit: str) -> Placement:
         """Placement of the unit of that name. Raises KeyError."""

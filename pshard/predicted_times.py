@@ -37,7 +37,22 @@ def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: i
 
 def first_token_seconds(variant: Variant) -> float:
     """Seconds to prefill the expected prompts, or that of one request to a server."""
-    return sum_first_token(variant.workload, rank_seconds(variant))
+    swept = _swept_seconds(variant)
+    return sum_first_token(variant.workload, rank_seconds(variant)) if swept is None else swept
+
+
+def count_swept(workload: Workload, tokens: int) -> int:
+    """Micro-batches of up to so many tokens that the expected prompts are cut into, where these may go in sweeps; 0
+    where there is one, or prompts come in single steps, as to a server."""
+    batches = -(-workload.prompt_tokens // tokens)
+    return 0 if workload.concurrency or batches < 2 else batches
+
+
+def _swept_seconds(variant: Variant) -> float | None:
+    """Seconds to prefill the expected prompts in sweeps; None where they are not."""
+    tier = variant.ranks[0].tiers[-1]
+    batches = count_swept(variant.workload, tier.tokens)
+    return batches * tier.sweep.seconds if tier.sweep and batches else None
 
 
 def decode_seconds(variant: Variant) -> float:
@@ -68,7 +83,10 @@ def step_bound(variant: Variant, rows: int) -> float:
 
 def round_seconds(variant: Variant) -> float:
     """Seconds in which all sequences bring a prompt and decode their answers; of a server's load, as many as run."""
-    return sum_round(variant.workload, rank_seconds(variant)) + _beside_steps(variant)
+    w = variant.workload
+    return (
+        w.rounds_of_prompts * first_token_seconds(variant) + _decode(w, rank_seconds(variant)) + _beside_steps(variant)
+    )
 
 
 def sum_round(workload: Workload, seconds: Mapping[int, Sequence[float]]) -> float:

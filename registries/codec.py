@@ -140,6 +140,8 @@ def _check_tier(tier: TierPlan, where: str) -> None:
     for name in ("seconds", "bound_seconds", "link_bytes", "past"):
         if (value := getattr(tier.prediction, name)) < 0:
             raise ValueError(f"{where}.prediction.{name} is {value}, not 0 or more")
+    if tier.sweep and (tier.sweep.batches < 2 or not tier.sweep.seconds > 0):
+        raise ValueError(f"{where}.sweep is no sweep of 2 micro-batches or more that take time")
     copies = any(place.moves_each_step for place in tier.placements)
     if tier.buffers.slots < 1 and copies and not tier.in_place and tier.tokens > ALWAYS_TOKENS:
         raise ValueError(f"{where}.buffers.slots is 0, but units are streamed")

@@ -8,7 +8,7 @@ from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
 from pshard.plan import REGISTRY_VERSION
 
-PLAN_FORMAT = 5  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
+PLAN_FORMAT = 6  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
 
 PAGE_LOCKS = "page-locked memory"  # the limit that runs have met: left out where none was
 

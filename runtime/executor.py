@@ -178,14 +178,14 @@ class Executor:
         """The tier's steps as they are launched; and for running ahead, where that can be."""
         key = tier.tokens, has_past
         if key not in self._programs:
-            steps = emit_steps(self.spec, tier, self._shape(tier, has_past))
+            steps = emit_steps(self.spec, tier, self.shape_of(tier, has_past))
             number = {unit.name: i for i, unit in enumerate(self.spec.units)}
             entering = [*list_residents(self.spec, self.plan, tier), *steps.enter]
             program = compile_steps(steps.body, tuple(sorted(entering, key=lambda step: number[step.unit])))
             self._programs[key] = program, compile_ahead(steps.body) if self._relay else None
         return self._programs[key]
 
-    def _shape(self, tier: TierPlan, has_past: bool) -> StepShape:
+    def shape_of(self, tier: TierPlan, has_past: bool) -> StepShape:
         """The largest micro-batch of a tier: none moves more than its steps say."""
         states, tokens = self.states, tier.tokens
         return StepShape(
@@ -227,10 +227,7 @@ class Executor:
         tokens, logit_rows = batch.tokens, list(batch.wanted)
         tier = self.plan.covering(max(tokens, self.least))
         in_force = self.enter(tier, used)
-        if self._sent is not None:
-            self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
-        _begin_sequences(self.residents, self.device, segments)
-        self.slots.observe()
+        self.begin(segments)
         self.host.deal_picks(tokens)
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
@@ -254,14 +251,18 @@ class Executor:
         self._sent = None if walk.settled else self.device.mark()
         self.group.check()
         self.transfers.check()
-        if not logits:
-            return torch.empty(0, 2 if best_only else self.spec.config.vocab)
-        table = logits[0] if len(logits) == 1 else torch.cat(logits)
-        table = choose_best(table) if best_only else table
-        if chooser is None:
+        table = join_logits(logits, best_only, self.spec.config.vocab)
+        if chooser is None or not table.shape[0]:
             return table
         (chooser.take_best if best_only else chooser.take)(table)
         return table[:0]
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Make all ready for micro-batches of these segments, which come next."""
+        if self._sent is not None:
+            self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
+        _begin_sequences(self.residents, self.device, segments)
+        self.slots.observe()
 
     def _walk(self, walk: Walk, program: Program, ahead: Program | None) -> list[torch.Tensor]:
         """The logits; by the program that runs ahead where that can be."""
@@ -292,6 +293,14 @@ class Executor:
             self._relay = None
         self.host.unlock()
         self.transfers.close()
+
+
+def join_logits(kept: list[torch.Tensor], best_only: bool, vocab: int) -> torch.Tensor:
+    """What a walk has kept of its logits, as `Executor.run` returns it without a chooser."""
+    if not kept:
+        return torch.empty(0, 2 if best_only else vocab)
+    table = kept[0] if len(kept) == 1 else torch.cat(kept)
+    return choose_best(table) if best_only else table
 
 
 def _begin_sequences(residents: Residents, device: Device, segments: Sequence[Segment]) -> None:

@@ -1,6 +1,6 @@
 """What of weights and states lies in VRAM now: how it comes there and back, and where a unit finds its own."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -121,13 +121,15 @@ class Residents:
         parts = (part for unit in self.fixed for part in self._block(unit).state_parts(self.state_now(unit)))
         return sum(part[0].nbytes for part in parts if part.numel())
 
-    def read_fixed(self, number: int) -> Snapshot:
-        """A copy of a sequence's states that do not grow, where nothing is under way that writes them."""
+    def read_fixed(self, number: int, units: Collection[str] | None = None) -> Snapshot:
+        """A copy of a sequence's states that do not grow, of all units or of these, where nothing is under way that
+        writes them."""
         return {
             unit: tuple(
                 part[number].to("cpu", copy=True) for part in self._block(unit).state_parts(self.state_now(unit))
             )
             for unit in self.fixed
+            if units is None or unit in units
         }
 
     def write_fixed(self, number: int, states: Snapshot) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
 from pshard.homes import ACC, BACK, CPU, MOVING, ON_CPU, PINNED, SITES, Home, list_lanes
 from pshard.model import ModelSpec
-from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
+from pshard.plan import Buffers, Placement, Prediction, Solve, Sweep, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
 from pshard.planner.price.tier_costs import TierCosts
+from pshard.predicted_times import count_swept
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.steps.emit import StepEmitter, emit_steps
 from pshard.steps.step import StepList, StepShape
+from pshard.steps.sweep import sweep_steps, waiting_bytes
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.share import Share
 from pshard.units.unit import Unit, places_of
@@ -151,11 +153,12 @@ def draft_tier(
     slots: int,
     shares: Mapping[str, Share] = UNDIVIDED,
     in_place: bool | None = None,
+    sweep: Sweep | None = None,
 ) -> TierPlan:
     """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
 
     shares: of divided units. in_place: whether streamed parts are read in place where that can be; None: as is likely
-    to be faster.
+    to be faster. sweep: of prompts, where something is streamed.
     """
     reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
     columns, states = room.columns, room.states
@@ -187,8 +190,13 @@ def draft_tier(
     scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
     largest = max([sizes[i] for i in copied], default=0)
+    sweep = sweep if streamed else None
+    if sweep is not None:
+        moving = {columns.names[i] for i in streamed}
+        waiting = waiting_bytes(room.spec, tokens, room.workload.state_shape, moving, sweep.batches)
+        scratch += sweep.batches * sum(waiting.values())
     buffers = Buffers(pinned, scratch, min(slots, len(copied)), largest, kv, room.cached)
-    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, len(copied) < len(streamed))
+    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, len(copied) < len(streamed), sweep)
 
 
 def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
@@ -223,6 +231,20 @@ def _timed_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
 def simulated_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """Simulated steady-state seconds of the expected micro-batch of this tier."""
     return simulate_seconds(_timed_steps(room, tier, costs), costs, rounds)
+
+
+def swept_seconds(room: Room, tier: TierPlan, costs: TierCosts) -> float:
+    """Simulated seconds of each micro-batch of the expected prompt under a tier with a sweep, in the mean. Raises
+    ValueError as `sweep_steps`."""
+    assert tier.sweep is not None
+    batches = max(1, count_swept(room.workload, tier.tokens))
+    once, each = _timed_steps(room, tier, costs), min(batches, tier.sweep.batches)
+    full, rest = divmod(batches, each)
+
+    def simulate(count: int) -> float:
+        return simulate_seconds(sweep_steps(room.spec, once, tier.tokens, count), costs)
+
+    return (full * simulate(each) + (simulate(rest) if rest else 0.0)) / batches
 
 
 def tier_seconds(rooms: Sequence[Room], tiers: Sequence[TierPlan], costs: Sequence[TierCosts]) -> tuple[float, ...]:

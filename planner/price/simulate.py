@@ -22,7 +22,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.homes import ACC, BACK, CPU, LINK, READ, Lane
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.price.unit_costs import DividedCost, UnitCost
-from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, Weights
+from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, WaitingRows, Weights
 from pshard.steps.step import DEMAND, AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList
 
 ROUNDS = 3
@@ -343,6 +343,16 @@ class _Machine:
         self.loaded[step.slot] = copy = [ready, last, -1.0, -1.0, step]
         self.link.queue.append(copy)
 
+    def put_aside(self, step: Move, seconds: float) -> None:
+        """Rows of a micro-batch that are copied within the accelerator's memory."""
+        self.host += self.costs.copy_issue
+        self.to_begin, self.paid = self.costs.run_issue, False
+        start = max(self.host, self.acc)
+        self.acc = start + seconds
+        if self.costs.acc_contended is not None:  # the CPU's own threads copy
+            self.host = self.acc
+        self.note(step, ACC, start, self.acc)
+
     def receive(self, step: Receive, _: None) -> None:
         start = max(self.host, self.acc)
         self.acc = start + self.costs.hand_over(step.nbytes, self.copies)
@@ -407,6 +417,10 @@ def _price_move(step: Move, costs: TierCosts) -> _Act:
             return _HAND_OFF, step, costs.handoff(side, step.nbytes, len(names)), not step.is_to_acc
         case NewExperts():
             return _Machine.refill, step, 0.0, None
+        case WaitingRows():
+            tokens = costs.load.tokens
+            seconds = costs.tables.elementwise("acc", "norm", tokens, step.nbytes // (4 * tokens))
+            return _Machine.put_aside, step, 0.0, seconds
         case Part():
             return _Machine.join, step, 0.0, None
 
@@ -465,9 +479,9 @@ def _run(machines: Sequence[_Machine], steps: Sequence[StepList], rounds: int) -
         machine.run(_act(each.enter, machine.costs))
     stretches = []
     for machine, each in zip(machines, steps):
-        acts = _act(each.body, machine.costs)
+        acts = _act(each.flat, machine.costs)
         machine.copies = not _COPIES.isdisjoint(map(itemgetter(0), acts))
-        stretches.append(_stretches(each.body, acts, len(machines) > 1))
+        stretches.append(_stretches(each.flat, acts, len(machines) > 1))
     ends: list[float] = []
     for _ in range(rounds):
         for machine in machines:

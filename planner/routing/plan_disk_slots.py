@@ -110,7 +110,7 @@ class _Search:
             where = {p.unit: ON_DISK if p.unit in far else self._choose_site(p, returns) for p in tier.placements}
             kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
             shares = {p.unit: p.share for p in tier.placements if p.share and p.unit not in far}
-            found.append(draft_tier(room, tier.tokens, where, kv, staging, shares))
+            found.append(draft_tier(room, tier.tokens, where, kv, staging, shares, sweep=tier.sweep))
         return tuple(found)
 
     def _choose_site(self, place: Placement, returns: bool) -> str:
@@ -122,7 +122,7 @@ class _Search:
         tiers = self._draft(task.room, far, staging, returns)
         rank = self.variant.ranks[0]
         drafted = tuple(
-            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place)
+            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place, sweep=t.sweep)
             for old, t in zip(rank.tiers, tiers)
         )
         always = [p.unit for p in tiers[-1].placements if p.in_arena and p.unit not in rank.pin_order]

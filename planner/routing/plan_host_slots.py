@@ -14,7 +14,7 @@ from pshard.errors import NoPlan, UserError
 from pshard.homes import ON_CPU, ON_DEMAND, ON_DISK, PINNED, READ, STREAMED
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import Placement, TierPlan, Variant
+from pshard.plan import Placement, Sweep, TierPlan, Variant
 from pshard.planner.beyond_host import fill_arena, list_spread
 from pshard.planner.make_plan import plan_variant, predict_again
 from pshard.planner.prepare_ranks import price_tiers
@@ -24,9 +24,10 @@ from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.slot_promises import Pool, list_pools, share_out
 from pshard.planner.search.residency_order import order_nested, spread
-from pshard.predicted_times import round_seconds
+from pshard.predicted_times import count_swept, round_seconds
 from pshard.routing.followed import hold_slots
 from pshard.routing.record import RoutingRecord
+from pshard.speculation import PROGRAMS
 from pshard.units.moe.expert_cache import DEMAND, ExpertCache
 from pshard.units.unit import places_of_unit
 
@@ -44,7 +45,7 @@ def plan_host_slots(
     ways = [
         _Way(search, *way)
         for search in [_Search(spec, tables, base) for base in _list_bases(spec, profile, variant)]
-        for way in product((2, 1), (False, True), (False, True))
+        for way in product((2, 1), (False, True), (False, True), (False, True) if search.swept else (False,))
     ]
     tried = [(seconds, way) for way in ways for seconds, _ in way.try_all(1, None)]
     if tried:
@@ -85,6 +86,13 @@ class _Search:
         return self.price(())[0].room
 
     @cached_property
+    def swept(self) -> Sweep | None:
+        """All micro-batches of the expected prompt in one sweep; None where that has none."""
+        workload = self.base.workload
+        batches = count_swept(workload, self.base.ranks[0].tiers[-1].tokens)
+        return Sweep(batches) if batches and workload.drafting.kind not in PROGRAMS else None
+
+    @cached_property
     def order(self) -> list[str]:
         """What is pinned first where a tier has room: what every token reads."""
         names = list_spread(self.room)
@@ -103,12 +111,14 @@ class _Search:
 class _Way:
     """How a base becomes a plan with slots. staging: so many layers of a prompt have room at once on their way. bare:
     tiers that do not use the slots keep cells in VRAM as those that do, and what is left of it holds weights. lean:
-    what these tiers lack of VRAM that those that use the slots have lives on disk, and takes no host memory."""
+    what these tiers lack of VRAM that those that use the slots have lives on disk, and takes no host memory. sweeps:
+    prompts go in one."""
 
     search: _Search
     staging: int
     bare: bool
     lean: bool
+    sweeps: bool
 
     def try_all(self, most: int, record: RoutingRecord | None) -> Iterator[tuple[float, Variant]]:
         """Plans with up to so many numbers of layers in host memory, each with the seconds of its round."""
@@ -118,7 +128,9 @@ class _Way:
         each = max(self.search.spec.unit(name).packed_nbytes for name in movable)
         fits = min(len(movable) - 1, room.beyond.host // each)
         for i in range(most):
-            found = self._place(round(fits * i / max(1, most)), room.beyond.host, record)
+            found = None
+            with suppress(ValueError):  # no sweep is possible where the host keeps rows between two slots
+                found = self._place(round(fits * i / max(1, most)), room.beyond.host, record)
             if found is not None:
                 yield round_seconds(found) + self._count_switch(found), found
 
@@ -153,7 +165,8 @@ class _Way:
             kv = cells if bare else frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
             away = far - pins.get(tier.tokens, set())
             where = {p.unit: self._choose_site(tier, p, away, bare) for p in tier.placements}
-            found.append(draft_tier(self.search.room, tier.tokens, where, kv, self.staging))
+            sweep = self.search.swept if self.sweeps and tier is tiers[-1] else None
+            found.append(draft_tier(self.search.room, tier.tokens, where, kv, self.staging, sweep=sweep))
         return tuple(found)
 
     def _choose_site(self, tier: TierPlan, place: Placement, far: set[str], bare: bool) -> str:
@@ -173,7 +186,7 @@ class _Way:
         (task,), base = self.search.price(caches), self.search.base
         rank, order = base.ranks[0], order_nested(task.room, tiers)
         drafted = tuple(
-            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place)
+            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place, sweep=t.sweep)
             for old, t in zip(rank.tiers, tiers)
         )
         rank = replace(rank, tiers=drafted, pin_order=order.pin_order, kv_order=order.kv_order, caches=caches)

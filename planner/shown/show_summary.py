@@ -20,7 +20,7 @@ def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console"
     w = variant.workload
     budget = ", ".join(f"{used} of {mib}" for used, mib in zip(use.vram_mib, w.vram_mib))
     arena = words.arena[0].upper() + words.arena[1:]
-    far = [("Disk", f"{show_bytes(use.disk_bytes)} stay there and are read as they are needed")] * bool(use.disk_bytes)
+    far = [("Disk", f"{show_bytes(use.disk_bytes)} stay there; {describe_reads(variant)}")] * bool(use.disk_bytes)
     lines = (
         ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{_of_all(w)}"),
         ("", f"time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens"),
@@ -30,6 +30,19 @@ def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console"
     )
     for name, text in lines:
         out.print(f"{name:<12} {text}", highlight=False, soft_wrap=True)
+
+
+def describe_reads(variant: Variant) -> str:
+    """How often the expected prompt reads what is on disk."""
+    w, tier = variant.workload, variant.ranks[0].tiers[-1]
+    batches = -(-w.prompt_tokens // tier.tokens)
+    passes = -(-batches // tier.most_swept)
+    if passes == 1:
+        return f"a prompt of {w.prompt} tokens reads them once"
+    if tier.sweep is None:
+        return f"a prompt of {w.prompt} tokens reads them {passes} times, for every {tier.tokens} tokens"
+    swept = f"of {tier.sweep.batches} micro-batches, as many as there is room for"
+    return f"a prompt of {w.prompt} tokens reads them {passes} times, in sweeps {swept}"
 
 
 def print_budgets(

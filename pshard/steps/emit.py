@@ -267,7 +267,7 @@ class _Whereabouts:
     def __init__(self, spec: ModelSpec, tokens: int, stays: bool, at: _At) -> None:
         self.hidden, beside, self._part = at
         self._beside = set(beside)
-        self._stays, self._nbytes = stays, _size_ports(spec.config, tokens)
+        self._stays, self._nbytes = stays, size_ports(spec.config, tokens)
 
     @property
     def at(self) -> _At:
@@ -343,11 +343,11 @@ def _copy_unit(form: _Form, slot: int) -> Move:
 
 def handed_nbytes(spec: ModelSpec, tokens: int, ports: tuple[str, ...]) -> int:
     """Bytes that a rank of a pipeline hands on, of so many tokens: the residual stream, and these ports."""
-    sizes = _size_ports(spec.config, tokens)
+    sizes = size_ports(spec.config, tokens)
     return sum(sizes[port] for port in (HIDDEN, *ports))
 
 
-def _size_ports(config: ModelConfig, tokens: int) -> dict[str, int]:
+def size_ports(config: ModelConfig, tokens: int) -> dict[str, int]:
     """Bytes of what stands between units, of so many tokens."""
     sizes = dict.fromkeys((HIDDEN, PART, *AS_WIDE), 4 * tokens * config.d_model)
     sizes[LAYERED] = 4 * tokens * config.rows_width

@@ -1,7 +1,7 @@
 """What steps are called where they are printed or drawn. No torch."""
 
 from pshard.homes import ACC, CPU
-from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState
+from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, WaitingRows
 from pshard.steps.step import AllReduce, Compute, Receive, Send, Step
 
 
@@ -30,4 +30,6 @@ def _label_move(step: Move) -> str:
             return f"to {ACC if step.is_to_acc else CPU}"
         case NewExperts():
             return "new experts"
+        case WaitingRows():
+            return "rows taken up" if step.portion.returns else "rows put aside"
     return step.unit

@@ -54,7 +54,17 @@ class Part:
     width: int
 
 
-Portion = Weights | NewExperts | UnitState | Activations | Part
+@dataclass(frozen=True)
+class WaitingRows:
+    """The micro-batch's rows in buffers of these names, which wait while others of a sweep have their turn: put away,
+    or taken up again (`returns`)."""
+
+    names: tuple[str, ...]
+    returns: bool
+    unit: str = ""  # of many
+
+
+Portion = Weights | NewExperts | UnitState | Activations | Part | WaitingRows
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class Move:
     @property
     def is_to_acc(self) -> bool:
         """Whether it brings something to the accelerator."""
-        return self.to is VRAM
+        return self.to is VRAM and self.origin is not VRAM
 
     def brings(self, *portions: type) -> bool:
         """Whether it brings such a portion to the accelerator."""
@@ -149,3 +159,8 @@ def hand_over(to: str, nbytes: int, names: tuple[str, ...] = ("hidden",)) -> Mov
 def join_part(unit: str, nbytes: int, width: int) -> Move:
     """Bring what the CPU has computed of a divided unit to the accelerator."""
     return Move(Part(unit, width), HOST, VRAM, COMPUTE, nbytes)
+
+
+def put_aside(names: tuple[str, ...], nbytes: int, returns: bool = False) -> Move:
+    """Let the micro-batch's rows wait while others of a sweep have their turn, or take them up again."""
+    return Move(WaitingRows(names, returns), VRAM, VRAM, COMPUTE, nbytes)

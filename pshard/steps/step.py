@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pshard.steps.move import Move
 from pshard.units.share import Divisible
@@ -82,22 +83,38 @@ class Free:
     slot: int
 
 
-Step = Move | Compute | AllReduce | Receive | Send | Gather | Free
+@dataclass(frozen=True)
+class Turns:
+    """Steps that each of so many micro-batches of a sweep takes, one micro-batch after the other."""
+
+    steps: "tuple[Step, ...]"
+    batches: int
+
+
+Step = Move | Compute | AllReduce | Receive | Send | Gather | Free | Turns
 
 
 @dataclass(frozen=True)
 class StepList:
-    """`enter`: copies once when the tier is entered; `body`: one micro-batch."""
+    """`enter`: copies once when the tier is entered; `body`: one micro-batch, or one sweep of several."""
 
     enter: tuple[Move, ...]
     body: tuple[Step, ...]
 
+    @cached_property
+    def flat(self) -> tuple[Step, ...]:
+        """The body with all turns one after the other."""
+        found = list[Step]()
+        for step in self.body:
+            found += step.steps * step.batches if isinstance(step, Turns) else (step,)
+        return tuple(found)
+
     @property
     def link_bytes(self) -> int:
-        """Bytes that one micro-batch moves host to device, what kernels read there included."""
+        """Bytes that the body moves host to device, what kernels read there included."""
         return sum(
             s.reads if isinstance(s, Compute) else s.nbytes
-            for s in self.body
+            for s in self.flat
             if (isinstance(s, Compute) and s.source != DEMAND) or (isinstance(s, Move) and s.is_to_acc)
         )
 

@@ -7,7 +7,7 @@ the key of the block at whose end they were made.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pshard.runtime.executor import Executor
@@ -53,19 +53,22 @@ class Checkpoints:
     def note(self, number: int, length: int, span: tuple[int, int], most: int) -> None:
         """Make one of a sequence that has so many tokens now, where it is due. span: from and to which length the new
         tokens reach, which come in micro-batches of at most so many."""
-        if not self.most:
-            return
-        start, end = span
-        if (end - start > 1 and end - length <= most) or length - self.last(number, length) >= EVERY:
+        if self.is_due(length, span, most, self.last(number, length)):
             self.keep(number, length)
 
-    def keep(self, number: int, length: int) -> None:
-        """Make one of a sequence that has so many tokens now, if it has none; where there are too many, the one goes
-        without which fewest tokens would have to be computed again."""
+    def is_due(self, length: int, span: tuple[int, int], most: int, last: int) -> bool:
+        """Whether one is made at that length, of a sequence whose last one is of length `last`; span, most: see
+        `note`."""
+        start, end = span
+        return bool(self.most) and ((end - start > 1 and end - length <= most) or length - last >= EVERY)
+
+    def keep(self, number: int, length: int, states: Snapshot | None = None) -> None:
+        """Make one of a sequence that has so many tokens now, or had when its states were these, if it has none; where
+        there are too many, the one goes without which fewest tokens would have to be computed again."""
         kept = self._kept[number]
         if kept and kept[-1].length == length:
             return
-        kept.append(self.take(number, length))
+        kept.append(self.take(number, length) if states is None else Checkpoint(length, states))
         while self._count() > self.most:
             if self._shared:
                 self._shared.popitem(last=False)
@@ -85,13 +88,13 @@ class Checkpoints:
         """Whether there is one of the end of the block with that key."""
         return key in self._shared
 
-    def share(self, number: int, length: int, key: bytes) -> None:
-        """Keep what a sequence's states are now, at the end of the block with that key; the one that was used longest
-        ago goes where there are too many."""
+    def share(self, number: int, length: int, key: bytes, states: Snapshot | None = None) -> None:
+        """Keep what a sequence's states are now, or were at that length, at the end of the block with that key; the one
+        that was used longest ago goes where there are too many."""
         if key in self._shared:
             self._shared.move_to_end(key)
         elif self.most > sum(map(len, self._kept)):
-            self.put_shared(key, self.take(number, length).states)
+            self.put_shared(key, self.take(number, length).states if states is None else states)
 
     def put_shared(self, key: bytes, states: Snapshot) -> None:
         """Keep states of the end of the block with that key."""
@@ -121,6 +124,11 @@ class Checkpoints:
             for i, one in enumerate(kept)
             if one is not newest
         ]
+
+    def read(self, number: int, units: Collection[str]) -> Snapshot:
+        """What a sequence's states of these units are now."""
+        self._device.synchronize()
+        return self._residents.read_fixed(number, units)
 
     def take(self, number: int, length: int) -> Checkpoint:
         """What a sequence's states are now."""

@@ -1,7 +1,7 @@
 """The arena of one accelerator.
 
-[experts that follow use | pinned weights | scratch | state stage | row stage | staging slots | free | states from the
-right, first those that stand in every tier]
+[experts that follow use | pinned weights | scratch | state stage | row stage | staging slots | rows that wait in a
+sweep | free | states from the right, first those that stand in every tier]
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.memory.workspace import Workspace, carve_workspace
+from pshard.steps.sweep import list_moving, waiting_bytes
 from pshard.units.divide_unit import arena_portion
 from pshard.units.state import StateShape
 
@@ -103,10 +104,17 @@ class Arena:
         for _ in range(tier.buffers.slots):
             slots.append(self.memory[at : at + tier.buffers.slot_bytes])
             at += align(tier.buffers.slot_bytes, TENSOR_ALIGN)
+        sizes, waiting = waiting_bytes(spec, tier.tokens, shape, list_moving(tier), tier.most_swept), []
+        for _ in range(tier.most_swept if sizes else 0):
+            places = {}
+            for name, nbytes in sizes.items():
+                places[name] = self.memory[at : at + nbytes]
+                at += nbytes
+            waiting.append(places)
         if at > end:
             raise ValueError(f"tier {tier.tokens} needs {at - end} bytes more than the arena of {self.memory.numel()}")
         self._lengthen_index(space, at, end)
-        return Carved(space, state_stage, row_stage, tuple(slots))
+        return Carved(space, state_stage, row_stage, tuple(slots), tuple(waiting))
 
     def _lengthen_index(self, space: Workspace, at: int, end: int) -> None:
         """Put the index into what a tier leaves free, where tables for sequences that share blocks fit there."""
@@ -126,12 +134,14 @@ class Arena:
 @dataclass(frozen=True)
 class Carved:
     """A tier's memory beside pins and states. `state_stage`: one unit's state, when some unit keeps it on the host;
-    `row_stage`: float32, what the CPU has computed of a divided unit; `slots`: staging slots."""
+    `row_stage`: float32, what the CPU has computed of a divided unit; `slots`: staging slots; `waiting`: for each
+    micro-batch of a sweep, uint8 by buffer, where its rows wait."""
 
     space: Workspace
     state_stage: torch.Tensor
     row_stage: torch.Tensor
     slots: tuple[torch.Tensor, ...]
+    waiting: tuple[Mapping[str, torch.Tensor], ...] = ()
 
 
 def stages_states(tier: TierPlan) -> bool:

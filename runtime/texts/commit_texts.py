@@ -1,8 +1,10 @@
 """What becomes of tokens that texts have computed for good: full blocks are shared, states are kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from pshard.runtime.checkpoints.checkpoints import EVERY, Checkpoints
+from pshard.runtime.residents import Snapshot
 from pshard.runtime.texts.block_keys import next_key
 from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.open_rows import OpenRows
@@ -10,6 +12,17 @@ from pshard.runtime.texts.prefix_cache import PrefixCache
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import TextBlocks
 from pshard.units.kv_cells import KV_BLOCK
+
+
+@dataclass
+class DueStates:
+    """States of a text that are kept at a length, taken unit by unit. key: of the block that ends there, of a text
+    that shares its own."""
+
+    text: Text
+    length: int
+    key: bytes | None = None
+    states: Snapshot = field(default_factory=dict)
 
 
 class Commits:
@@ -37,15 +50,39 @@ class Commits:
 
     def commit_all(self, text: Text, start: int, end: int) -> None:
         """All that a text has holds. start, end: from and to which length the tokens reach that it is being given."""
-        text.committed = len(text.ids)
+        self.hold(text)
         if not text.ids:
             return
         if text.salt is None:
             self._checkpoints.note(text.number, text.committed, (start, end), self._most)
-            return
-        self._share(text, text.salt)
-        if self._checkpoints.most:
-            self._keep_states(text, text.salt)
+        elif self._is_border(text):
+            self._keep_states(text)
+
+    def hold(self, text: Text) -> None:
+        """All that a text has holds; its states are kept by whoever calls."""
+        text.committed = len(text.ids)
+        if text.ids and text.salt is not None:
+            self._share(text, text.salt)
+
+    def find_due(self, text: Text, span: tuple[int, int], last: int) -> "DueStates | None":
+        """What is kept of a text's states at its length now; None for nothing. span: as of `commit_all`; last: the
+        length of which some are to be kept before, 0 for none."""
+        length = text.committed
+        if text.salt is not None:
+            return DueStates(text, length, text.keys[-1]) if self._is_border(text) else None
+        last = max(last, self._checkpoints.last(text.number, length))
+        return DueStates(text, length) if self._checkpoints.is_due(length, span, self._most, last) else None
+
+    def read_states(self, due: "DueStates", units: Collection[str]) -> None:
+        """Take what is due of the states of these units, which are now what they are at its length."""
+        due.states.update(self._checkpoints.read(due.text.number, units))
+
+    def keep_due(self, due: "DueStates") -> None:
+        """Keep states that were taken of all units."""
+        if due.key is None:
+            self._checkpoints.keep(due.text.number, due.length, due.states)
+        else:
+            self._keep_states(due.text, due)
 
     def forget(self, text: Text) -> None:
         """A text is closed."""
@@ -115,11 +152,16 @@ class Commits:
         """The key of what block number `at` of a text follows."""
         return text.keys[at - 1] if at else self._root(salt)
 
-    def _keep_states(self, text: Text, salt: str) -> None:
-        """Make a checkpoint at a block's end: where prompts end or part, and every so many tokens."""
+    def _is_border(self, text: Text) -> bool:
+        """Whether a checkpoint is made at a block's end: where prompts end or part, and every so many tokens."""
         length = text.committed
-        if length in text.borders or length % EVERY == 0:
-            key = text.keys[-1]
-            if not self._checkpoints.has_shared(key):
-                self._cache.offer(key, self._parent(text, length // KV_BLOCK - 1, salt), text.ids[-KV_BLOCK:])
-            self._checkpoints.share(text.number, length, key)
+        return bool(self._checkpoints.most) and (length in text.borders or length % EVERY == 0)
+
+    def _keep_states(self, text: Text, due: "DueStates | None" = None) -> None:
+        """Make a checkpoint of what a text's states are now, or of what was due."""
+        length = due.length if due else text.committed
+        at = length // KV_BLOCK - 1
+        key = text.keys[at]
+        if not self._checkpoints.has_shared(key):
+            self._cache.offer(key, self._parent(text, at, text.salt or ""), text.ids[length - KV_BLOCK : length])
+        self._checkpoints.share(text.number, length, key, due.states if due else None)

@@ -22,6 +22,7 @@ from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.open_rows import OpenRows
 from pshard.runtime.texts.prefix_cache import SHARE_OF_STEP, PrefixCache
 from pshard.runtime.texts.run_pieces import PieceRunner
+from pshard.runtime.texts.run_sweeps import SweepRunner
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_no_drafts, check_open, check_pieces
 from pshard.runtime.texts.text_blocks import New, TextBlocks
 from pshard.units.kv_cells import KV_BLOCK
@@ -54,6 +55,7 @@ class TextPool:
         open_rows = OpenRows(executor)
         self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower, open_rows)
         self._runner = PieceRunner(executor, blocks, self._commits)
+        self._sweeps = SweepRunner(executor, blocks, self._commits, self._runner)
 
     @property
     def vocab(self) -> int:
@@ -169,8 +171,8 @@ class TextPool:
         rows: dict[Text, list[torch.Tensor]] = {text: [] for text, _ in new}
         spans = {text: (len(text.ids), len(text.ids) + len(ids)) for text, ids in new}
         with self._guard():
-            for batch in self._blocks.cut(new, self._most, all_logits):
-                logits = self._runner.run_batch(batch, spans, best_only)
+            batches = self._blocks.cut(new, self._most, all_logits)
+            for batch, logits in self._sweeps.run_all(batches, spans, best_only):
                 found = iter(logits)
                 for text, span in zip(batch.texts, batch.batch.spans):
                     rows[text] += islice(found, span.rows)

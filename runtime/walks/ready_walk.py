@@ -70,7 +70,7 @@ class WalkMaker:
         """The walk of a micro-batch under a tier."""
         ready, self._next = self._next, None
         if ready is None or not ready.is_for(tier, segments, logit_rows):
-            ready = self._prepare(tier, segments, logit_rows)
+            ready = self.prepare(tier, segments, logit_rows)
         return ready.begin(ids)
 
     def make_next(self, tier: TierInForce, foresee: Foresee, logit_rows: list[int], ahead: Program | None) -> None:
@@ -78,7 +78,7 @@ class WalkMaker:
         ahead: the program by which it will run, where that is one."""
         segments = foresee()
         if segments is not None:
-            self._next = self._prepare(tier, segments, logit_rows)
+            self._next = self.prepare(tier, segments, logit_rows)
             if ahead:
                 self._next.walk.find_lists(ahead)
 
@@ -99,7 +99,8 @@ class WalkMaker:
         """Drop the walk that was made for the next micro-batch."""
         self._next, self._chain = None, None
 
-    def _prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
+    def prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
+        """A walk that can begin; its index is kept until the next one is prepared."""
         config, tokens = self._context.spec.config, sum(s.tokens for s in segments)
         kernels, filled = tier.side.kernels, (tokens, len(logit_rows))
         fills = tokens <= SMALL_BATCH and kernels.repeatable and kernels.fills

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes, widest_join
 from pshard.model import ModelSpec
-from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
+from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, Sweep, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.speculation import Drafting
+from pshard.steps.sweep import waiting_bytes
 from pshard.units.divide_unit import arena_portion, count_shares, divided_sizes
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
@@ -33,9 +34,11 @@ def make_tier(
     in_place: bool | None = None,
     batch: int = 0,
     drafts: int = 0,
+    sweep: int = 0,
 ) -> TierPlan:
     """A tier of such placements, with honest buffers for float32 activations, and slots for what is read in place too.
-    in_place: whether experts are read so; None: as is likely to be faster. batch: see StateShape. drafts: of a step."""
+    in_place: whether experts are read so; None: as is likely to be faster. batch: see StateShape. drafts: of a step.
+    sweep: micro-batches of one."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
     streamed = [divided_sizes(spec.unit(p.unit), p.share).brought for p in placements if p.moves_each_step]
     reads = ways_to_read(spec.config, tokens)[0] if in_place is None else in_place
@@ -47,6 +50,8 @@ def make_tier(
     scratch += row_stage_bytes(tokens, widest_join(spec, placements))
     if any(p.stages_state for p in placements):
         scratch += state_stage_bytes(spec, shape)
+    moving = {p.unit for p in placements if p.moves_each_step}
+    scratch += sweep * sum(waiting_bytes(spec, tokens, shape, moving, sweep).values())
     buffers = Buffers(
         pinned=sum(align(portion.nbytes, TENSOR_ALIGN) for portion in held if portion),
         scratch=scratch,
@@ -54,7 +59,7 @@ def make_tier(
         slot_bytes=align(max(streamed, default=0), TENSOR_ALIGN),
         kv=sum(spec.unit(p.unit).state_nbytes(spec.config, shape) for p in placements if p.kv == "vram"),
     )
-    return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE, reads)
+    return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE, reads, Sweep(sweep) if sweep else None)
 
 
 def make_variant(

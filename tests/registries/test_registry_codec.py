@@ -25,6 +25,7 @@ from pshard.plan import (
     Prediction,
     RankPlan,
     Registry,
+    Sweep,
     TierPlan,
     Variant,
 )
@@ -47,6 +48,7 @@ CHOICES = {
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
     (Placement, "kept_parts"): st.sampled_from([0, 3]),
     (Buffers, "slots"): st.integers(1, 8),
+    (TierPlan, "sweep"): st.sampled_from([None, Sweep(2, 0.5)]),
     (Prediction, "seconds"): st.floats(0, 1e300),
     (Prediction, "bound_seconds"): st.floats(0, 1e300),
     (Workload, "context"): st.integers(64, 1 << 53),

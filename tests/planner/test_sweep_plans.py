@@ -1,0 +1,102 @@
+"""Plans whose prompts go through the model in sweeps, where a part of it lives on disk."""
+
+from dataclasses import replace
+
+import pytest
+from planner_cases import DESKTOP
+from toy_kinds import ToyFile
+
+from pshard.errors import UserError
+from pshard.homes import READ
+from pshard.machine import DiskTiming, MachineProfile
+from pshard.plan import PlanSet, Registry, Sweep, Variant
+from pshard.planner.check_plan import PlanError, check_variant
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.price import host_limits
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.host_limits import usable_bytes
+from pshard.planner.shown.show_summary import describe_reads
+from pshard.planner.time_steps import time_steps
+from pshard.predicted_times import first_token_seconds
+from pshard.registries.codec import decode_registry, encode_registry
+from pshard.registries.fingerprint import digest
+from pshard.workload import Workload
+
+MIB = 1 << 20
+SPEC = ToyFile("aaaaaa", d_model=256, d_ffn=512, context=4096).spec
+WORKLOAD = Workload((1,), 2048, type_k="f32", type_v="f32", max_ubatch=128, prompt=1000, generated=20)
+RATE = 2e7  # of the disk, which is slow
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are tiny here: nothing is taken off for the process."""
+    monkeypatch.setattr(host_limits, "PROCESS", {"cpu": 0, "cuda": 0})
+
+
+def plan_slow_disk(kind: str, budget: int, ram: int, **more: int) -> tuple[MachineProfile, Variant]:
+    """A plan that leaves something on disk, with so many MiB of host memory."""
+    rows = tuple(DiskTiming("drive", True, 0, 0, n, 1e-5 + n / RATE) for n in (1 << 16, 1 << 20, 1 << 26))
+    profile = replace(profile_from_datasheet(replace(DESKTOP, kind=kind)), disks=rows, ram_bytes=ram * MIB)
+    variant = plan_variant(SPEC, profile, replace(WORKLOAD, vram_mib=(budget,), ram_mib=ram, **more))
+    check_variant((SPEC,), variant, kind, usable_bytes(profile, 1))
+    assert variant.ranks[0].beyond_host
+    return profile, variant
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize(("kind", "budget", "ram"), [("cpu", 6, 11), ("cuda", 332, 3)])
+def test_a_prompt_is_priced_by_one_pass_over_the_disk(kind: str, budget: int, ram: int) -> None:
+    profile, variant = plan_slow_disk(kind, budget, ram)
+    last = variant.ranks[0].tiers[-1]
+    batches = -(-WORKLOAD.prompt // last.tokens)
+    assert last.sweep and last.sweep.batches == batches > 4
+    far = [SPEC.unit(p.unit).packed_nbytes for p in last.placements if p.site.is_beyond_host]
+    assert first_token_seconds(variant) == pytest.approx(sum(far) / RATE, rel=0.05)
+    assert last.prediction.seconds > 0.95 * sum(far) / RATE  # a micro-batch alone reads as much
+    assert "reads them once" in describe_reads(variant)
+    (sheet,) = time_steps(SPEC, profile, variant, WORKLOAD.prompt)
+    reads = [step for step in sheet.steps if step.lane == READ.name]
+    computed = [step for step in sheet.steps if step.step == "Compute" and step.what == "blk.0.ffn"]
+    assert sum(step.nbytes for step in reads) == sum(far) and len(computed) == batches
+    with pytest.raises(UserError, match="no tier covers"):
+        time_steps(SPEC, profile, replace(variant, ranks=(without_sweep(variant),)), WORKLOAD.prompt)
+    text = encode_registry(Registry((PlanSet(digest(()), (), "toy", "", (variant,)),)))
+    assert decode_registry(text).variants == (variant,)
+    with pytest.raises(ValueError, match="no sweep of 2"):
+        decode_registry(text.replace(f'"batches": {batches}', '"batches": 1'))
+
+
+def without_sweep(variant: Variant):
+    (rank,) = variant.ranks
+    return replace(rank, tiers=(*rank.tiers[:-1], replace(rank.tiers[-1], sweep=None)))
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_rows_that_have_no_room_to_wait_make_a_prompt_read_the_disk_more_often() -> None:
+    _, variant = plan_slow_disk("cpu", 4, 11)
+    last = variant.ranks[0].tiers[-1]
+    assert last.sweep and 1 < last.sweep.batches < 8
+    passes = -(-8 // last.sweep.batches)
+    assert f"reads them {passes} times, in sweeps of {last.sweep.batches} micro-batches" in describe_reads(variant)
+    far = sum(SPEC.unit(name).packed_nbytes for name in variant.ranks[0].beyond_host)
+    assert first_token_seconds(variant) == pytest.approx(passes * far / RATE, rel=0.05)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_a_sweep_for_which_rows_have_no_room_is_refused() -> None:
+    _, variant = plan_slow_disk("cpu", 6, 11)
+    (rank,) = variant.ranks
+    for at, sweep in ((-1, Sweep(99)), (-1, Sweep(1)), (-1, None), (0, Sweep(8))):
+        tiers = list(rank.tiers)
+        tiers[at] = replace(tiers[at], sweep=sweep)
+        with pytest.raises(PlanError, match=r"bytes of scratch|has no use here"):
+            check_variant((SPEC,), replace(variant, ranks=(replace(rank, tiers=tuple(tiers)),)), "cpu")
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_what_comes_in_single_steps_has_no_sweeps() -> None:
+    """Prompts of a server, and prompts of one micro-batch."""
+    for more in ({"sequences": 2, "concurrency": 1}, {"prompt": 100}):
+        _, variant = plan_slow_disk("cpu", 6, 11, **more)
+        assert variant.ranks[0].tiers[-1].sweep is None
