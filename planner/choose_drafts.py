@@ -45,8 +45,8 @@ def choose_drafts(
             f"{min(question.allowed)} drafts need steps of {rows} rows for -np {workload.sequences}, and micro-batches "
             f"have {workload.largest} at most; give fewer drafts, or a larger -ub"
         )
-    settling, each = _settle_seconds(spec, profile), head.seconds if head else 0.0
-    planned = tuple(_describe_steps(v, settling, each) for v in made)
+    settling = _settle_seconds(spec, profile)
+    planned = tuple(_describe_steps(v, settling, head) for v in made)
     texts = workload.answer_tokens / workload.generated
     said = Speculation(question.kind, question.acceptance, texts, planned)
     best = min((replace(v, speculation=said) for v in allowed), key=round_seconds)
@@ -92,17 +92,18 @@ def _list_workloads(workload: Workload, question: DraftQuestion, drafter_mib: in
             yield asked
 
 
-def _describe_steps(variant: Variant, settling: float, each: float) -> PlannedDrafts:
-    """settling: seconds of taking rows that hold into states; each: seconds of a draft."""
+def _describe_steps(variant: Variant, settling: float, head: HeadPlan | None) -> PlannedDrafts:
+    """settling: seconds of taking rows that hold into states; head: who drafts, where that takes time."""
     work = variant.workload
     drafts, rows = work.drafting.drafts, work.drafting.rows
     step, alone, bound = step_seconds(variant, rows), step_seconds(variant, 1), step_bound(variant, rows)
-    return PlannedDrafts(drafts, alone, step, bound, each * drafts, settling * (drafts > 0))
+    drafting = head.drafting(drafts) if head else 0.0
+    return PlannedDrafts(drafts, alone, step, bound, drafting, settling * (drafts > 0))
 
 
 def _settle_seconds(spec: ModelSpec, profile: MachineProfile) -> float:
-    """Seconds of taking rows that hold into a text's states that cannot be cut back: each is read and written once, as
-    one token does."""
+    """Seconds by which a step that verifies is longer: the host's part, and taking rows that hold into a text's states
+    that cannot be cut back. Each of these is read and written once, as one token does."""
     tables = find_tables(profile)
 
     def settle(net: DeltaNet | Convolve) -> float:
@@ -111,7 +112,8 @@ def _settle_seconds(spec: ModelSpec, profile: MachineProfile) -> float:
         return tables.elementwise("acc", "norm", 1, numbers) if timed is None else timed
 
     operations = (operation for unit in spec.units for operation in unit.operations(spec.config))
-    return sum(settle(operation) for operation in operations if isinstance(operation, DeltaNet | Convolve))
+    settling = sum(settle(operation) for operation in operations if isinstance(operation, DeltaNet | Convolve))
+    return settling + tables.elementwise("acc", "verify", 1, 1)
 
 
 def keep_drafts(spec: ModelSpec, profile: MachineProfile, variant: Variant, chosen: Variant) -> Variant:

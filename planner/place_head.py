@@ -27,10 +27,17 @@ _BY_RULE = Solve("by rule", 0.0, 0.0, "", "head")
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """A head's plan, and predicted seconds of one draft: a token through all its units."""
+    """A head's plan, and predicted seconds of a token through all its units; `first`: of a text's first draft beside
+    them, `further`: of each other one."""
 
     plan: RankPlan
     seconds: float
+    first: float = 0.0
+    further: float = 0.0
+
+    def drafting(self, drafts: int) -> float:
+        """Seconds of so many drafts."""
+        return drafts * self.seconds + self.first + (drafts - 1) * self.further if drafts else 0.0
 
 
 def plan_head(spec: ModelSpec, profile: MachineProfile, workload: Workload, in_vram: bool) -> HeadPlan:
@@ -57,7 +64,13 @@ def plan_head(spec: ModelSpec, profile: MachineProfile, workload: Workload, in_v
         if not head.unit(p.unit).kind.is_looked_up
     )
     changes = 1 + sum(a.is_on_acc != b.is_on_acc for a, b in pairwise(places))
-    return HeadPlan(plan, seconds + changes * costs.handoff("acc", costs.vector_bytes))
+    handoff, follow = costs.handoff("acc", costs.vector_bytes), tables.elementwise("acc", "follow", 1, 1)
+    if not (first := tables.elementwise("acc", "draft", 1, 1)):  # not timed: less than a token of the model takes
+        return HeadPlan(plan, seconds + changes * handoff, costs.turn, costs.turn)
+    known = 1 + (not places[0].is_on_acc)  # hand-offs that are in it
+    first += max(0, changes - known) * handoff
+    at_once = all(p.is_on_acc or head.unit(p.unit).kind.is_looked_up for p in places)
+    return HeadPlan(plan, seconds, first, follow if at_once else first)
 
 
 def place_head(head: ModelSpec, states: StateShape, act_bytes: int, in_vram: Collection[str]) -> RankPlan:

@@ -36,6 +36,7 @@ from pshard.machine import (
 from pshard.profile.effort import Effort, Shapes, fit_card, shapes_to_tune
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
 from pshard.profile.timed.collective_times import measure_collectives
+from pshard.profile.timed.draft_cost import time_drafts
 from pshard.profile.timed.host_threads import (
     ROUNDS,
     MemoryReader,
@@ -122,7 +123,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
         steps = time_steps("acc", device, fast, MemoryReader(host))
-        rows: list[Found] = [*steps.rows]
+        rows: list[Found] = [*steps.rows, *time_drafts("acc", device, fast, steps.of("acc"))]
         if acc is not None:
             rows.append(time_launch("acc", device, fast))
         cores = read_core_time()
@@ -245,6 +246,7 @@ def measure_accelerator(
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress, notes)
         steps = time_steps(side, device, (fast, on_host), MemoryReader(host))
         own = [row for row in steps.rows if row.device == side]
+        own += time_drafts(side, device, (fast, on_host), steps.of(side))
         if device.kind != "cpu":
             rows.append(time_launch(side, device, (fast, on_host)))
             rows += time_in_place(bench, device, layers_to_read(request))

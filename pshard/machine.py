@@ -187,6 +187,8 @@ class ElementwiseTiming:
     columns), "silu_mul" (SwiGLU product), "embed" (rows looked up on the host). With tokens = width = 1 what a step
     costs the host: "step" (a unit, on either side), "copy" (to start a copy and to wait for it on the GPU), "run" (to
     begin a run of units), "launch" (of a unit's kernels for a prompt one by one); all but "step" not on CPUs.
+    "verify": how much longer a step takes that verifies drafts; "draft" and "follow": what the first draft of another
+    program and each further one take beside its units.
     """
 
     device: str

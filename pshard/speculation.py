@@ -218,7 +218,8 @@ class DraftQuestion:
 class PlannedDrafts:
     """A number of drafts that was planned for, with places of its own. Seconds of a step of all texts that run, in the
     mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, and `drafting` to make
-    these; `settling`, to take the rows that hold into states that cannot be cut back."""
+    these; `settling`, for the host to verify them, and to take the rows that hold into states that cannot be cut
+    back."""
 
     drafts: int
     alone: float

@@ -116,6 +116,6 @@ def describe_drafts(table: DraftTable) -> Iterator[str]:
         yield f"Experts: of a layer, that a text's rows use, {by}."
     if any(row.beside for row in table.rows):
         who = {MTP: "the head makes the drafts", DRAFT: "the draft model drafts"}.get(PROGRAMS.get(table.kind, ""))
-        yield f"More: {f'{who}; ' if who else ''}rows that held go into states that cannot be cut back."
+        yield f"More: {f'{who}; ' if who else ''}rows are compared, and go into states that cannot be cut back."
     if not table.chosen:
         yield "No drafts: no number of them gives a shorter round."

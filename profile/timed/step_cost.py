@@ -53,6 +53,10 @@ class StepFigures:
     rows: tuple[ElementwiseTiming, ...]
     handoff: float
 
+    def of(self, side: str) -> float:
+        """What a unit costs on a side."""
+        return next(row.seconds for row in self.rows if row.device == side and row.what == "step")
+
 
 class Reads(Protocol):
     """Reads about as much of host memory as a unit on the CPU does; `seconds`: what all calls have taken so far, also
@@ -109,13 +113,13 @@ def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: 
     """
     lanes = device.kind != "cpu"  # else both sides meet the same caches, and copies are other threads' work
     kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if lanes else None)
-    wide = _small_model(TURNS, HIDDEN)
+    wide = make_small_model(TURNS, HIDDEN)
     walks = {where: _time_walk(where, 1, device, kernels, wide) for where in (PINNED, ON_CPU, "turns")}
     thin = _time_walk(PINNED, 1, device, kernels)
     if not lanes:
         return _on_one_side(side, walks, thin)
     walks |= {where: _time_walk(where, 1, device, kernels, wide) for where in (STREAMED, "pairs")}
-    step = max(LEAST, (thin - _time_walk(PINNED, 1, device, kernels, _small_model(LAYERS // 2))) / LAYERS)
+    step = max(LEAST, (thin - _time_walk(PINNED, 1, device, kernels, make_small_model(LAYERS // 2))) / LAYERS)
     busy = NoKernels(fast[0], Fills(device)), kernels[1]
     half, whole = (_time_decoding(n, device, busy) for n in (LAYERS // 2, LAYERS))
     return _between_lanes(side, walks, step, 2 * half - whole)
@@ -161,7 +165,7 @@ def _rows(seconds: dict[tuple[str, str], float]) -> tuple[ElementwiseTiming, ...
 def time_launch(side: str, device: Device, fast: tuple[Kernels, Kernels]) -> ElementwiseTiming:
     """Seconds that launching a unit's kernels takes on an accelerator ("acc") where no graph holds them: for a prompt
     that is not a full micro-batch, over matrices so small that computing takes less time."""
-    spec = _small_model()
+    spec = make_small_model()
     return ElementwiseTiming(side, "launch", 1, 1, _time_walk(PINNED, PROMPT, device, fast) / len(spec.units))
 
 
@@ -178,7 +182,7 @@ def _time_walk(
     segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
     samples: list[float] = []
     many = AGAIN if where == PINNED and tokens == 1 else 1  # short ones, of which differences are taken
-    with _open_executor(where, tokens, device, kernels, spec or _small_model()) as executor:
+    with open_executor(where, tokens, device, kernels, spec or make_small_model()) as executor:
         for _ in range(many * WALKS):
             start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
             executor.run(ids, segments, Batch((Span(tokens, 1),)), lambda: segments, foresee=lambda: segments)
@@ -189,7 +193,7 @@ def _time_walk(
 def _time_decoding(layers: int, device: Device, kernels: tuple[Any, Any]) -> float:
     """Seconds of a token by an engine over a small model of so many layers, all of it pinned."""
     samples: list[float] = []
-    with _open_executor(PINNED, 1, device, kernels, _small_model(layers)) as executor:
+    with open_executor(PINNED, 1, device, kernels, make_small_model(layers)) as executor:
         workload = Workload((executor.plan.budget_mib,), CONTEXT, max_ubatch=1, prompt=1, generated=1)
         variant, store = Variant(workload, True, (executor.plan,)), cast(KVStore, None)  # nothing is saved
         engine = Engine(executor, variant, None, (), lambda: None, store)
@@ -201,7 +205,7 @@ def _time_decoding(layers: int, device: Device, kernels: tuple[Any, Any]) -> flo
 
 
 @contextmanager
-def _open_executor(
+def open_executor(
     where: str, tokens: int, device: Device, kernels: tuple[Any, Any], spec: ModelSpec
 ) -> Iterator[Executor]:
     """An executor of a model placed as `_one_tier` says, for micro-batches of so many tokens."""
@@ -215,8 +219,8 @@ def _open_executor(
     weights.close()
 
 
-def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
-    """Matrices have THIN rows or columns; there are two heads of half as many."""
+def make_small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
+    """A model whose matrices have THIN rows or columns; there are two heads of half as many."""
     config = ModelConfig(
         "llama",
         layers,

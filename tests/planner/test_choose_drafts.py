@@ -4,12 +4,15 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from head_files import write_headed
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from planner_cases import DESKTOP, OWN, make_model
 
 from pshard.errors import NoPlan, UserError
+from pshard.machine import ElementwiseTiming
 from pshard.model_config import Experts
 from pshard.models import open_model
+from pshard.plan import Variant
 from pshard.planner.choose_drafts import choose_drafts, time_rows
 from pshard.planner.make_plan import plan_roughly
 from pshard.planner.price.datasheet import profile_from_datasheet
@@ -130,5 +133,24 @@ def test_rows_that_hold_take_as_long_to_go_into_states_as_a_token_does(tmp_path)
     assert decode_rate(chosen) == pytest.approx(1.875 / (three.step + beside))
     table = tabulate_drafts(spec, chosen)
     assert table is not None and table.rows[1].beside == pytest.approx(beside)
-    assert any(line.startswith("More: rows that held") for line in describe_drafts(table))
+    assert any(line.startswith("More: rows are compared") for line in describe_drafts(table))
     assert all(p.drafting == p.settling == 0 for p in choose(DENSE, 0.5, (3,)).speculation.planned)
+
+
+def test_what_drafts_take_beside_units_is_priced_and_none_are_chosen_where_it_is_too_much(tmp_path) -> None:
+    write_headed(tmp_path / "m.gguf", "llama")
+    with open_model(tmp_path / "m.gguf") as model:
+        spec = model.spec
+    question, work = DraftQuestion("mtp", Acceptance((0.9,)), (0, 1, 3)), replace(WORK, context=256, prompt=64)
+
+    def choose_by(**seconds: float) -> Variant:
+        rows = (ElementwiseTiming("acc", what, 1, 1, each) for what, each in seconds.items())
+        profile = replace(PROFILE, elementwise=(*PROFILE.elementwise, *rows))
+        return choose_drafts(lambda asked: plan_roughly(spec, profile, asked).variant, spec, profile, work, question)
+
+    cheap, dear = choose_by(draft=1e-9), choose_by(verify=1e-2, draft=5e-2, follow=2e-2)
+    assert cheap.workload.drafting.drafts and not dear.workload.drafting.drafts
+    own, other = ({p.drafts: p for p in v.speculation.planned} for v in (cheap, dear))
+    assert other[1].drafting - own[1].drafting == pytest.approx(5e-2)
+    assert other[3].drafting - own[3].drafting == pytest.approx(9e-2)
+    assert other[3].settling - own[3].settling == pytest.approx(1e-2) and not other[0].settling

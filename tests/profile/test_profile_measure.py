@@ -30,6 +30,7 @@ from pshard.profile.measure import (
     time_collectives,
     time_shares,
 )
+from pshard.profile.timed.draft_cost import time_drafts
 from pshard.profile.timed.kernel_jobs import Job, attention_points, list_jobs
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.rank_shares import COPY_BYTES, TOKENS
@@ -93,7 +94,10 @@ def test_every_table_that_a_plan_needs_is_there(profile):
         for row in ((1, 1, 64), (1, 16, 16), (1, 16, 64), (16, 1, 64), (64, 1, 64))
     }
     kinds = {"norm", "residual", "rope", "silu_mul", "embed", "step"}
-    assert {(e.device, e.what) for e in profile.elementwise} == {(d, k) for d in ("host", "acc") for k in kinds}
+    drafts = {("acc", what) for what in ("verify", "draft", "follow")}
+    assert {(e.device, e.what) for e in profile.elementwise} == {
+        (d, k) for d in ("host", "acc") for k in kinds
+    } | drafts
     assert {(c.direction, c.memory, c.nbytes) for c in profile.copies} == {
         (*way, nbytes)
         for way in (*((d, m) for d in ("h2d", "d2h") for m in ("pinned", "pageable")), ("h2d", "staged"))
@@ -372,6 +376,18 @@ def test_launching_a_prompts_kernels_is_timed_over_real_steps():
     assert step.seconds < launch.seconds < 0.1
 
 
+@pytest.mark.parametrize("kind", ["cpu", "lanes"])
+def test_drafts_are_timed_beside_steps_without(kind: str) -> None:
+    """Further drafts where the host makes them."""
+    device, kernels = CapturingDevice(), PlainKernels()
+    device.kind = kind
+    try:
+        rows = {row.what: row.seconds for row in time_drafts("acc", device, (kernels, kernels), 1e-6)}
+    finally:
+        device.close()
+    assert rows.keys() == {"verify", "draft"} | ({"follow"} if kind == "cpu" else set()) and rows["draft"] > 0
+
+
 class Reads:
     """Takes so many seconds of a clock with each call."""
 
@@ -626,4 +642,5 @@ def test_a_gpu_has_figures_of_its_own():
     assert costs["step"] < costs["launch"]
     assert 1e-7 <= costs["copy"] < 5e-4 and 1e-7 <= costs["run"] < 5e-4
     assert {c.memory for c in profile.copies} == {"pinned", "staged", "pageable"}
+    assert 1e-5 < costs["draft"] < 5e-3 and costs["verify"] < 5e-3 and "follow" not in costs
     assert 1e-7 <= profile.handoff_seconds < 1e-2  # the least, where a unit itself has it all
