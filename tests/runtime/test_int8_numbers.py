@@ -1,10 +1,12 @@
 """What int8 prompts cost: logits of the bundled model, its products rounded as a GPU rounds them, beside bfloat16."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from engines import open_engine
+from model_files import write_gguf
 from rounded_products import RoundedProducts, quantise
 
 from pshard.models import open_model
@@ -48,12 +50,11 @@ def test_int8_prompts_are_near_bfloat16(monkeypatch: pytest.MonkeyPatch, tokens:
     assert min(same) > 0.95 and same[1] > same[0] - 0.03
 
 
-def test_matrices_of_the_first_layer_are_never_multiplied_in_int8() -> None:
-    path = bundled_model()
-    assert path is not None
-    for unit in open_model(path).spec.units:
-        held = view_unit(unit, torch.empty(unit.packed_nbytes, dtype=torch.uint8)).matrices.values()
-        assert all(matrix.never_int8 == (unit.layer == 0) for matrix in held)
+def test_dense_matrices_of_the_first_layer_alone_are_never_multiplied_in_int8(tmp_path: Path) -> None:
+    for unit in open_model(write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q8_0")).spec.units:
+        held = view_unit(unit, torch.empty(unit.packed_nbytes, dtype=torch.uint8)).matrices
+        for tensor in (t for t in unit.tensors if t.role in held):
+            assert held[tensor.role].never_int8 == (unit.layer == 0 and not tensor.parts), (unit.name, tensor.role)
 
 
 def test_rounding_leaves_what_int8_holds_and_no_more_than_half_a_step_of_the_rest() -> None:
