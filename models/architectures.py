@@ -72,6 +72,7 @@ class Architecture:
     `sorted`: files list which layers have a window, which have other numbers of heads and turn others of them.
     `gated_heads`: what heads give is gated. `short_values`: values may be shorter than keys, and layers may have sinks.
     `uneven`: files say of each layer how many heads and rows of an FFN it has, if any.
+    `limited`: layers may bound what gates give, and lack gates of heads.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Architecture:
     gate_curve: str = "sigmoid"
     gated_heads: bool = False
     short_values: bool = False
+    limited: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def of_windows(self, window: object) -> "Architecture":
@@ -222,6 +224,20 @@ _LAGUNA = _defaults(  # LagunaConfig of transformers
         "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
+)
+_STEP = _defaults(  # Step3p7TextConfig of transformers
+    head_dim=128,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    intermediate_size=11264,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=128000,
+    n_routed_experts=288,
+    num_experts_per_tok=8,
+    moe_intermediate_size=1280,
+    share_expert_dim=1280,
+    norm_topk_prob=True,
+    use_qk_norm=True,
 )
 _MIMO2 = _defaults(  # MiMoV2FlashConfig of transformers
     head_dim=192,
@@ -664,6 +680,21 @@ ARCHITECTURES = (
         defaults=_LAGUNA,
     ),
     Architecture(
+        "step3p5",
+        "step35",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_qk_norm=True,
+        partial=True,
+        windows=True,
+        sorted=True,
+        gated_heads=True,
+        limited=True,
+        norms_less_one=True,
+        routing=Routing(scores="sigmoid", normed=False, choice_bias=True, listed=True),
+        defaults=_STEP,
+    ),
+    Architecture(
         "mimo_v2_flash",
         "mimo2",
         "halves",
@@ -702,7 +733,6 @@ _LACKING = {
     **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
     "grovemoe": "experts that belong to chunks of experts",
-    **dict.fromkeys(("step35", "step3p5", "step3p7"), "a gate of each head and an FFN that is clamped"),
     "mistral4": "latent attention with a temperature",
 }
 

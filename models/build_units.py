@@ -194,7 +194,8 @@ def _attention(
             yield Expected(f"{block}{role}.bias", (rows,))
     if config.gated and (GATE in roles or not config.heads_gated):
         yield Expected(block + GATE, (q, d))
-    if config.heads_gated and not (config.gated and GATE in roles):
+    lacks = (config.gated and GATE in roles) or (arch.limited and HEAD_GATE not in roles)
+    if config.heads_gated and not lacks:
         yield Expected(block + HEAD_GATE, (config.n_heads, d))
     for role, width in ((IN_ORDER, d), (OUT_ORDER, config.n_heads * value)):
         if role in biases:

@@ -9,6 +9,7 @@ from pshard.models.families.by_layer import with_rows_beside
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.layer_sorts import hf_ropes
 from pshard.models.families.read_numbers import hf_numbers
+from pshard.models.families.step_settings import adjust_step
 from pshard.models.hybrid.read_delta import hf_delta
 from pshard.models.hybrid.short_convs import adjust_rows, hf_conv
 from pshard.models.keys import EPSILONS, Keys, check_config
@@ -33,6 +34,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         config = adjust_rows(config, where)
     if arch.chunked:
         config["sliding_window"] = Keys(config, where).integer("attention_chunk_size", arch.window_unsaid)
+    config = adjust_step(config, where) if arch.limited else config
     arch, keys = arch.of_windows(config.get("sliding_window")), Keys(config, where)
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])

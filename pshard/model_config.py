@@ -90,6 +90,7 @@ class Experts:
     beside: bool = False
     layers: tuple[bool, ...] = ()
     weighs_inputs: bool = False
+    limits: tuple[float, ...] = ()  # of each layer's, as `ModelConfig.ffn_limits`
     apart: bool = False  # a layer has an FFN too; both results are normalised, and their sum again
 
     def are_in(self, layer: int) -> bool:
@@ -97,6 +98,10 @@ class Experts:
         if self.layers:
             return self.layers[layer]
         return layer >= self.dense_layers and (layer + 1) % self.every == 0
+
+    def of_layer(self, layer: int) -> "Experts":
+        """The same with the activation that the layer's have, within their limit."""
+        return replace(self, activation=limit_gate(self.activation, self.limits[layer])) if self.limits else self
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,7 @@ class ModelConfig:
     chunked: bool = False  # windows are chunks of a text that follow each other
     window_head_dim: int = 0  # of layers with a window; 0: as of the others
     window_kv_heads: int = 0  # of layers with a window; 0: as of the others
+    ffn_limits: tuple[float, ...] = ()  # silu(gate) of each layer is at most that, up within it; 0, (): as they are
     value_dim: int = 0  # numbers of a head's value, which cells keep as many of as of a key; 0: as many
     value_scale: float = 1.0  # what values are multiplied by
     window_heads: int = 0  # of layers with a window; 0: as of the others
@@ -271,6 +277,10 @@ class ModelConfig:
         dim, kv = self.window_head_dim or self.head_dim, self.window_kv_heads or self.n_kv_heads
         own = replace(self, n_heads=self.window_heads or self.n_heads, n_kv_heads=kv, head_dim=dim)
         return replace(own, window_head_dim=0, window_kv_heads=0, window_heads=0)
+
+    def ffn_activation(self, layer: int) -> str:
+        """Of gates of the layer's FFN or shared experts, as kernels take it."""
+        return limit_gate(self.activation, self.ffn_limits[layer] if self.ffn_limits else 0.0)
 
     def has_window(self, layer: int) -> bool:
         """Whether the layer is one of those that see a window, where the model has one."""

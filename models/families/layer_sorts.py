@@ -15,7 +15,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope
 from pshard.models.hybrid.made_tensors import take_rows
 from pshard.models.hybrid.read_delta import check_layers
-from pshard.models.keys import BASES, Keys
+from pshard.models.keys import BASES, FACTORS, Keys
 from pshard.models.stored import StoredTensor
 from pshard.units.attention import GATE, HEAD_GATE
 
@@ -42,7 +42,7 @@ def gguf_sorts(arch: Architecture, keys: Keys, config: ModelConfig, stored: dict
     check_layers(keys, layers)
     keys.refuse_unless("attention.key_length_swa", config.head_dim)
     keys.refuse_unless("attention.value_length_swa", config.value_dim or config.head_dim)
-    windows = _list_windows(keys, layers) if arch.short_values else _gguf_windows(keys, config)
+    windows = _list_windows(keys, layers) if arch.short_values or arch.limited else _gguf_windows(keys, config)
     heads = _list_numbers(keys, _HEADS, layers, config.n_heads)
     kv = _list_numbers(keys, _KV_HEADS, layers, config.n_heads)
     local = Rope(
@@ -53,24 +53,61 @@ def gguf_sorts(arch: Architecture, keys: Keys, config: ModelConfig, stored: dict
     if arch.short_values:  # whose layers with a window are turned as the others, but by another base
         keys.refuse_unless("rope.dimension_count_swa", config.rope.dims)
         local = replace(config.rope, base=local.base)
+    if arch.limited:  # half as much of heads of layers without a window is turned
+        local = replace(config.rope, dims=local.dims, base=local.base, freq_factors=())
+        half = config.rope.dims // 2
+        config = replace(
+            config, rope=replace(config.rope, dims=half, freq_factors=config.rope.freq_factors[: half // 2])
+        )
     config = _with_sorts(keys, _HEADS, config, windows, heads, kv, local)
-    experts = config.experts
+    experts = _gguf_experts(arch, keys, config, stored)
+    dense = 0 if all(experts.layers) else keys.integer("feed_forward_length")
+    config = replace(config, experts=experts, d_ffn=dense)
+    if arch.limited:
+        config = _with_limits(keys, config, "swiglu_clamp_exp", "swiglu_clamp_shexp")
+    if not arch.gated_heads:
+        return config
+    wide = [_is_wide(tensor, config, int(name.split(".")[1])) for name, tensor in _list_gates(stored, layers)]
+    if arch.limited:  # by heads, where layers have one
+        return replace(config, heads_gated=bool(wide))
+    return replace(config, gated=any(wide), heads_gated=not all(wide) or not wide)
+
+
+def _gguf_experts(arch: Architecture, keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor]) -> Experts:
+    """The experts, in those layers that have a router. Raises UserError for what llama.cpp leaves out."""
+    layers, experts = config.n_layers, config.experts
     assert experts and arch.routing
-    shared = keys.integer("expert_shared_feed_forward_length") if arch.routing.shared else 0
-    biased = any(f"blk.{i}.exp_probs_b.bias" in stored or f"blk.{i}.exp_probs_b" in stored for i in range(layers))
+    if arch.routing.shared or arch.limited:
+        least = None if arch.routing.shared else 0
+        experts = replace(experts, d_shared=keys.integer("expert_shared_feed_forward_length", least, least=0))
     if arch.short_values:
         keys.refuse_unless("expert_gating_func", 0, 2)
-        keys.refuse_unless("expert_weights_scale", 0, 1)  # which llama.cpp does not read
-        for name in (f"blk.{i}.attn_{part}.bias" for i in range(layers) for part in ("q", "k", "v", "qkv")):
+        keys.refuse_unless("expert_weights_scale", 0, 1)
+    if arch.short_values or arch.limited:
+        biased = any(f"blk.{i}.exp_probs_b.bias" in stored or f"blk.{i}.exp_probs_b" in stored for i in range(layers))
+        experts = replace(experts, choice_bias=biased)
+        parts = ("q", "k", "v", "qkv", "output")
+        for name in (f"blk.{i}.attn_{part}.bias" for i in range(layers) for part in parts):
             if name in stored:
                 stored[name].fail("has no place in a GGUF file of this architecture, where llama.cpp leaves it out")
-        experts = replace(experts, choice_bias=biased)
-    experts = _place(keys, replace(experts, d_shared=shared), _find_routed(stored, layers))
-    dense = 0 if all(experts.layers) else keys.integer("feed_forward_length")
-    if not arch.gated_heads:
-        return replace(config, experts=experts, d_ffn=dense)
-    wide = [_is_wide(tensor, config, int(name.split(".")[1])) for name, tensor in _list_gates(stored, layers)]
-    return replace(config, experts=experts, d_ffn=dense, gated=any(wide), heads_gated=not all(wide) or not wide)
+    return _place(keys, experts, [f"blk.{i}.ffn_gate_inp.weight" in stored for i in range(layers)])
+
+
+def _with_limits(keys: Keys, config: ModelConfig, of_experts: str, of_ffns: str) -> ModelConfig:
+    """With what gates of each layer's experts are at most, and those of its FFN or shared experts."""
+    layers, found = config.n_layers, list[tuple[float, ...]]()
+    for key in (of_experts, of_ffns):
+        given = keys.values.get(keys.prefix + key)
+        values = given if isinstance(given, list) else [given] * layers
+        if len(values) not in (layers, keys.values.get(f"{keys.prefix}block_count")):
+            keys.refuse(key, f"has {len(values)} values for {layers} layers")
+        none = (0.0 if v is None else v for v in values[:layers])
+        limits = tuple(float(v) if isinstance(v, int | float) else -1.0 for v in none)
+        if not all(v == 0 or FACTORS[0] <= v <= FACTORS[1] for v in limits):
+            keys.refuse(key, f"is no list of numbers from {FACTORS[0]:g} to {FACTORS[1]:g}, 0 for none")
+        found.append(limits if any(limits) else ())
+    assert config.experts
+    return replace(config, experts=replace(config.experts, limits=found[0]), ffn_limits=found[1])
 
 
 def _gguf_windows(keys: Keys, config: ModelConfig) -> tuple[bool, ...]:
@@ -135,7 +172,15 @@ def hf_sorts(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig
     kinds = keys.kinds("mlp_layer_types", "dense", "sparse") or ["dense", *["sparse"] * (layers - 1)]
     assert config.experts and arch.routing
     shared = keys.integer("shared_expert_intermediate_size") if arch.routing.shared else 0
-    experts = _place(keys, replace(config.experts, d_shared=shared), [kind == "sparse" for kind in kinds])
+    if arch.limited:
+        keys.refuse_unless("use_bidirectional_attention", False)
+        keys.refuse_unless("mlp_bias", False)
+        shared = keys.integer("share_expert_dim")
+        scale = keys.real("query_pre_attn_scalar", config.head_dim, FACTORS) ** -0.5
+        config = _with_limits(keys, replace(config, score_scale=scale), "swiglu_limits", "swiglu_limits_shared")
+    experts = config.experts
+    assert experts
+    experts = _place(keys, replace(experts, d_shared=shared), [kind == "sparse" for kind in kinds])
     dense = 0 if all(experts.layers) else keys.integer("intermediate_size")
     if not arch.gated_heads:
         return replace(config, experts=experts, d_ffn=dense)
@@ -243,10 +288,6 @@ def _place(keys: Keys, experts: Experts, layers: Iterable[bool]) -> Experts:
     return replace(experts, layers=found, dense_layers=found.index(True), every=1)
 
 
-def _find_routed(stored: dict[str, StoredTensor], layers: int) -> list[bool]:
-    return [f"blk.{i}.ffn_gate_inp.weight" in stored for i in range(layers)]
-
-
 def _list_gates(stored: dict[str, StoredTensor], layers: int) -> list[tuple[str, StoredTensor]]:
     names = (f"blk.{i}.{_FILE_GATE}" for i in range(layers))
     return [(name, stored[name]) for name in names if name in stored]
@@ -287,4 +328,5 @@ def rename_choice(name: str) -> str:
     """By the name that other folders have for it, the bias of a choice among experts that a laguna's has there, and
     the sinks of a mimo's."""
     name = name.replace(".self_attn.attention_sink_bias", ".self_attn.sinks")
+    name = name.replace(".moe.router_bias", ".mlp.gate.e_score_correction_bias")
     return name.replace(".mlp.experts.e_score_correction", ".mlp.gate.e_score_correction")

@@ -6,7 +6,15 @@ from pshard.models.stored import StoredTensor
 
 _SHARED = ("tie_word_embeddings", "quantization_config")  # that stand beside the text part
 _TEXT = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
-_SIGHT = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mlp_AR.", "projector.")
+_SIGHT = (
+    "visual.",
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "mlp_AR.",
+    "projector.",
+    "vit_large_projector.",
+)
 _GGUF_SIGHT = ("v.", "mm.")  # as in the file of a vision part of its own, which llama.cpp calls mmproj
 _NOTE = "the model's vision part is left out; it is not supported yet"
 

@@ -21,12 +21,13 @@ def fuses(what: str) -> bool:
 
 @dataclass(frozen=True)
 class Gate:
-    """act(x) * up, `width` elements a token each."""
+    """act(x) * up, `width` elements a token each, by the activation of a layer."""
 
     width: int
     x: Rows
     up: Rows
     out: Rows
+    layer: int
 
     @property
     def reads(self) -> tuple[Rows, ...]:
@@ -84,4 +85,4 @@ def split_gate(gated: GatedProduct) -> tuple[ProductGroup, Gate]:
     """A gated product as two products side by side, and what is made of both."""
     both = ProductGroup((gated.gate, gated.up), (None, None), gated.x, Rows(gated.out.buffer, gated.out.first))
     first, second = both.writes
-    return both, Gate(gated.up.rows, first, second, gated.out)
+    return both, Gate(gated.up.rows, first, second, gated.out, gated.gate.layer)

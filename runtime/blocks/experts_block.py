@@ -34,7 +34,8 @@ class ExpertsBlock(Block):
             gate, up = (weights.vectors[role].view(rule.count, -1) for role in BIASES[:2])
             down = weights.vectors.get(BIASES[2])  # of several ranks one has it
             biases = gate, up, None if down is None else down.view(rule.count, -1)
-        return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=laid.device), biases)
+        return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=laid.device), biases,
+                             rule=rule.of_layer(unit.layer))  # fmt: skip
 
     def ends_in_product(self, weights: ExpertWeights) -> bool:
         return True
@@ -47,7 +48,7 @@ class ExpertsBlock(Block):
         else:
             x, routes = view_routed(side, work.rows)
             cast(SumKernels, side.kernels).experts_part(
-                x, routes, weights, rule_of(side.config), out, _scratch(side, n)
+                x, routes, weights, weights.rule or rule_of(side.config), out, _scratch(side, n)
             )
 
     def run_share(self, work: Work, weights: ExpertWeights, residual: Residual, out: torch.Tensor | None) -> None:
@@ -77,7 +78,7 @@ def _add_experts(
 ) -> None:
     side, n = work.side, work.rows.tokens
     x, routes = view_routed(side, work.rows)
-    rule, scratch = rule_of(side.config), _scratch(side, n)
+    rule, scratch = weights.rule or rule_of(side.config), _scratch(side, n)
     if following is None:
         side.kernels.experts(x, routes, weights, rule, out, scratch, accumulate)
     else:

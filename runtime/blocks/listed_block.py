@@ -146,10 +146,10 @@ class Course:
         side.kernels.linear_group(self.at(group.x), matrices, self.at(whole), side.space.tile, biases)
 
     def gate_up(self, gated: GatedProduct) -> None:
-        side, config = self.work.side, self.work.side.config
+        side, activation = self.work.side, self.work.side.config.ffn_activation(gated.gate.layer)
         both = self.at(Rows(gated.out.buffer, gated.out.first, 2 * gated.up.rows))
         gate, up = (self.matrix(m.role, gated.out) for m in (gated.gate, gated.up))
-        side.kernels.gate_up(self.at(gated.x), gate, up, self.at(gated.out), both, side.space.tile, config.activation)
+        side.kernels.gate_up(self.at(gated.x), gate, up, self.at(gated.out), both, side.space.tile, activation)
 
     def matrix(self, role: str, out: Rows) -> Packed:
         """A matrix of the weights."""
@@ -161,14 +161,15 @@ class Course:
         return last if last is not None and out.first else self.weights
 
     def gate(self, gate: Gate) -> None:
-        kernels, activation = self.work.side.kernels, self.work.side.config.activation
+        kernels, activation = self.work.side.kernels, self.work.side.config.ffn_activation(gate.layer)
         kernels.gate_mul(self.at(gate.x), self.at(gate.up), self.at(gate.out), activation)
 
     def ffn(self, ffn: Ffn) -> None:
         kernels, m = self.work.side.kernels, self.weights.matrices
         gate, up, down = (m[tensor.role] for tensor in (ffn.gated.gate, ffn.gated.up, ffn.down.matrix))
         out, adds = self.target(ffn.down.out, ffn.down.adds)
-        activation, apart = self.work.side.config.activation, self.residual.leaving is not None
+        activation = self.work.side.config.ffn_activation(ffn.gated.gate.layer)
+        apart = self.residual.leaving is not None
         if apart or not kernels.ffn(self.at(ffn.gated.x), gate, up, down, out, adds, activation):
             self.gate_up(ffn.gated)
             self.multiply(ffn.down)

@@ -53,6 +53,7 @@ class ExpertWeights:
     biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
     moved: dict[int, tuple[Packed, Packed, Packed] | None] = field(default_factory=dict)
     bring: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, bool]]] | None = None
+    rule: Experts | None = None  # of the layer, as kernels take it beside these
 
     def matrices(self, number: int) -> tuple[Packed, Packed, Packed] | None:
         """Gate, up and down of an expert where it is now; None: not here."""

@@ -288,6 +288,22 @@ RECIPES = {
         eps=1e-5,
         experts=Moe(8, 3, 64, sigmoid=True, bias=True, dense=1),
     ),
+    "step35": Recipe(
+        layers=5,
+        heads=4,
+        kv=2,
+        local_heads=(6, 2),
+        head_norms=True,
+        windows=(0, 48, 48, 0, 48),
+        rotated=16,
+        local_rotated=32,
+        thetas=(5e6, 1e4),
+        gate="heads",
+        gate_curve="sigmoid",
+        eps=1e-5,
+        limits=((0.0, 0.0), (0.0, 0.5), (0.0, 0.0), (0.25, 0.0), (0.5, 0.25)),
+        experts=Moe(8, 3, 64, sigmoid=True, scale=2.5, bias=True, shared=96, dense=2),
+    ),
     "laguna-m": Recipe(
         layers=3,
         kv=4,
@@ -321,7 +337,7 @@ WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
         *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker", "laguna", "laguna-m", "mimo2"),
-        *("llama4", "arctic"),
+        *("llama4", "arctic", "step35"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -337,7 +353,7 @@ GGUF_NAMES = {
 COMPOSED = (
     *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
     *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b", "lfm2moe", "laguna-m"),
-    "mimo2",
+    *("mimo2", "step35"),
 )  # of what others show each
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
 IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]
@@ -432,6 +448,8 @@ class _Drawn(NamedTuple):
                     self.matrix(f"{b}ffn_{role}{suffix}", *stack, *shape)
         for role, rows in (("up", r.ffn), ("down", r.d)) if r.ffn_biases else ():
             self.bias(f"{b}ffn_{role}", rows)
+        if r.limits:
+            self.made[b + "limits"] = np.array(r.limits[layer])
         if r.act == "xielu":
             self.made[b + "act"] = np.array([0.3 + 0.2 * layer, 0.7 - 0.3 * layer, 0.5 + 0.125 * layer, -(2**-7)])
 
@@ -514,6 +532,14 @@ def _laguna(r: Recipe) -> dict[str, Any]:
 
 
 _OWN_KEYS: dict[str, Any] = {
+    "step35": lambda r: {
+        "expert_shared_feed_forward_length": r.experts.shared, "rope.dimension_count": r.local_rotated,
+        "expert_shared_count": 0, "attention.head_count": [r.counts(i)[0] for i in range(r.layers)],
+        "attention.head_count_kv": [r.counts(i)[1] for i in range(r.layers)], "rope.freq_base_swa": r.thetas[1],
+        "attention.sliding_window": max(r.windows),
+        "attention.sliding_window_pattern": [w > 0 for w in r.windows],
+        "swiglu_clamp_exp": [experts for experts, _ in r.limits], "swiglu_clamp_shexp": [ffn for _, ffn in r.limits],
+    },
     "mimo2": lambda r: {
         "attention.head_count_kv": [r.counts(i)[1] for i in range(r.layers)], "attention.value_length": r.value,
         "attention.value_scale": r.value_scale, "attention.sliding_window": max(r.windows),
@@ -590,7 +616,7 @@ _OWN_KEYS: dict[str, Any] = {
 
 def _as_stored(family: str, r: Recipe, weights: Weights) -> Weights:
     """What the GGUF file has: fused tensors and divisors of frequencies, and the names that this family has."""
-    found = {name: values for name, values in weights.items() if not name.endswith(".act")}
+    found = {name: values for name, values in weights.items() if not name.endswith((".act", ".limits"))}
     for i in range(r.layers):
         b = f"blk.{i}."
         if family == "hy_v3" and b + "exp_probs_b.bias" in found:
@@ -651,6 +677,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "ernie4_5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "paddleocr": ("PaddleOCRVLConfig", "PaddleOCRVLForConditionalGeneration"),
+    "step35": ("Step3p7Config", "Step3p7ForConditionalGeneration"),
     "mimo2": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"),
     **dict.fromkeys(("laguna", "laguna-m"), ("LagunaConfig", "LagunaForCausalLM")),
     "qwen2vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
@@ -807,8 +834,9 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         rope = {"full_attention": rope | {"rope_type": "linear", "factor": r.slower},
                 "sliding_attention": {"rope_type": "default", "rope_theta": r.thetas[1]}}  # fmt: skip
         settings |= {"sliding_window": max(r.windows), "query_pre_attn_scalar": r.head}
-    if family == "mimo2":
-        local = {"rope_type": "default", "rope_theta": r.thetas[1], "partial_rotary_factor": r.rotated / r.head}
+    if family in ("step35", "mimo2"):
+        share = (r.local_rotated or r.rotated) / r.head
+        local = {"rope_type": "default", "rope_theta": r.thetas[1], "partial_rotary_factor": share}
         rope = {"full_attention": rope, "sliding_attention": local}
     if family.startswith("laguna"):
         if not r.windows:
@@ -819,6 +847,9 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
                 "sliding_attention": {"rope_type": "default", "rope_theta": r.thetas[1]},
             }
     settings["rope_parameters"] = rope
+    if family == "step35":
+        sight = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+        return {"text_config": settings, "vision_config": sight | {"patch_size": 14, "mlp_ratio": 2.0}}
     if family in ("qwen2vl", "paddleocr"):
         pairs = r.head // 2
         settings["rope_parameters"] = rope | {"mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
@@ -867,6 +898,13 @@ _HF_OWN: dict[str, Any] = {
             "gating": "per-head" if r.gate == "heads" else "per-element",
         },
     ),
+    "step35": lambda r: {
+        "layer_types": ["sliding_attention" if r.window(i) else "full_attention" for i in range(r.layers)],
+        "sliding_window": max(r.windows),
+        "num_sliding_attention_heads": r.local_heads[0],
+        "swiglu_limits": [experts or None for experts, _ in r.limits],
+        "swiglu_limits_shared": [ffn for _, ffn in r.limits],
+    },
     "mimo2": lambda r: {
         "layer_types": ["sliding_attention" if r.window(i) else "full_attention" for i in range(r.layers)],
         "sliding_window": max(r.windows),
@@ -914,6 +952,11 @@ def _hf_moe(family: str, moe: Moe) -> dict[str, Any]:
             "shared_expert_intermediate_size": moe.shared,
             "mlp_layer_types": ["dense" if i < moe.dense else "sparse" for i in range(RECIPES[family].layers)]
             if family.startswith("laguna") else [],
+        },
+        "step35": {
+            "n_routed_experts": moe.count, "num_experts_per_tok": moe.used, "moe_router_scaling_factor": moe.scale,
+            "share_expert_dim": moe.shared,
+            "mlp_layer_types": ["dense" if i < moe.dense else "sparse" for i in range(RECIPES["step35"].layers)],
         },
         "mimo2": {
             "n_routed_experts": moe.count, "num_experts_per_tok": moe.used, "routed_scaling_factor": moe.scale,
@@ -977,6 +1020,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
                 fused, down = fused.swapaxes(1, 2), down.swapaxes(1, 2)
             found.append((f"layers.{i}.{at}.experts.gate_up_proj", fused))
             found.append((f"layers.{i}.{at}.experts.down_proj", down))
+        own.pop("limits", None)
         for part, numbers in zip(("alpha_p", "alpha_n", "beta", "eps"), own.pop("act", ())):
             found.append((f"layers.{i}.mlp.act_fn.{part}", np.array([numbers] if "alpha" in part else numbers)))
         if family == "stablelm-12b":
@@ -990,7 +1034,7 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             full = full.replace("expert.bias", "expert_bias")
             values = values[:, None] if "conv.conv" in full else values
             found.append((full, values[None] if "moe_statics" in full else values))
-    if family in ("gemma", "gemma2", "gemma3", "nemotron"):
+    if family in ("gemma", "gemma2", "gemma3", "nemotron", "step35"):
         found = [(name, values - 1 if name.endswith("norm.weight") else values) for name, values in found]
     return found
 

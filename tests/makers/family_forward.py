@@ -74,7 +74,8 @@ class Recipe:
     sinks: of layers with a window. bare_norms: heads are normalised so without weights, in layers that are rotated.
     chunks: windows are chunks. counted: the temperature is of tokens so far, in layers that are not rotated.
     layer_heads: query and KV heads of each layer, without the latter one product, without both nothing; layer_ffn:
-    rows, 0 for none.
+    rows, 0 for none. limits: by layer, of its experts and of its FFN or shared experts: silu(gate) is at most that,
+    and up within it; 0: none. Weights have them under the name "limits".
     """
 
     layers: int = 2
@@ -128,6 +129,7 @@ class Recipe:
     value: int = 0
     value_scale: float = 1.0
     sinks: bool = False
+    limits: tuple[tuple[float, float], ...] = ()
     gate: str = ""
     gate_curve: str = "softplus"
     bare_norms: bool = False
@@ -293,10 +295,12 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
         up, down = (own[f"ffn_{role}.bias"] if recipe.ffn_biases else 0.0 for role in ("up", "down"))
         return _bend(recipe.act, h @ own["ffn_up.weight"].T + up, own.get("act")) @ own["ffn_down.weight"].T + down
     if "ffn_gate_inp.weight" not in own:
-        return _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
+        matrices = (own[f"ffn_{role}.weight"] for role in ("gate", "up", "down"))
+        return _expert(recipe, *matrices, h, _limit(recipe, own, 1))
     beside: np.ndarray | float = 0.0
     if rule.early == "inputs" and began is not None:
-        beside = _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
+        matrices = (own[f"ffn_{role}.weight"] for role in ("gate", "up", "down"))
+        beside = _expert(recipe, *matrices, h, _limit(recipe, own, 1))
         h = _norm(began, own["ffn_norm_exps.weight"], recipe.eps)
     logits = (began if rule.early == "scores" else h) @ own["ffn_gate_inp.weight"].T
     if rule.sigmoid:
@@ -311,11 +315,12 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
         for number, weight in zip(chosen[i], weights):
             matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
             if rule.inner:
-                added[i] += _expert(recipe, *matrices, weight * row)
+                added[i] += _expert(recipe, *matrices, weight * row, _limit(recipe, own, 0))
             else:
-                added[i] += weight * _expert(recipe, *matrices, row)
+                added[i] += weight * _expert(recipe, *matrices, row, _limit(recipe, own, 0))
     if rule.shared:
-        added = added + _expert(recipe, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")), h)
+        matrices = (own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down"))
+        added = added + _expert(recipe, *matrices, h, _limit(recipe, own, 1))
     return added + beside
 
 
@@ -335,7 +340,13 @@ def _bend(act: str, x: np.ndarray, numbers: np.ndarray | None) -> np.ndarray:
     return np.where(x > 0, above * x * x, below * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
 
-def _expert(recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray) -> np.ndarray:
+def _limit(recipe: Recipe, own: Weights, which: int) -> float:
+    return (own["limits"][which] if recipe.limits else 0.0) or np.inf
+
+
+def _expert(
+    recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray, limit: float
+) -> np.ndarray:
     g = h @ gate.T
     bent = gelu(g) if recipe.gelu else np.maximum(g, 0) if recipe.relu else g / (1 + np.exp(-g))
-    return (bent * (h @ up.T)) @ down.T
+    return (np.minimum(bent, limit) * np.clip(h @ up.T, -limit, limit)) @ down.T

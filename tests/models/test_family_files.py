@@ -23,7 +23,7 @@ from pshard.models.hf_config import hf_config
 from pshard.runtime.blocks.rope_table import inverse_frequencies
 
 TYPES = {
-    "lfm2moe": "lfm2_moe", "laguna-m": "laguna", "mimo2": "mimo_v2_flash",
+    "lfm2moe": "lfm2_moe", "laguna-m": "laguna", "mimo2": "mimo_v2_flash", "step35": "step3p5",
     "minimax-m2": "minimax_m2", "command-r": "cohere", "exaone-moe": "exaone_moe", "command-r-plus": "cohere",
     "stablelm-12b": "stablelm", "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe",
     "qwen2vl": "qwen2_vl_text", "paddleocr": "paddleocr_vl_text", "ernie4_5-moe": "ernie4_5_moe",
@@ -65,6 +65,27 @@ def test_both_formats_of_a_family_meet_in_one_spec(family: str, tmp_path: Path) 
             assert (found.scale, found.span) == pytest.approx((expected.scale, expected.span))
         else:
             assert found == expected, name
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("laguna", "attention.head_count", [4, 6, 6, 6]),
+        ("laguna", "attention.head_count", [4, 6, 6, 8, 4]),
+        ("laguna", "attention.sliding_window_pattern", [True, True, True, False, False]),
+        ("mimo2", "attention.value_length", 64),
+        ("mimo2", "attention.sliding_window_pattern", [0, 1, 2, 0]),
+        ("mimo2", "rope.dimension_count_swa", 32),
+        ("step35", "swiglu_clamp_exp", [0.0] * 4),
+        ("step35", "swiglu_clamp_shexp", [0.0, -1.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_what_lists_say_of_layers_is_read_or_refused_by_name(
+    family: str, key: str, value: object, tmp_path: Path
+) -> None:
+    path = write_family(tmp_path / "m.gguf", family, **{f"{family}.{key}": value}).path
+    with pytest.raises(UserError, match=f"{family}.{key} "):
+        open_model(path)
 
 
 def test_scores_of_gemma3_of_62_layers_are_scaled_by_its_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,12 @@ MISTAKES = {
         *({"experts": RECIPES["laguna"].experts._replace(**wrong)} for wrong in (
             {"sigmoid": False}, {"normed": False}, {"scale": 1.0}, {"bias": False}, {"shared": 0})),
     ],
+    "step35": [
+        {"limits": ()}, {"gate": ""}, {"gate_curve": "softplus"}, {"rotated": 32}, {"local_rotated": 16},
+        {"windows": (0, 47, 47, 0, 47)}, {"thetas": (5e6, 5e6)}, {"head_norms": False},
+        *({"experts": RECIPES["step35"].experts._replace(**wrong)} for wrong in (
+            {"sigmoid": False}, {"normed": False}, {"scale": 1.0}, {"bias": False}, {"shared": 0})),
+    ],
     "mimo2": [
         {"value_scale": 1.0}, {"sinks": False}, {"windows": (0, 47, 47, 0)}, {"thetas": (5e6, 5e6)}, {"rotated": 48},
         {"score": 32**-0.5}, {"windows": ()},
