@@ -139,7 +139,7 @@ inline void gather_pairs(const uint32_t* pairs, Ints index, Bytes& first, Bytes&
 }
 template <int Bit>
 inline Bytes mirror(Bytes v, Bytes signs) {
-  const Bytes bit = splat_byte(1 << Bit), where = reinterpret_cast<Bytes>((signs & bit) == bit);
+  const Bytes where = Bytes{} - ((signs >> Bit) & splat_byte(1));  // compilers compare bytes one by one
   return (v & ~where) | ((splat_byte(128) - v) & where);
 }
 inline Bytes triple(Bytes v) { return v + v + v; }
