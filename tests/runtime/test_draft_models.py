@@ -17,6 +17,7 @@ from pshard.errors import UserError
 from pshard.models.attach_draft import open_drafted
 from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.second_program import Ask
@@ -72,7 +73,8 @@ def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
     """As on a GPU, whose graphs repeat; behind a cut too, where the cells of drafts are known."""
     found, chains = list[list[object]](), list[object]()
     for repeats in (False, True):
-        monkeypatch.setattr(HostKernels, "repeatable", repeats)
+        for kernels in (PlainKernels, HostKernels):  # whichever is there
+            monkeypatch.setattr(kernels, "repeatable", repeats)
         with open_with(model, other) as engine:
             text, draft = engine.texts.begin(), engine.drafter.draft
             engine.texts.extend([(text, some_ids(40))])

@@ -12,7 +12,7 @@ from head_forward import LATER, MISTAKES, OF_OWN, head_logits
 
 from pshard.batch import VERIFY
 from pshard.runtime.engine import Engine
-from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.second_program import Ask
@@ -72,8 +72,8 @@ def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
     """As on a GPU, whose graphs repeat: the host waits twice for all drafts of a text."""
     ids, found = some_ids(31), list[list[object]]()
     for repeats in (False, True):
-        monkeypatch.setattr(HostKernels, "repeatable", repeats)
-        with headed.open() as engine:
+        monkeypatch.setattr(PlainKernels, "repeatable", repeats)
+        with headed.open(kernels="plain") as engine:
             text, head = engine.texts.begin(), engine.drafter
             engine.texts.extend([(text, ids[:20])])
             engine.texts.extend([(text, ids[20:22])], all_logits=True)
@@ -96,9 +96,9 @@ def test_drafts_that_are_launched_at_once_end_where_the_model_has_no_such_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
     """inf: the fourth is beyond the model's vocabulary."""
-    monkeypatch.setattr(HostKernels, "repeatable", True)
+    monkeypatch.setattr(PlainKernels, "repeatable", True)
     engines, ids = HeadedEngines(tmp_path / "m.gguf", "llama"), some_ids(31)
-    with engines.open() as engine:
+    with engines.open(kernels="plain") as engine:
         text, run = engine.texts.begin(), Chain.run
         engine.texts.extend([(text, ids[:20])])
         (whole,) = engine.drafter.draft([Ask(text, (ids[20],), 7)])
