@@ -240,7 +240,8 @@ def fill_arena(
             grows = set[str]().union(*cells[i:]) == cells[i]  # else its cells lie within those of another tier
             kept = [n for n in order if grows or n in cells[i] or room.spec.unit(n).kind.state is None]
             tier = _fill_tier(room, tier, kept, spare, slots)
-        order = [p.unit for p in tier.placements if p.in_arena and not p.has_state_on_host and p.unit in order]
+        there = {p.unit for p in tier.placements if p.in_arena and not p.has_state_on_host}
+        order = [name for name in order if name in there]
         found.append(tier)
     return tuple(found)
 

@@ -20,6 +20,7 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.lend_weights import lend_weights
 from pshard.runtime.memory.host.fresh_memory import FilledMemory
+from pshard.runtime.memory.host.host_memory import measure_process
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
@@ -74,7 +75,7 @@ def build_engine(
             on a GPU and in a CPU's products, which leave a matrix unit alone.
         filled: memory for the weights, maybe still being filled with pages; released where the plan takes another size.
     """
-    group = group or Group()
+    group, process = group or Group(), measure_process() - (filled.done if filled else 0)
     if group.size != len(variant.ranks):
         wanted = len(variant.ranks)
         raise UserError(f"the plan is for {wanted} ranks, but {group.size} are running; start {wanted}")
@@ -103,7 +104,7 @@ def build_engine(
             own.close()
         device.close()
         raise
-    executor.walks.exact = exact
+    executor.walks.exact, executor.process = exact, process
     notes = (*pair[2], *_note_pageable(executor), *executor.transfers.notes)
     store = KVStore(file, ranges, states, executor, group)
     return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes, head)

@@ -48,7 +48,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are; walks: makes walks.
-        in_force: the tier. switches: how often tiers changed; least: tokens of the smallest in use; meanwhile: see it.
+        in_force: the tier; switches: how often they changed; least: tokens of the smallest in use. meanwhile: see it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Executor:
         self._programs: dict[tuple[int, bool], tuple[Program, Program | None]] = {}
         self._relay: Relay | None = None
         self._sent: Any = None
-        self.switches = self.least = 0
+        self.switches = self.least = self.process = 0  # process: see MemoryReport
         try:
             self.host.take(spec, plan, states, host_kernels, group.size > 1 and spec.neighbours is None)
             self.host.take_picks(spec, plan, records, play)

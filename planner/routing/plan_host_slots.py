@@ -94,9 +94,10 @@ class _Search:
 
     @cached_property
     def order(self) -> list[str]:
-        """What is pinned first where a tier has room: what every token reads."""
-        names = list_spread(self.room)
-        return [*(n for n in names if n not in self.movable), *(n for n in names if n in self.movable)]
+        """What is pinned first where a tier has room: what every token reads, the smallest first, as each unit that is
+        brought has a slot that could have brought a layer of experts meanwhile."""
+        spec = self.room.spec
+        return sorted(list_spread(self.room), key=lambda n: (n in self.movable, spec.unit(n).packed_nbytes))
 
     def follows(self, tier: TierPlan) -> bool:
         """Whether a tier uses the slots."""

@@ -69,7 +69,7 @@ def test_what_the_files_do_not_hold_as_it_is_used_never_stays_on_disk(tmp_path: 
     with open_model(path) as file:
         marked = {unit.name for unit in mark_made(file).units if unit.stays_in_memory}
     assert marked == {"blk.0.attention", "blk.1.attention"}
-    profile, workload = make_machine(12 * MIB), replace(WORKLOAD, ram_mib=12)
+    profile, workload = make_machine(10 * MIB), replace(WORKLOAD, ram_mib=10)
     held = min(plan_variant(SPEC, profile, workload).ranks[0].beyond_host)
     spec = replace(SPEC, units=tuple(replace(u, stays_in_memory=u.name == held) for u in SPEC.units))
     variant = plan_variant(spec, profile, workload)

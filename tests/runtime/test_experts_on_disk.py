@@ -109,6 +109,7 @@ def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path, on_host
         experts, (cache,) = list_experts(spec), plan.caches
         each = sum(t.file_nbytes // t.parts for t in experts[0].tensors)
         begun = engine.memory().read
+        assert engine.memory().slots == on_host * cache.nbytes and engine.memory().process > 0
         assert begun == cache.slots * each  # slots are full at the start
         converse(engine)
         record = engine.record_routing("")

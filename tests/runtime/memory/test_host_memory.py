@@ -15,7 +15,7 @@ from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.memory.host import fresh_memory, host_arena
-from pshard.runtime.memory.host.host_memory import map_memory
+from pshard.runtime.memory.host.host_memory import map_memory, measure_process
 from pshard.runtime.memory.weights import HostWeights, pack_unit
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import whole_unit
@@ -170,3 +170,15 @@ def test_what_graphs_transfer_is_page_locked_before_weights_take_the_rest(
         assert all(device.answers[:-1]) and device.answers[-1] == executor.page_locked  # a refusal is the last question
         engine.close()
         assert not device.locked
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="asks Linux for the size of the process")
+def test_the_size_of_the_process_counts_memory_and_no_pages_of_files(tmp_path: Path) -> None:
+    before, path = measure_process(), tmp_path / "file"
+    path.write_bytes(bytes(64 * MIB))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+        assert not any(view[:: mmap.PAGESIZE])
+        with_file = measure_process()
+    memory = map_memory(64 * MIB)
+    memory.fill_(1)
+    assert before > MIB and abs(with_file - before) < 32 * MIB < measure_process() - before
