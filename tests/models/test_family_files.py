@@ -88,6 +88,26 @@ def test_what_lists_say_of_layers_is_read_or_refused_by_name(
         open_model(path)
 
 
+def test_step_s_older_settings_mean_the_same(tmp_path: Path) -> None:
+    """As its publisher has them: other names, lists that go on for layers that draft, angles beside each other."""
+    now = published("step35")["text_config"]
+    older = dict(now) | {"num_nextn_predict_layers": 2, "hidden_act": "swigluoai"}
+    kinds, rope = [*now["layer_types"], "full_attention", "full_attention"], older.pop("rope_parameters")
+    full, local = rope["full_attention"], rope["sliding_attention"]
+    of_layers = [local if kind == "sliding_attention" else full for kind in kinds]
+    older |= {
+        "layer_types": kinds, "moe_layers_enum": "2,3,4,5,6", "moe_num_experts": older.pop("n_routed_experts"),
+        "moe_top_k": older.pop("num_experts_per_tok"), "num_attention_groups": older.pop("num_key_value_heads"),
+        "attention_other_setting": {"num_attention_heads": older.pop("num_sliding_attention_heads")},
+        "swiglu_limits": [*older["swiglu_limits"], 0.0, 0.0], "rope_theta": [own["rope_theta"] for own in of_layers],
+        "partial_rotary_factors": [own["partial_rotary_factor"] for own in of_layers],
+    }  # fmt: skip
+    del older["mlp_layer_types"]
+    found = [hf_config(find_hf_architecture("step3p5", "a"), settings, "a") for settings in (now, older)]
+    assert found[0] == found[1]
+    assert found[0].window_heads == 6 and found[0].experts and found[0].experts.limits == (0.0, 0.0, 0.0, 0.25, 0.5)
+
+
 def test_scores_of_gemma3_of_62_layers_are_scaled_by_its_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for layers, width in ((6, 32), (62, 64 / 4)):
         recipe = replace(RECIPES["gemma3"], layers=layers, d=64, head=32, ffn=32)
