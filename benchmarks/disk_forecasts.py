@@ -21,7 +21,7 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.on_disk import mark_made
-from pshard.plan import Variant
+from pshard.plan import TierPlan, Variant
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
@@ -61,7 +61,7 @@ def forecast(spec: ModelSpec, ram: int, vram: int, rate: float) -> dict[str, Any
         (task,) = prepare_ranks(spec, machine, variant.workload)
         tiers, seconds = variant.ranks[0].tiers, first_token_seconds(variant)
         outside = count_outside(task.room, tiers[-1].tokens, machine)
-        found[f"passes_{prompt}"] = -(-prompt // variant.workload.max_ubatch)
+        found[f"passes_{prompt}"] = -(-prompt // (variant.workload.max_ubatch * tiers[-1].most_swept))
         found[f"first_token_{prompt}"] = round(seconds, 2)
         found[f"first_token_share_{prompt}"] = round(max(outside / rate, _least_first_token(variant)) / seconds, 2)
         if prompt != PROMPTS[0]:
@@ -108,9 +108,14 @@ def _likely_seconds(variant: Variant) -> float:
 
 
 def _least_first_token(variant: Variant) -> float:
-    """Seconds to the first token, did every tier take no more than its bound without a disk."""
-    (rank,) = variant.ranks
-    tiers = (replace(t, prediction=replace(t.prediction, seconds=t.prediction.bound_seconds)) for t in rank.tiers)
+    """Seconds to the first token, did every tier take no more than its bound without a disk; sweeps no more than the
+    accelerator computes, as bounds have the link bring everything to each micro-batch."""
+    (rank,), tiers = variant.ranks, list[TierPlan]()
+    for tier in rank.tiers:
+        least = tier.prediction.bound_seconds
+        swept = min(least, dict(tier.prediction.busy)["acc"])
+        sweep = replace(tier.sweep, seconds=swept) if tier.sweep else None
+        tiers.append(replace(tier, prediction=replace(tier.prediction, seconds=least), sweep=sweep))
     return first_token_seconds(replace(variant, ranks=(replace(rank, tiers=tuple(tiers)),)))
 
 

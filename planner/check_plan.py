@@ -199,6 +199,8 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     widths = (u.kind.joins(p.cpu_rows, spec.config) for u, p in zip(spec.units, tier.placements) if p.cpu_rows)
     joined = 4 * tier.tokens * max(widths, default=0)  # float32 that the CPU sends over
     scratch += -(-joined // buffers.BUFFER_ALIGN) * buffers.BUFFER_ALIGN
+    if tier.sweep and len(variant.ranks) > 1:
+        raise PlanError(f"{where}: several ranks have no sweeps")
     scratch += _waiting_nbytes(spec, rank, tier, shape, where)
     b = tier.buffers
     for name, said, is_ in (("pinned", b.pinned, pinned), ("KV", b.kv, kv), ("scratch", b.scratch, scratch)):

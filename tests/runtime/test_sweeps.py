@@ -11,6 +11,7 @@ from model_files import write_gguf
 from plan_samples import make_tier, make_variant
 from toy_kinds import VOCAB, ToyFile, know_decay  # noqa: F401
 
+from pshard.errors import StepFailed
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.plan import TierPlan
@@ -18,6 +19,8 @@ from pshard.planner.check_plan import check_runnable
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.checkpoints import checkpoints
 from pshard.runtime.devices.device import open_device
+from pshard.runtime.walks.sweep import Turn
+from pshard.steps.move import WaitingRows
 from pshard.units.unit import places_of
 
 FAST = "fake:rate=20G,jitter=1ms"  # pieces arrive in random order
@@ -72,7 +75,8 @@ def test_a_sweep_reads_what_is_on_disk_once(device: str, tmp_path: Path, monkeyp
     rng, found = random.Random(2), []
     prompts = [[rng.randrange(320) for _ in range(n)] for n in (70, 256, 250, 257, 640, 65)]
     tiers = on_disk(spec, 4, context=2048)
-    with open_engine(path, tiers, context=2048, device=device) as engine:
+    kernels = "fast" if device == "cpu" else "plain"
+    with open_engine(path, tiers, kernels, 2048, device=device) as engine:
         engine.forward(prompts[0])
         for prompt, passes in zip(prompts, (1, 1, 1, 2, 3, 1), strict=True):
             engine.reset(0)
@@ -81,7 +85,7 @@ def test_a_sweep_reads_what_is_on_disk_once(device: str, tmp_path: Path, monkeyp
             found.append(engine.forward(prompt))
             engine.device.synchronize()
             assert engine.memory().read - before == passes * count_read(spec, tiers[-1])
-    with open_engine(path, pinned_everywhere(spec, context=2048), context=2048, device=device) as engine:
+    with open_engine(path, pinned_everywhere(spec, context=2048), kernels, 2048, device=device) as engine:
         for prompt, row in zip(prompts, found, strict=True):
             engine.reset(0)
             if len(prompt) % 64 > 1 or device == "cpu":  # few tokens have other kernels on a GPU
@@ -110,7 +114,7 @@ def test_windows_and_states_of_a_fixed_size_go_through_sweeps(layers: str) -> No
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("like", ["dense", "next"])
+@pytest.mark.parametrize("like", ["dense", pytest.param("next", marks=pytest.mark.slow)])
 def test_checkpoints_in_the_middle_of_a_sweep_are_those_of_micro_batches_in_turn(
     like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +136,40 @@ def test_checkpoints_in_the_middle_of_a_sweep_are_those_of_micro_batches_in_turn
     expected, others = speak(0)
     assert lengths == expected and len(lengths) > 3
     assert all(map(torch.equal, rows, others))
+
+
+def test_a_disk_that_fails_in_a_sweep_ends_it_and_names_file_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", f"{FAST},fault=dead@40")
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    with open_engine(path, on_disk(open_model(path).spec, 8), context=512) as engine:
+        with pytest.raises(StepFailed, match=r"m\.gguf at byte \d+"):
+            for _ in range(9):
+                engine.forward(list(range(300)))
+                engine.reset(0)
+        with pytest.raises(StepFailed, match="an earlier step failed"):
+            engine.forward([1])
+
+
+def test_an_interrupt_in_the_middle_of_a_sweep_leaves_an_engine_that_refuses_and_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    path, calls = write_gguf(tmp_path / "m.gguf", qtype="Q4_0"), list[WaitingRows]()
+
+    def put_aside(turn: Turn, portion: WaitingRows) -> None:
+        calls.append(portion)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+
+    with open_engine(path, on_disk(open_model(path).spec, 4), context=512) as engine:
+        monkeypatch.setattr(Turn, "put_aside", put_aside)
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward(list(range(256)))
+        with pytest.raises(StepFailed, match="an earlier step failed"):
+            engine.forward([1])
+    assert [portion.returns for portion in calls] == [False] * 4 + [True, False, True]
 
 
 @pytest.mark.gpu
