@@ -171,7 +171,7 @@ def test_the_oracle_finds_the_same_optimum_with_and_without_cutting():
     ("layers", "seed"),
     [
         (6, 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, 0), (6, 1), (8, 1), (12, 0), (12, 1))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, 1), (12, 0), (12, 1))),
     ],
 )
 def test_more_search_unit_by_unit_gains_less_than_a_percent(layers, seed):
