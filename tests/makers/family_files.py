@@ -445,7 +445,8 @@ class _Drawn(NamedTuple):
         for suffix, stack, rows in ffn:
             for role, shape in (("gate", (rows, r.d)), ("up", (rows, r.d)), ("down", (r.d, rows))):
                 if rows and not (r.act and role == "gate"):
-                    self.matrix(f"{b}ffn_{role}{suffix}", *stack, *shape)
+                    scaled = suffix == "_exps" and role == "down"  # rounding may choose another expert: of usual weight
+                    self.matrix(f"{b}ffn_{role}{suffix}", *stack, *shape, by=1 / moe.scale if scaled else 1.0)
         for role, rows in (("up", r.ffn), ("down", r.d)) if r.ffn_biases else ():
             self.bias(f"{b}ffn_{role}", rows)
         if r.limits:

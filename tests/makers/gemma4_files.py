@@ -89,7 +89,8 @@ def make_gemma4(r: Gemma4, seed: int = 0) -> Weights:
         for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             norm(b + name, r.d)
         matrix(b + "attn_q", r.heads * head, r.d)
-        norm(b + "attn_q_norm", head, by=0.4)  # scores are not scaled: larger ones make rounding grow
+        by = min(0.4, 3.2 * head**-0.5)  # scores are not scaled: larger ones make rounding grow
+        norm(b + "attn_q_norm", head, by)
         if r.owner(i) == i:
             matrix(b + "attn_k", kv * head, r.d)
             norm(b + "attn_k_norm", head)
