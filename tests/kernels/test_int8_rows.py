@@ -162,7 +162,7 @@ def test_gate_and_up_are_one_launch_that_gives_what_both_products_give(
 
 
 def test_a_matrix_that_is_not_to_be_in_int8_suits_no_tile() -> None:
-    weight, _ = random_weight("Q4_0", 32, 64)
+    weight, _ = random_weight("Q4_0", 32, 64, seed=19)
     room = torch.empty(1 << 16, dtype=torch.uint8)
     assert int8_rows.fits(weight, TILE, room) and not int8_rows.fits(replace(weight, never_int8=True), TILE, room)
 
