@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from pshard import buffers
 from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.planner.routing.check_caches import check_caches
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
@@ -105,23 +106,25 @@ def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
             raise PlanError(f"rank {met[-1]} hands hidden states to rank {rank}, which expects them from {link.source}")
     along = [unit for rank in met for unit in specs[rank].units if unit.tensors]
     held, everywhere = [u.name for u in along], [u.name for spec in specs for u in spec.units if u.tensors]
-    if sorted(held) != sorted(everywhere) or not _is_whole(along, specs[0].config.n_layers):
+    if sorted(held) != sorted(everywhere) or not _is_whole(along, specs[0].config):
         raise PlanError(f"the ranks' layers, {held} along the pipeline, are not the model's units, each once, in order")
 
 
-def _is_whole(along: list[Unit], n_layers: int) -> bool:
-    """Whether units are in a model's order: those that take ids, those of layers, of which one may lead, a last one."""
+def _is_whole(along: list[Unit], config: ModelConfig) -> bool:
+    """Whether units are all of a model's, in order: those that take ids, layers with one that leads in each that has
+    attention, and others in each that has an FFN, a last one."""
     positions = [u.kind.position for u in along]
     inside = along[positions.count("first") : -1]
     layers = [u.layer for u in inside]
-    leads = [(u.layer, not u.kind.leads) for u in inside]
+    every = range(config.n_layers)
+    leading = [i for i in every if not config.layer_heads or any(config.layer_heads[i])]
+    following = {i for i in every if not config.ffn_rows or config.ffn_rows[i]}
     return (
         "first" in positions
         and positions == ["first"] * positions.count("first") + ["layer"] * len(layers) + ["last"]
         and layers == sorted(layers)
-        and leads == sorted(leads)
-        and len({at for at in leads if not at[1]}) == sum(u.kind.leads for u in inside)
-        and set(layers) <= set(range(n_layers))
+        and [u.layer for u in along if u.kind.leads] == leading
+        and {u.layer for u in inside if not u.kind.leads} == following
     )
 
 

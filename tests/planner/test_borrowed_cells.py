@@ -59,7 +59,13 @@ def test_cells_that_others_read_stand_in_vram_whatever_else_is_there(spec: Model
 @pytest.mark.usefixtures("quick_search")
 def test_plans_for_ranks_are_right(mode: str, spec: ModelSpec) -> None:
     variant = plan_variant(spec, profile_from_datasheet(PAIR), workload(50, 50, mode=mode))
-    check_variant(cut_ranks(spec, variant.split), variant, "cuda")
+    parts = cut_ranks(spec, variant.split)
+    check_variant(parts, variant, "cuda")
+    if mode == "layer":
+        units = [[replace(u, tensors=()) if u.name == "blk.4.attention" else u for u in part.units] for part in parts]
+        lacking = tuple(replace(part, units=tuple(own)) for part, own in zip(parts, units, strict=True))
+        with pytest.raises(PlanError, match="are not the model's units, each once, in order"):
+            check_variant(lacking, variant, "cuda")
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (5.0, 1.0), (1.0, 5.0), (1.0, 1.0, 1.0), (1.0, 0.0, 2.0)], ids=str)
