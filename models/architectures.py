@@ -34,6 +34,7 @@ class Routing:
     early: str = ""
     beside: str = ""
     weighs_inputs: bool = False
+    chunked: bool = False
     listed: bool = False
 
 
@@ -489,6 +490,9 @@ ARCHITECTURES = (
         remote=True,
     ),
     Architecture(
+        "grove_moe", "grovemoe", "halves", qk_norm=True, routing=Routing(norm_fixed=True, chunked=True), remote=True
+    ),
+    Architecture(
         "nemotron-nas", "deci", "adjacent", optional_biases=(*_QKV, "attn_output.bias"), uneven=True, remote=True
     ),
     Architecture(
@@ -732,7 +736,6 @@ _LACKING = {
     "kimi-linear": "a delta net that decays by channel",
     **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),
     **dict.fromkeys(("granitehybrid", "granitemoehybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1"), _MAMBA),
-    "grovemoe": "experts that belong to chunks of experts",
     "mistral4": "latent attention with a temperature",
 }
 

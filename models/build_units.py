@@ -35,6 +35,7 @@ from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
 from pshard.units.layer_rows import TABLE as ROW_TABLE
 from pshard.units.moe.blend import BLEND
+from pshard.units.moe.chunks import CHUNKS
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import FACTORS as ROUTER_FACTORS
 from pshard.units.moe.router import NORMS as ROUTER_NORMS
@@ -46,6 +47,7 @@ from pshard.units.ports import (
     FOLLOWS,
     GIVES_DENSE,
     GIVES_EXPERTED,
+    GIVES_SUM,
     ROUTES,
     SCORES_EARLY,
     TAKES_EARLY,
@@ -156,7 +158,10 @@ class UnitMaker:
             yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False), GIVES_DENSE if rule.apart else None)
         if rule.d_shared:
             yield unit(block + "shared", SHARED_EXPERTS, i, _shared(rule, d, block))
-        yield unit(block + "experts", EXPERTS, i, _experts(rule, d, block), GIVES_EXPERTED if rule.apart else None)
+        ports = GIVES_EXPERTED if rule.apart else GIVES_SUM if rule.chunks else None
+        yield unit(block + "experts", EXPERTS, i, _experts(rule, d, block), ports)
+        if rule.chunks:
+            yield unit(block + "chunks", CHUNKS, i, _chunks(rule, d, block))
         if rule.apart:
             yield unit(block + "blend", BLEND, i, _blend(d, block, LAYER_SCALE in self._roles))
 
@@ -346,6 +351,15 @@ def _experts(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
             yield Expected(f"{block}ffn_{role}_exps.bias", (n, rows), n)
 
 
+def _chunks(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+    """Those that follow experts, and by what tokens choose among them."""
+    rule = experts.of_chunks()
+    n, f = rule.count, rule.d_expert
+    yield Expected(block + "ffn_gate_inp.weight", (experts.count, d_model))
+    for role, rows, cols in (("gate", f, d_model), ("up", f, d_model), ("down", d_model, f)):
+        yield Expected(f"{block}ffn_{role}_chexps.weight", (n, rows, cols), n)
+
+
 def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str) -> TensorSpec:
     name, shape, parts = expected
     tensor = stored.get(name)
@@ -357,7 +371,7 @@ def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str
     tensor.check_type()
     if parts:
         if len(shape) == 3 and QUANT_TYPES[tensor.qtype].planes and shape[1] % ROW_BLOCK:
-            of = "experts" if "_exps." in name else "heads"
+            of = "experts" if "exps." in name else "heads"
             what = f"has {of} of {shape[1]} rows in {tensor.qtype}, which records of {ROW_BLOCK} rows do not divide"
             tensor.fail(what, "use a file that has F16 or BF16 for it")
         shape = (parts * shape[1], *shape[2:])

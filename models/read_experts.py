@@ -1,7 +1,7 @@
 """What files say about routed experts -> Experts: keys of GGUF metadata, and of config.json."""
 
 from pshard.errors import UserError
-from pshard.model_config import Experts
+from pshard.model_config import Chunks, Experts
 from pshard.models.architectures import Routing
 from pshard.models.hybrid.read_delta import check_layers
 from pshard.models.keys import FACTORS, Keys
@@ -42,12 +42,24 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
         beside=bool(routing.beside),
         weighs_inputs=routing.weighs_inputs,
         every=keys.integer("interleave_moe_layer_step", 1),
+        chunks=_read_chunks(keys, count) if routing.chunked else None,
     )
     if routing.weighs_inputs:
         keys.refuse_unless("expert_weights_scale", 0.0, 1.0)
         keys.refuse_unless("expert_gating_func", 0, 2)
         keys.refuse_unless("expert_used_count", 1)
     return check_experts(experts, keys.where)
+
+
+def _read_chunks(keys: Keys, count: int) -> Chunks:
+    """Of a grovemoe file. Raises UserError that names the key."""
+    keys.refuse_unless("expert_gating_func", 0, 1)
+    keys.refuse_unless("expert_group_count", 1, 0)
+    each = keys.integer("experts_per_group")
+    if count % each:
+        keys.refuse("experts_per_group", f"is {each}, which does not divide {count} experts")
+    rows = keys.integer("expert_chunk_feed_forward_length", 0, least=0) or keys.integer("attention.key_length")
+    return Chunks(each, rows, keys.real("expert_group_scale", None, FACTORS))
 
 
 def _expert_rows(routing: Routing, keys: Keys, used: int) -> int:

@@ -53,6 +53,24 @@ def limit_of(activation: str) -> float:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """One more expert of `rows` rows for each chunk of `each` routed ones, as llama.cpp's grovemoe has them.
+
+    They take the sum of what a token's experts gave, and add to it. A token takes those of its experts' chunks, of the
+    best experts where there are fewer chunks; one that two of these have counts twice. Its weight is the softmax score
+    of the expert whose number the chunk has, divided by the sum of these, which counts as LEAST_SUM at least, times
+    `scale`.
+    """
+
+    each: int
+    rows: int
+    scale: float
+
+
+LEAST_SUM = 2.0**-14
+
+
+@dataclass(frozen=True)
 class Experts:
     """The routed experts of a layer, and how a router chooses among them.
 
@@ -68,7 +86,7 @@ class Experts:
     sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead, and of the
     others all but the last of each `every`; or `layers` says of each whether it has experts. `beside`: layers with
     experts have an ordinary FFN too. `weighs_inputs`: a token's one expert takes its input times the weight that others
-    multiply the result by.
+    multiply the result by. `chunks`: experts that follow them.
     """
 
     count: int
@@ -92,12 +110,24 @@ class Experts:
     weighs_inputs: bool = False
     limits: tuple[float, ...] = ()  # of each layer's, as `ModelConfig.ffn_limits`
     apart: bool = False  # a layer has an FFN too; both results are normalised, and their sum again
+    chunks: Chunks | None = None
 
     def are_in(self, layer: int) -> bool:
         """Whether a layer has experts."""
         if self.layers:
             return self.layers[layer]
         return layer >= self.dense_layers and (layer + 1) % self.every == 0
+
+    @property
+    def together(self) -> bool:
+        """Whether the sum of a token's experts is wanted before it is added to the residual stream."""
+        return self.apart or self.chunks is not None
+
+    def of_chunks(self) -> "Experts":
+        """The rule of the experts of chunks, and of how many a token takes."""
+        assert self.chunks is not None
+        count = self.count // self.chunks.each
+        return replace(self, count=count, used=min(self.used, count), d_expert=self.chunks.rows, chunks=None)
 
     def of_layer(self, layer: int) -> "Experts":
         """The same with the activation that the layer's have, within their limit."""

@@ -1,7 +1,7 @@
 """What operations cost: one formula for each noun of `pshard.units.operations`, from the profile's tables."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -11,6 +11,7 @@ from pshard.quant import QUANT_TYPES
 from pshard.routing.expert_uses import Uses, chosen_share, used_experts
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
+    AddRows,
     Attend,
     AttendLatent,
     Bend,
@@ -100,7 +101,7 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [(Order.NORM, 2 * seconds if operation.centred else seconds), *added]
         case Take(width=width):  # as much as a norm, but where products take the port as it is
             return [] if by.on_host else [(Order.NORM, _elementwise(by, "norm", width))]
-        case PlaceRows(width):  # reads and writes as much as a norm
+        case PlaceRows(width) | AddRows(width):  # reads and writes as much as a norm
             return [(Order.RESIDUAL, _elementwise(by, "norm", width))]
         case Product(matrix):
             added = [(Order.RESIDUAL, _elementwise(by, "residual", matrix.rows))] if operation.adds else []
@@ -138,6 +139,7 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             timed = by.tables.routed.route(by.side, operation, by.rows)
             return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
         case ExpertProducts():
+            by = by if len(by.uses) in (0, operation.of) else replace(by, uses=())  # which say nothing of chunks
             timed = by.tables.routed.experts(by.side, operation, by.apart, by.uses)
             return [(Order.OTHER, _untimed_experts(by, operation) if timed is None else timed)]
     raise TypeError(f"no formula says what {operation} costs")

@@ -12,6 +12,7 @@ from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.operands import Rows
 from pshard.units.operations import (
+    AddRows,
     Attend,
     Bend,
     Convolve,
@@ -128,7 +129,7 @@ class _Flow:
                 self.expect(self.cut(table.role).axis == "none", table.role, "is looked up by whole rows but is cut")
             case Norm():
                 return self.norm(operation, values)
-            case Take():
+            case Take() | AddRows():
                 return values
             case ProductGroup(matrices):
                 return tuple(self.linear(values[0], matrix) for matrix in matrices)

@@ -17,6 +17,7 @@ from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
 from pshard.units.moe.blend import BLEND
+from pshard.units.moe.chunks import CHUNKS
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -28,7 +29,7 @@ KINDS = UnitKinds()
 for _kind in (
     EMBEDDING, JOIN, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, DELTA_NET, SHORT_CONV, FFN,
     ROUTER, SHARED_EXPERTS, EXPERTS, BLEND, OUTPUT, LENDING_ATTENTION, LENDING_WINDOWED, BORROWING_ATTENTION,
-    BORROWING_WINDOWED, TOKEN_ROWS, MIXED_ROWS, LAYER_ROWS, MAPPING,
+    BORROWING_WINDOWED, TOKEN_ROWS, MIXED_ROWS, LAYER_ROWS, MAPPING, CHUNKS,
 ):  # fmt: skip
     KINDS.add(_kind)
 

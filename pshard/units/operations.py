@@ -144,6 +144,15 @@ class PlaceRows:
 
 
 @dataclass(frozen=True)
+class AddRows(Onward):
+    """An activation, `width` elements a token, added to what is there."""
+
+    width: int
+    x: Rows
+    out: Rows = STREAM
+
+
+@dataclass(frozen=True)
 class Rotate:
     """Rotary embedding of q and k, with the store into the KV cache; with `norms` each head is normalised before. rope:
     the scratch with sines and cosines. windowed: the cells are those of layers with a window. warms: queries are then
@@ -451,12 +460,17 @@ class Route:
     chosen: int
     biases: tuple[TensorSpec, ...] = ()
     x: Rows = CHOSEN
-    writes: ClassVar[tuple[Rows, ...]] = (CHOSEN,)
+    out: Rows = CHOSEN
 
     @property
     def reads(self) -> tuple[Rows, ...]:
         """Its operand."""
         return (self.x,)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """What it leaves."""
+        return (self.out,)
 
 
 @dataclass(frozen=True)
@@ -472,7 +486,12 @@ class ExpertProducts:
     biases: tuple[TensorSpec, ...] = ()
     first: int = 0
     out: Rows = STREAM
-    reads: ClassVar[tuple[Rows, ...]] = (CHOSEN,)
+    x: Rows = CHOSEN
+    routes: Rows = CHOSEN
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return (self.x,) if self.x == self.routes else (self.x, self.routes)
 
     @property
     def writes(self) -> tuple[Rows, ...]:
@@ -497,6 +516,7 @@ Operation = (
     | ProductGroup
     | GatedProduct
     | PlaceRows
+    | AddRows
     | Rotate
     | Attend
     | GateRows

@@ -51,5 +51,7 @@ IS_ROUTED = Ports((ROUTED,), adds=True)
 # only an accelerator blends.
 GIVES_DENSE = Ports((HIDDEN, ROUTED), (DENSE,))
 GIVES_EXPERTED = Ports((ROUTED, DENSE), (EXPERTED,))
+GIVES_SUM = Ports((ROUTED,), (EXPERTED,))  # of experts that others follow, see CHUNKS
+FOLLOWS_SUM = Ports((HIDDEN, ROUTED, EXPERTED), (HIDDEN,))  # as of TAKES_ROWS
 BLENDS = Ports((HIDDEN, DENSE, EXPERTED), (HIDDEN,))  # as of TAKES_ROWS
 GIVES_LOGITS = Ports((HIDDEN,), (LOGITS,))

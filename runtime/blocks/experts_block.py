@@ -1,41 +1,34 @@
 """Routed experts: each side adds up what those that it has give for the tokens that chose them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
 from pshard.quant import packed_nbytes
 from pshard.runtime.blocks.block import Block, Laid, Residual, Side, Work
-from pshard.runtime.blocks.routed_rows import view_routed
+from pshard.runtime.blocks.routed_rows import view_routed, view_scored
 from pshard.runtime.kernels.api import ExpertWeights, NormKernels, Packed, SumKernels
+from pshard.units.moe.chunks import ROLES as CHUNK_ROLES
 from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner, target
 from pshard.units.moe.routed import expert_buffers, rule_of
+from pshard.units.moe.router import WEIGHT
 from pshard.units.operands import STREAM
+from pshard.units.ports import EXPERTED
 
 
 class ExpertsBlock(Block):
     """Whichever experts `weights` has: those of one side, or all."""
 
     def prepare(self, laid: Laid) -> ExpertWeights:
-        unit, config, weights = laid.unit, laid.config, laid.weights
-        rule, places = rule_of(config), [weights, *([weights.last] if weights.last else [])]
-        numbers = unit.order or range(rule.count)  # of the experts, by where they stand in the stacks
-        inner, stacks = count_inner(unit.by_role), list[tuple[Packed | None, ...]]()
-        for role, rows in ((GATE, inner), (UP, inner), (DOWN, config.d_model)):
-            found: list[Packed | None] = [None] * rule.count
-            for place in places:
-                for i, expert in enumerate(_cut_stack(place.matrices[role], rows), place.first):
-                    found[numbers[i]] = expert
-            stacks.append(tuple(found))
-        addresses = [[0 if expert is None else expert.data.data_ptr() for expert in stack] for stack in stacks]
+        unit, weights, rule = laid.unit, laid.weights, rule_of(laid.config)
         biases = None
         if rule.biases:
             gate, up = (weights.vectors[role].view(rule.count, -1) for role in BIASES[:2])
             down = weights.vectors.get(BIASES[2])  # of several ranks one has it
             biases = gate, up, None if down is None else down.view(rule.count, -1)
-        return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=laid.device), biases,
-                             rule=rule.of_layer(unit.layer))  # fmt: skip
+        return replace(_list_experts(laid, rule.count, count_inner(unit.by_role), (GATE, UP, DOWN)), biases=biases,
+                       rule=rule.of_layer(unit.layer))  # fmt: skip
 
     def ends_in_product(self, weights: ExpertWeights) -> bool:
         return True
@@ -58,6 +51,50 @@ class ExpertsBlock(Block):
     def run_rest(self, work: Work, weights: ExpertWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
         out, _ = _target(work.side, work.rows.tokens, residual)
         out.add_(from_cpu)
+
+
+@dataclass(frozen=True)
+class ChunkWeights:
+    """By what tokens choose among the experts of chunks, and these."""
+
+    router: Packed
+    experts: ExpertWeights
+
+
+class ChunksBlock(Block):
+    """Experts of chunks. All scores are made again, as the router leaves only those of the chosen."""
+
+    def prepare(self, laid: Laid) -> ChunkWeights:
+        rule = rule_of(laid.config).of_chunks()
+        experts = _list_experts(laid, rule.count, rule.d_expert, CHUNK_ROLES)
+        return ChunkWeights(laid.weights.matrices[WEIGHT], replace(experts, rule=rule))
+
+    def run(self, work: Work, weights: ChunkWeights, state: None, residual: Residual) -> None:
+        side, n, rule = work.side, work.rows.tokens, rule_of(work.side.config)
+        x, _ = view_routed(side, work.rows)
+        scored, routes = view_scored(side, n)
+        every = replace(rule, used=rule.count, normed=False, scale=1.0)
+        side.kernels.route(x, weights.router, every, scored, begin=work.rows.begin)
+        side.kernels.choose_chunks(scored, rule, routes)
+        own, summed, hidden = rule.of_chunks(), side.space.rows(EXPERTED, n), side.space.rows("hidden", n)
+        side.kernels.experts(summed, routes, weights.experts, own, hidden, _scratch(side, n), True)
+        hidden.add_(summed)
+
+
+def _list_experts(laid: Laid, count: int, inner: int, roles: tuple[str, str, str]) -> ExpertWeights:
+    """Those of so many that a unit has here, each with `inner` rows of gate and up."""
+    weights = laid.weights
+    places = [weights, *([weights.last] if weights.last else [])]
+    numbers = laid.unit.order or range(count)  # of the experts, by where they stand in the stacks
+    stacks = list[tuple[Packed | None, ...]]()
+    for role, rows in zip(roles, (inner, inner, laid.config.d_model)):
+        found: list[Packed | None] = [None] * count
+        for place in places:
+            for i, expert in enumerate(_cut_stack(place.matrices[role], rows), place.first):
+                found[numbers[i]] = expert
+        stacks.append(tuple(found))
+    addresses = [[0 if expert is None else expert.data.data_ptr() for expert in stack] for stack in stacks]
+    return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=laid.device))
 
 
 def _target(side: Side, n: int, residual: Residual) -> tuple[torch.Tensor, bool]:

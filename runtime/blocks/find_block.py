@@ -6,7 +6,7 @@ from pshard.runtime.blocks.block import Block
 from pshard.runtime.blocks.conv_block import ConvBlock
 from pshard.runtime.blocks.delta_block import DeltaBlock
 from pshard.runtime.blocks.embedding_block import EmbeddingBlock
-from pshard.runtime.blocks.experts_block import ExpertsBlock
+from pshard.runtime.blocks.experts_block import ChunksBlock, ExpertsBlock
 from pshard.runtime.blocks.join_block import JoinBlock
 from pshard.runtime.blocks.latent_block import LatentBlock
 from pshard.runtime.blocks.listed_block import ListedBlock
@@ -19,6 +19,7 @@ from pshard.units.embedding import EMBEDDING
 from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.layer_rows import TOKEN_ROWS
+from pshard.units.moe.chunks import CHUNKS
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -38,6 +39,7 @@ BLOCKS: dict[str, Block] = {
     ROUTER.name: RouterBlock(),
     SHARED_EXPERTS.name: SharedBlock(),
     EXPERTS.name: ExpertsBlock(),
+    CHUNKS.name: ChunksBlock(),
     OUTPUT.name: OutputBlock(),
 }
 

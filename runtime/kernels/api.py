@@ -65,8 +65,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Routes:
-    """Which experts every token of a micro-batch takes. ids: int32 [M, k], contiguous, different ones, by falling
-    score, ties to the lower number; -1 of rows that take none. weights: float32 [M, k]."""
+    """Which experts every token of a micro-batch takes. ids: int32 [M, k], contiguous, different ones (those of chunks
+    may come again), by falling score, ties to the lower number; -1 of rows that take none. weights: float32 [M, k]."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -464,6 +464,11 @@ class Kernels(RowKernels, StateKernels, Protocol):
         those of x, on the CPU: the accelerator's, which only fill it. factors: float32 [E], by which weights are
         multiplied at last.
         """
+        ...
+
+    def choose_chunks(self, scored: Routes, rule: Experts, routes: Routes) -> None:
+        """Which experts of chunks rows take, and with which weights, by `Chunks`; written into `routes`. scored: all
+        experts with their softmax scores, as `route` gives them."""
         ...
 
     def experts(

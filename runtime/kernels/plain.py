@@ -18,7 +18,7 @@ from pshard.runtime.kernels.api import (
 )
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
 from pshard.runtime.kernels.plain_delta import PlainDelta
-from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
+from pshard.runtime.kernels.plain_experts import add_experts, choose_chunks, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
 from pshard.runtime.kernels.plain_rows import bend_gate, gate_of, head_norm, product, rotate
 from pshard.runtime.kernels.plain_windows import attend_seen
@@ -135,6 +135,11 @@ class PlainKernels(PlainLatent, PlainDelta):
         routes.ids[:n] = found.ids if begin is None else found.ids.where(begin[:, None] >= 0, -1)
         routes.ids[n:] = -1
         routes.weights[:n] = found.weights if factors is None else found.weights * factors[found.ids.long()]
+
+    def choose_chunks(self, scored: Routes, rule: Experts, routes: Routes) -> None:
+        found = choose_chunks(scored, rule)
+        routes.ids.copy_(found.ids)
+        routes.weights.copy_(found.weights)
 
     def experts(
         self,

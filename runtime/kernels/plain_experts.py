@@ -2,7 +2,7 @@
 
 import torch
 
-from pshard.model_config import Experts
+from pshard.model_config import LEAST_SUM, Experts
 from pshard.runtime.kernels.api import ExpertWeights, Routes
 from pshard.runtime.kernels.plain_rows import bend_gate, product
 
@@ -30,6 +30,16 @@ def choose_experts(logits: torch.Tensor, rule: Experts, choice_bias: torch.Tenso
     return Routes(ids.int(), weights * rule.scale)
 
 
+def choose_chunks(scored: Routes, rule: Experts) -> Routes:
+    """Which experts of chunks rows take, see `Chunks`; scored: all experts, by falling score."""
+    assert rule.chunks is not None
+    ids, used = scored.ids.clamp(min=0).long(), rule.of_chunks().used
+    chunks, by_number = ids[:, :used] // rule.chunks.each, torch.empty_like(scored.weights)
+    weights = by_number.scatter_(1, ids, scored.weights).gather(1, chunks)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=LEAST_SUM) * (rule.scale * rule.chunks.scale)
+    return Routes(chunks.where(scored.ids[:, :used] >= 0, -1).int(), weights)
+
+
 def _first_best(values: torch.Tensor, count: int) -> torch.Tensor:
     """Columns of the `count` largest values of each row, the largest first; ties to the lower column."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
@@ -54,4 +64,4 @@ def add_experts(x: torch.Tensor, routes: Routes, weights: ExpertWeights, rule: E
         taken = x[rows].float()
         inner = activate(product(taken, gate, own[0]), product(taken, up, own[1]), rule.activation)
         result = product(inner, down, own[2])
-        out[rows] += routes.weights[rows, place][:, None] * result
+        out.index_add_(0, rows, routes.weights[rows, place][:, None] * result)  # a row may take one twice

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_expert_kernels_in_the_interpreter")
 
-from pshard.model_config import Experts  # noqa: E402
+from pshard.model_config import Chunks, Experts  # noqa: E402
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
@@ -55,6 +55,7 @@ RULES = [
     Experts(18, 8, 64, scores="sigmoid", choice_bias=True, groups=6, groups_used=3),
     Experts(20, 5, 64, groups=5, groups_used=2),
     Experts(384, 16, 64),
+    Experts(20, 20, 64, normed=False),
 ]
 
 
@@ -204,6 +205,43 @@ def test_chosen_experts_add_up_by_weight(
     layer = make_layer(rule, qtypes, d_model)
     x = random_tensor(tokens, d_model + 8, seed=10, dtype=torch.bfloat16)[:, :d_model] * 0.3
     got, want = run_both(kernels, layer, x, random_routes(tokens, layer[0]))
+    assert error(got, want) < BOUND
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("rule", [
+    Experts(20, 8, 64, scale=1.5, chunks=Chunks(2, 32, 0.05)), Experts(12, 6, 64, chunks=Chunks(3, 32, 0.5)),
+], ids=["more chunks", "fewer"])  # fmt: skip
+def test_tokens_take_their_experts_chunks_by_the_scores_of_these_numbers(
+    kernels: cuda.CudaKernels, rule: Experts, tokens: int
+) -> None:
+    """Of one token these scores are nearly nothing, which is not divided by; a row that only fills takes none."""
+    logits = 4 * random_tensor(tokens, rule.count, seed=1)
+    logits[0, : rule.of_chunks().count] -= 30
+    scored = empty_routes(tokens, replace(rule, used=rule.count))
+    found = logits.softmax(-1).sort(dim=1, descending=True)
+    scored.ids.copy_(found.indices)
+    scored.weights.copy_(found.values)
+    scored.ids[4:] = -1
+    got, want = empty_routes(tokens, rule.of_chunks()), empty_routes(tokens, rule.of_chunks())
+    kernels.choose_chunks(scored, rule, got)
+    PlainKernels().choose_chunks(scored, rule, want)
+    assert torch.equal(got.ids, want.ids)
+    assert (want.ids[:4].cpu() == found.indices[:4, : want.ids.shape[1]].cpu() // rule.chunks.each).all()
+    torch.testing.assert_close(got.weights[:4], want.weights[:4], rtol=2e-5, atol=1e-9)
+    sums = got.weights.sum(1)
+    assert sums[0] < 1e-3 and (tokens == 1 or abs(float(sums[1]) / (rule.scale * rule.chunks.scale) - 1) < 1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [2, 10])
+def test_a_token_may_take_one_expert_twice(kernels: cuda.CudaKernels, tokens: int) -> None:
+    rule = Experts(3, 3, 32)
+    x, routes = random_tensor(tokens, 64, seed=11, dtype=torch.bfloat16), random_routes(tokens, rule)
+    routes.ids[:, 2] = routes.ids[:, 0]
+    routes.ids[0] = 1
+    got, want = run_both(kernels, make_layer(rule, ("Q8_0", "Q8_0", "Q8_0"), 64), x, routes, accumulate=True)
     assert error(got, want) < BOUND
 
 

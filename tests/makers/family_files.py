@@ -114,6 +114,13 @@ RECIPES = {
         layer_heads=((4, 2), (4, 0), (0, 0), (4, 1), (0, 0), (8, 4)),
         layer_ffn=(192, 96, 256, 64, 0, 128),
     ),
+    "grovemoe": Recipe(
+        layers=3,
+        head_norms=True,
+        thetas=(1e6, 1e6),
+        ffn=96,
+        experts=Moe(8, 3, chunk=2, chunk_rows=64, chunk_scale=0.5),
+    ),
     "llama4": Recipe(
         layers=4,
         adjacent=True,
@@ -318,6 +325,7 @@ RECIPES = {
 REMOTE = (
     "deci",
     "arctic",
+    "grovemoe",
     "deepseek",
     "bailingmoe",
     "exaone",
@@ -337,7 +345,7 @@ WIDTH = dict.fromkeys(
     (
         *("qwen3vlmoe", "dots1", "hy_v3", "ernie4_5-moe", "deepseek", "bailingmoe", "granitemoe"),
         *("minimax-m2", "exaone-moe", "hunyuan-moe", "lfm2moe", "smallthinker", "laguna", "laguna-m", "mimo2"),
-        *("llama4", "arctic", "step35"),
+        *("llama4", "arctic", "step35", "grovemoe"),
     ),
     128**0.5,
 )  # of embeddings: tokens must differ for routers
@@ -442,6 +450,8 @@ class _Drawn(NamedTuple):
         if count and moe.early == "inputs":
             self.norm(b + "ffn_norm_exps", r.d)
             ffn.append(("", (), r.d))
+        if count and moe.chunk:
+            ffn.append(("_chexps", (count // moe.chunk,), moe.chunk_rows))
         for suffix, stack, rows in ffn:
             for role, shape in (("gate", (rows, r.d)), ("up", (rows, r.d)), ("down", (r.d, rows))):
                 if rows and not (r.act and role == "gate"):
@@ -597,6 +607,10 @@ _OWN_KEYS: dict[str, Any] = {
     },
     "llama4": lambda r: {
         "attention.sliding_window": max(r.windows), "interleave_moe_layer_step": r.experts.every,
+    },
+    "grovemoe": lambda r: {
+        "expert_feed_forward_length": r.ffn, "expert_chunk_feed_forward_length": r.experts.chunk_rows,
+        "expert_group_scale": r.experts.chunk_scale, "experts_per_group": r.experts.chunk,
     },
     "smallthinker": lambda r: {"attention.sliding_window": max(r.windows)},
     "cohere2": lambda r: {

@@ -35,7 +35,9 @@ class Moe(NamedTuple):
     then multiplied by `scale`; `bias` is added for the choice alone. `shared`: rows of one that all tokens take. Layers
     below `dense`, and all but the last of each `every`, have an FFN. early: scores are made of the "scores" of what the
     layer began with, or router and experts take these "inputs", by a norm of their own. inner: experts' inputs are
-    weighted instead of their results."""
+    weighted instead of their results. chunk: so many experts share one of `chunk_rows` rows, which takes
+    what all gave (chunk_input; else what they took), weighed by the score of the expert of the chunk's number
+    (chunk_scores; else of its own experts), times `chunk_scale`."""
 
     count: int = 0
     used: int = 0
@@ -49,6 +51,11 @@ class Moe(NamedTuple):
     every: int = 1
     early: str = ""
     inner: bool = False
+    chunk: int = 0
+    chunk_rows: int = 0
+    chunk_scale: float = 0.0
+    chunk_input: bool = True
+    chunk_scores: bool = True
 
     def are_in(self, layer: int) -> bool:
         return self.count > 0 and layer >= self.dense and (layer + 1) % self.every == 0
@@ -318,6 +325,16 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
                 added[i] += _expert(recipe, *matrices, weight * row, _limit(recipe, own, 0))
             else:
                 added[i] += weight * _expert(recipe, *matrices, row, _limit(recipe, own, 0))
+    if rule.chunk:
+        taken, few = (added if rule.chunk_input else h), min(rule.used, rule.count // rule.chunk)
+        follow = np.zeros_like(h)
+        for i, row in enumerate(taken):
+            own_chunks = chosen[i, :few] // rule.chunk
+            weights = shares[i, own_chunks if rule.chunk_scores else chosen[i, :few]]
+            for number, weight in zip(own_chunks, weights / max(weights.sum(), 2.0**-14)):
+                matrices = (own[f"ffn_{role}_chexps.weight"][number] for role in ("gate", "up", "down"))
+                follow[i] += rule.scale * rule.chunk_scale * weight * _expert(recipe, *matrices, row, np.inf)
+        added = added + follow
     if rule.shared:
         matrices = (own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down"))
         added = added + _expert(recipe, *matrices, h, _limit(recipe, own, 1))

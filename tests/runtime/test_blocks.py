@@ -12,7 +12,9 @@ from model_files import write_gguf
 
 from pshard.models import open_model
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.units.moe.chunks import SCORED
 from pshard.units.operations import (
+    AddRows,
     Attend,
     AttendLatent,
     Bend,
@@ -57,6 +59,7 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     StoreLatent: ("store_latent",),
     AttendLatent: ("attend_latent",),
     Route: ("route",),
+    AddRows: (),
     ExpertProducts: ("experts",),
 }
 
@@ -65,6 +68,8 @@ def list_calls(operation: Operation) -> tuple[str, ...]:
     """What one operation calls."""
     if isinstance(operation, Take) and operation.out.buffer == ENTERED:  # a copy
         return ("place",)
+    if isinstance(operation, Route) and operation.out.buffer == SCORED:
+        return ("route", "choose_chunks")
     centred = isinstance(operation, Norm) and operation.centred
     return (*(("centre_rows",) if centred else ()), *CALLS[type(operation)])
 
@@ -89,7 +94,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in {"centre_rows", "place"}.union(*CALLS.values()):
+    for name in {"centre_rows", "place", "choose_chunks"}.union(*CALLS.values()):
         monkeypatch.setattr(PlainKernels, name, record(name))
     return names
 
@@ -99,6 +104,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
         *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker", "laguna", "mimo2"),
+        "grovemoe",
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:

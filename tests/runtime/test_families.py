@@ -88,6 +88,12 @@ MISTAKES = {
         *({"experts": RECIPES["arctic"].experts._replace(**wrong)} for wrong in (
             {"sigmoid": True}, {"normed": False}, {"used": 1})),
     ],
+    "grovemoe": [
+        {"head_norms": False}, {"adjacent": True}, {"thetas": (1e4, 1e4)},
+        *({"experts": RECIPES["grovemoe"].experts._replace(**wrong)} for wrong in (
+            {"chunk": 0}, {"chunk": 4}, {"chunk_scale": 0.25}, {"chunk_input": False}, {"chunk_scores": False},
+            {"normed": False}, {"used": 2})),
+    ],
     "deci": [{"adjacent": False}, {"factors": ()}, {"thetas": (1e4, 1e4)}, {"eps": 1e-2}],
     "llama4": [
         {"chunks": False}, {"windows": (47, 47, 47, 0)}, {"windows": ()}, {"bare_norms": False},
@@ -342,6 +348,31 @@ def test_smallthinker_of_four_layers_rotates_all(tmp_path: Path, monkeypatch: py
         _, weights, path = write_family(tmp_path / "m.gguf", "smallthinker", **keys)
         with open_engine(path, context=LONG) as engine:
             assert difference(engine.forward(IDS, all_logits=True), family_logits(recipe, weights, IDS)) < 1e-5
+
+
+def test_fewer_chunks_than_a_token_has_experts_are_those_of_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of both are multiplied by what a file may say."""
+    few = replace(RECIPES["grovemoe"], experts=Moe(8, 5, 96, scale=2.0, chunk=4, chunk_rows=32, chunk_scale=0.5))
+    monkeypatch.setitem(RECIPES, "grovemoe", few)
+    _, weights, path = write_family(tmp_path / "m.gguf", "grovemoe")
+    with open_engine(path, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), family_logits(few, weights, IDS)) < 1e-5
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("experts_per_group", 3, "experts_per_group is 3, which does not divide 8 experts"),
+    ("experts_per_group", 0, "experts_per_group is 0, not a whole number above 0"),
+    ("experts_per_group", 4, r"ffn_gate_chexps.weight has shape \[4, 64, 128\], not the \[2, 64, 128\]"),
+    ("expert_chunk_feed_forward_length", 32, r"has shape \[4, 64, 128\], not the \[4, 32, 128\]"),
+    ("expert_group_scale", -0.5, "expert_group_scale is -0.5, not a number above 0"),
+    ("expert_gating_func", 2, "expert_gating_func is 2, which is not supported yet"),
+])  # fmt: skip
+def test_what_a_file_says_of_chunks_must_fit(key: str, value: float, says: str, tmp_path: Path) -> None:
+    path = write_family(tmp_path / "m.gguf", "grovemoe", **{f"grovemoe.{key}": value}).path
+    with pytest.raises(UserError, match=says):
+        open_model(path)
 
 
 @pytest.mark.parametrize("family", ["exaone4", "olmo3", "smallthinker"])

@@ -19,8 +19,8 @@ BIASES = tuple(f"ffn_{part}_exps.bias" for part in ("gate", "up", "down"))
 
 
 def target(config: ModelConfig) -> Rows:
-    """Where the sum of a token's experts goes: onto the residual stream, or where it is normalised."""
-    return Rows(EXPERTED) if rule_of(config).apart else STREAM
+    """Where the sum of a token's experts goes: onto the residual stream, or where others take it."""
+    return Rows(EXPERTED) if rule_of(config).together else STREAM
 
 
 def _operations(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Operation, ...]:

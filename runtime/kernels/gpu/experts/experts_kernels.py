@@ -1,9 +1,10 @@
 """Launches of routing and of routed experts: what `CudaKernels` has of them."""
 
 import torch
+import triton
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.model_config import Experts
+from pshard.model_config import LEAST_SUM, Experts
 from pshard.runtime.kernels.api import ExpertWeights, NextNorm, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import Activations
 from pshard.runtime.kernels.gpu.default_tiles import share_programs
@@ -12,6 +13,7 @@ from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.picked import Picked
 from pshard.runtime.kernels.gpu.experts.route_tokens import PROGRAMS, route_tokens
 from pshard.runtime.kernels.gpu.experts.sorted_pairs import Kinds, find_kinds
+from pshard.runtime.kernels.gpu.experts.triton_route import choose_chunks_kernel
 from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
 from pshard.runtime.kernels.gpu.norms import NormsOnGpu
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
@@ -43,6 +45,15 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
         programs = share_programs(PROGRAMS, self._picker.limits)
         biases, scratch = (bias, choice_bias, factors), self._few_rows.scratch
         route_tokens(x, router, rule, routes, biases, scratch, begin=begin, programs=programs, unscaled=unscaled)
+
+    def choose_chunks(self, scored: Routes, rule: Experts, routes: Routes) -> None:
+        """See `Kernels.choose_chunks`."""
+        assert rule.chunks is not None
+        (tokens, experts), used, scale = scored.ids.shape, routes.ids.shape[1], rule.scale * rule.chunks.scale
+        choose_chunks_kernel[(tokens,)](
+            scored.ids, scored.weights, experts, routes.ids, routes.weights, used, each=rule.chunks.each, scale=scale,
+            least=LEAST_SUM, EP=triton.next_power_of_2(experts), KP=triton.next_power_of_2(used), num_warps=1,
+        )  # fmt: skip
 
     def experts(
         self,

@@ -190,3 +190,20 @@ def choose_kernel(
     """Program (token): chooses from what `logits_kernel` left."""
     _choose(partial, pieces, tl.program_id(0), tl.num_programs(0), bias, choice_bias, factors, begin, ids, ids_stride,
             weights, weights_stride, groups, per, used, scale, SCORES, NORMED, GROUPS_USED, GP, PP, KP)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "used", "each"])
+def choose_chunks_kernel(
+    scored, scores, count, ids, weights, used, each, scale, least, EP: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """Program (token): the chunks of its first `used` experts, weighed as `Chunks` says."""
+    m = tl.program_id(0).to(tl.int64)
+    place, every = tl.arange(0, KP), tl.arange(0, EP)
+    found = tl.load(scored + m * count + place, mask=place < used, other=-1)
+    chunk = tl.where(found >= 0, found // each, -1)
+    number = tl.load(scored + m * count + every, mask=every < count, other=-1)
+    score = tl.load(scores + m * count + every, mask=every < count, other=0.0)
+    weight = tl.sum(tl.where((number[None, :] == chunk[:, None]) & (number >= 0)[None, :], score[None, :], 0.0), 1)
+    weight = weight / tl.maximum(tl.sum(weight, 0), least) * scale
+    tl.store(ids + m * used + place, chunk, mask=place < used)
+    tl.store(weights + m * used + place, weight, mask=place < used)
