@@ -59,7 +59,7 @@ class Chain:
         context.host.ids.numpy()[0] = token
         device.send(there.memory, here.memory)
         device.send(self._ids, context.host.ids[:1])
-        key = "chain", id(context), self._tier.tokens, bound
+        key = "chain", self, bound  # itself, as graphs know addresses of its own tensors
         for at in range(count):
             own = replace(segment, past=segment.past + at)
             device.repeat(key, True, partial(self._issue, there, own, bound))
