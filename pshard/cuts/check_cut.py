@@ -147,8 +147,10 @@ class _Flow:
             case Bend() | NormHeads() | GateRows() | TimesRows():
                 self.bend(operation, values)
                 return values[:1]
-            case DeltaNet() | Convolve() | ResizeHeads():
+            case DeltaNet() | Convolve():
                 return (_recur(self, operation, values),)
+            case ResizeHeads():
+                return (_resize(self, operation, values[0]),)
             case Route():
                 for tensor in (operation.router, *operation.biases):
                     self.expect(self.cut(tensor.role).axis == "none", tensor.role, "chooses among all but is cut")
@@ -358,10 +360,8 @@ def _multiply(flow: _Flow, product: Product, x: Spread) -> Spread:
     return out
 
 
-def _recur(flow: _Flow, operation: DeltaNet | Convolve | ResizeHeads, values: tuple[Spread, ...]) -> Spread:
-    """What keeps a state of a fixed size of each sequence, or has fewer numbers of each head than before."""
-    if isinstance(operation, ResizeHeads):
-        return _resize(flow, operation, values[0])
+def _recur(flow: _Flow, operation: DeltaNet | Convolve, values: tuple[Spread, ...]) -> Spread:
+    """What keeps a state of a fixed size of each sequence."""
     return flow.scan(operation, values) if isinstance(operation, DeltaNet) else _convolve(flow, operation, values)
 
 
