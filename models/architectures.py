@@ -70,10 +70,11 @@ class Architecture:
     `capped`: at what scores and logits are capped. `window_unsaid`: tokens of a window where GGUF files do not say.
     `chunked`: windows are chunks. `bare_head_norms`: norms of heads have no weights, follow the rotation, and are in
     layers with one alone. `window_base`: of angles in layers with windows where files do not say; 0: as in others.
-    `sorted`: files list which layers have a window, which have other numbers of heads and turn others of them.
-    `gated_heads`: what heads give is gated. `short_values`: values may be shorter than keys, and layers may have sinks.
+    `sorted`: layers are of two sorts, with a window and without. Files list which layer is of which sort, and give each
+    sort a number of heads and a rotation (families/layer_sorts.py). `gated_heads`: what heads give is gated.
+    `short_values`: MiMo-V2's ways: values may be shorter than keys, and layers may have sinks.
+    `limited`: Step 3.5's ways: layers may bound what gates give, and may lack gates of heads.
     `uneven`: files say of each layer how many heads and rows of an FFN it has, if any.
-    `limited`: layers may bound what gates give, and lack gates of heads.
     """
 
     name: str

@@ -48,7 +48,7 @@ from pshard.paths import name_in_hub_cache
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
 
-NAMED_AS = {"hy_v3": "dots1", "laguna": "step35"}  # gguf 0.19 does not know the ones, called as the others' are
+NAMED_AS = {"hy_v3": "dots1", "laguna": "step35"}  # gguf 0.19 lacks the former, whose tensors have the latter's names
 
 
 class ModelFile:

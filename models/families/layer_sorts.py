@@ -1,8 +1,8 @@
-"""Models whose layers are of two sorts, as files list them: layers with a window have heads of their own number, and
-turn another share of each by other angles. What each head gives may be gated; layers without experts may be anywhere.
+"""Models whose layers are of two sorts, with a window and without: Laguna, MiMo-V2-Flash and Step 3.5.
 
-Keys of GGUF metadata as llama.cpp reads them (laguna.cpp, mimo2.cpp), those of config.json as LagunaConfig and
-MiMoV2FlashConfig have them.
+Files list which layer is of which sort. Each sort has its own number of heads and its own rotation. What heads give may
+be gated, and any layer may lack experts. Keys of GGUF metadata are read as llama.cpp does (laguna.cpp, mimo2.cpp,
+step35.cpp), those of config.json as transformers does (LagunaConfig, MiMoV2FlashConfig, Step3p7TextConfig).
 """
 
 from collections.abc import Iterable
@@ -97,11 +97,7 @@ def _with_limits(keys: Keys, config: ModelConfig, of_experts: str, of_ffns: str)
     """With what gates of each layer's experts are at most, and those of its FFN or shared experts."""
     layers, found = config.n_layers, list[tuple[float, ...]]()
     for key in (of_experts, of_ffns):
-        given = keys.values.get(keys.prefix + key)
-        values = given if isinstance(given, list) else [given] * layers
-        if len(values) not in (layers, keys.values.get(f"{keys.prefix}block_count")):
-            keys.refuse(key, f"has {len(values)} values for {layers} layers")
-        none = (0.0 if v is None else v for v in values[:layers])
+        none = (0.0 if v is None else v for v in _list_values(keys, key, layers)[:layers])
         limits = tuple(float(v) if isinstance(v, int | float) else -1.0 for v in none)
         if not all(v == 0 or FACTORS[0] <= v <= FACTORS[1] for v in limits):
             keys.refuse(key, f"is no list of numbers from {FACTORS[0]:g} to {FACTORS[1]:g}, 0 for none")
@@ -126,12 +122,9 @@ def _gguf_windows(keys: Keys, config: ModelConfig) -> tuple[bool, ...]:
 
 
 def _list_windows(keys: Keys, layers: int) -> tuple[bool, ...]:
-    """Whether each layer has a window, of a list that may also say it of layers that draft, or of all alike."""
+    """Whether each layer has a window."""
     keys.integer("attention.sliding_window")
-    found = keys.values.get(keys.prefix + _PATTERN)
-    values = found if isinstance(found, list) else [found] * layers
-    if len(values) not in (layers, keys.values.get(f"{keys.prefix}block_count")):
-        keys.refuse(_PATTERN, f"has {len(values)} values for {layers} layers")
+    values = _list_values(keys, _PATTERN, layers)
     if not all(value in (0, 1) for value in values):  # also true and false
         keys.refuse(_PATTERN, "does not say of each layer if it has a window")
     return tuple(map(bool, values[:layers]))
@@ -239,14 +232,21 @@ def hf_ropes(arch: Architecture, keys: Keys, head_dim: int, context: int) -> tup
     return ropes.get(_FULL, one), ropes.get(_WINDOWED, one)
 
 
-def _list_numbers(keys: Keys, key: str, layers: int, default: int) -> tuple[int, ...]:
-    """A number above 0 for each layer: of a list, which may also have those of layers that draft, or one for all."""
+def _list_values(keys: Keys, key: str, layers: int) -> list[Any]:
+    """The value of each layer: of a list, which may go on for layers that draft, or one for all. Raises UserError for
+    another number of values."""
     found = keys.values.get(keys.prefix + key)
-    if not isinstance(found, list):
+    values = found if isinstance(found, list) else [found] * layers
+    if len(values) not in (layers, keys.values.get(f"{keys.prefix}block_count")):
+        keys.refuse(key, f"has {len(values)} values for {layers} layers")
+    return values
+
+
+def _list_numbers(keys: Keys, key: str, layers: int, default: int) -> tuple[int, ...]:
+    """A number above 0 for each layer."""
+    if not isinstance(keys.values.get(keys.prefix + key), list):
         return (keys.integer(key, default),) * layers
-    total = keys.values.get(f"{keys.prefix}block_count", layers) if keys.prefix else layers
-    if len(found) not in (layers, total):
-        keys.refuse(key, f"has {len(found)} values for {layers} layers")
+    found = _list_values(keys, key, layers)
     if not all(type(n) is int and n > 0 for n in found):
         keys.refuse(key, "is no list of whole numbers above 0")
     return tuple(found[:layers])
@@ -325,8 +325,8 @@ def _split_heads(config: ModelConfig, layer: int, part: str, fused: StoredTensor
 
 
 def rename_choice(name: str) -> str:
-    """By the name that other folders have for it, the bias of a choice among experts that a laguna's has there, and
-    the sinks of a mimo's."""
+    """A tensor's name in a folder, as most folders have it: Laguna and Step 3.5 call the bias of a choice among experts
+    otherwise, and MiMo its sinks."""
     name = name.replace(".self_attn.attention_sink_bias", ".self_attn.sinks")
     name = name.replace(".moe.router_bias", ".mlp.gate.e_score_correction_bias")
     return name.replace(".mlp.experts.e_score_correction", ".mlp.gate.e_score_correction")
