@@ -16,7 +16,7 @@ from pshard.commands.command_line import run_cli
 from pshard.commands.compare_folder import ask_outlook, compare_folder, see_machine
 from pshard.commands.parsing.draft_flags import ask_drafts, find_draft_model
 from pshard.commands.parsing.model_flags import check_model_place, choose_model, named_model
-from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
+from pshard.commands.plan_flags import complete_plan_flags, make_parser
 from pshard.commands.plan_output import (
     Planned,
     answer,
@@ -223,12 +223,11 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
             tell(f"note: {note}")
         if args.why:
             find_layer(model.spec, args.why)  # a name that there is not is told before minutes of planning
-        profile = see_machine(args, model, profile, elsewhere, tell)
+        profile, workloads = see_machine(args, model, profile, elsewhere, tell)
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:
             tell(f"note: {UNRECORDED}")
-        workloads = make_workloads(args, model.spec, profile)
         drafts = _ask_drafts(args, path, model, len(workloads[0].vram_mib), tell)
         why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)
         if why_not:

@@ -25,11 +25,12 @@ _FOR_ONE = ("registry", "validate", "routing", "emit", "explain", "why", "steps"
 
 def see_machine(
     args: argparse.Namespace, file: "ModelFile", profile: MachineProfile, elsewhere: bool, tell: Callable[[str], None]
-) -> MachineProfile:
-    """The machine as a model's plans may use it: under --ram, and with the timings of a disk where they may need it."""
-    ranks = 1 if args.split_mode == "none" else 2
+) -> tuple[MachineProfile, list[Workload]]:
+    """The machine as a model's plans may use it, under --ram and with the timings of a disk where they may need it; and
+    what plans are for."""
     profile = replace(limit_ram(profile, args.ram), prompt_math=args.prompt_math)
-    return assume_disk(file, profile, ranks, args.profile, elsewhere, tell)
+    workloads = make_workloads(args, file.spec, profile)
+    return assume_disk(file, profile, workloads[0], args.profile, elsewhere, tell), workloads
 
 
 def ask_outlook(
@@ -39,9 +40,9 @@ def ask_outlook(
     file: "ModelFile",
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[MachineProfile, Workload]:
-    """The machine as `see_machine` has it, and what plans are for."""
-    machine = see_machine(args, file, profile, elsewhere, tell)
-    return machine, make_workloads(args, file.spec, machine)[0]
+    """The machine as `see_machine` has it, and what the first plan is for."""
+    machine, workloads = see_machine(args, file, profile, elsewhere, tell)
+    return machine, workloads[0]
 
 
 def compare_folder(

@@ -81,15 +81,34 @@ def plan_variant(
     refined = refine_ranks(tasks, placed)
     if len(tasks) == 1:
         refined = (_or_unlimited(tasks[0], refined[0], time_limit),)
-    several = [choose_fastest(tasks, refined)]
-    if tasks[0].room.beyond is not None:  # refined as if memory held all: what is not may lose less to the disk
-        several.append(placed)
-    variant = _join_fastest(tasks, several)
-    if tasks[0].room.beyond is not None:
-        variant = _or_swept(spec, profile, variant, workload, time_limit)
+    chosen = choose_fastest(tasks, refined)
+    if tasks[0].room.beyond is None:
+        variant = join_ranks(tasks, chosen)
+    else:  # refined as if memory held all: what is not may lose less to the disk
+        variant = _plan_beyond(spec, profile, workload, time_limit, correction, (tasks, (chosen, placed)))
     if spec.popularity and not spec.caches and tasks[0].plan_needed and len(tasks) == 1:
         return _or_unrecorded(spec, profile, variant, time_limit)
     return variant
+
+
+def _plan_beyond(
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    time_limit: float,
+    correction: Correction,
+    found: tuple[tuple[RankTask, ...], Sequence[tuple[Candidate, ...]]],
+) -> Variant:
+    """The variant with the shortest round of those found for the ranks, which may lack host memory for a part of it. If
+    all have too much scratch beside slots for that part, one of smaller micro-batches."""
+    tasks, several = found
+    try:
+        return _or_swept(spec, profile, _join_fastest(tasks, several), workload, time_limit)
+    except NoPlan:
+        smaller = [cost.load.tokens for cost in tasks[0].costs[:-1]]
+        if not smaller or smaller[-1] < workload.answer_rows:
+            raise
+        return plan_variant(spec, profile, replace(workload, max_ubatch=smaller[-1]), time_limit, correction)
 
 
 def _or_swept(

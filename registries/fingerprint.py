@@ -11,6 +11,7 @@ from pshard.plan import REGISTRY_VERSION
 PLAN_FORMAT = 6  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
 
 PAGE_LOCKS = "page-locked memory"  # the limit that runs have met: left out where none was
+DISK = "disk"  # and its timings: left out where no plan needs one
 
 Inputs = tuple[tuple[str, str], ...]
 
@@ -34,7 +35,7 @@ def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: Machine
         pairs.append((PAGE_LOCKS, f"{profile.lockable_bytes} bytes at most"))
     if profile.disks:
         rows = json.dumps(to_json(profile.disks), sort_keys=True).encode()
-        pairs.append(("disk", f"{profile.disks[0].disk}, timed as {hashlib.sha256(rows).hexdigest()[:12]}"))
+        pairs.append((DISK, f"{profile.disks[0].disk}, timed as {hashlib.sha256(rows).hexdigest()[:12]}"))
     pairs += [profile_input(profile), ("registry format", str(REGISTRY_VERSION)), ("plan format", str(PLAN_FORMAT))]
     return tuple(pairs)
 
@@ -67,9 +68,11 @@ def digest(inputs: Iterable[tuple[str, str]]) -> str:
     return hashlib.sha256(json.dumps([list(pair) for pair in inputs]).encode()).hexdigest()
 
 
-def differ_in_locks(one: Inputs, other: Inputs) -> bool:
-    """Whether inputs differ in the limit of page-locking at most: such plans run, slower than they might."""
-    return [p for p in one if p[0] != PAGE_LOCKS] == [p for p in other if p[0] != PAGE_LOCKS]
+def stand_under(made: Inputs, current: Inputs) -> bool:
+    """Whether plans made for the one run under the other. The limit of page-locking may differ: they are slower than
+    they might be. Plans that were made without a disk need none: they were for less context, or more memory."""
+    ignored = (PAGE_LOCKS,) if DISK in dict(made) else (PAGE_LOCKS, DISK)
+    return [p for p in made if p[0] not in ignored] == [p for p in current if p[0] not in ignored]
 
 
 def explain_difference(stored: Iterable[tuple[str, str]], current: Iterable[tuple[str, str]]) -> list[str]:

@@ -14,7 +14,7 @@ from pshard.jsonio import FULL, check_place, read_regular, resolve_place, write_
 from pshard.paths import bundled_model, cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
-from pshard.registries.fingerprint import Inputs, differ_in_locks, digest, explain_difference
+from pshard.registries.fingerprint import PAGE_LOCKS, Inputs, digest, explain_difference, stand_under
 from pshard.units.moe.popularity import Popularity
 
 SUFFIX = ".pshard.json"
@@ -171,13 +171,13 @@ def _asked_key(variant: Variant) -> tuple:
 
 
 def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanSet:
-    """The plans that were made for these inputs, and behind them those for another limit of page-locking: a run that
-    meets the limit must not end the next one.
+    """The plans that were made for these inputs, and behind them those for another limit of page-locking, as a run that
+    meets the limit must not end the next one, and those that were made without the disk.
 
     Raises StaleRegistry where there are none: it names the inputs in which the nearest set of plans differs, the one
     with the fewest, and the command to plan.
     """
-    serving = [plans for plans in registry.sets if differ_in_locks(plans.inputs, current)]
+    serving = [plans for plans in registry.sets if stand_under(plans.inputs, current)]
     if serving:
         serving.sort(key=lambda plans: plans.fingerprint != digest(current))
         first, *others = serving
@@ -199,7 +199,8 @@ def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanS
 def describe_other_locks(registry: Registry, variant: Variant, current: Inputs) -> str | None:
     """In what limit of page-locking these inputs differ from those of the registry's variant; None where in none."""
     made_for = next(plans.inputs for plans in registry.sets if any(v is variant for v in plans.variants))
-    return "; ".join(explain_difference(made_for, current)) or None
+    locks = ([pair for pair in inputs if pair[0] == PAGE_LOCKS] for inputs in (made_for, current))
+    return "; ".join(explain_difference(*locks)) or None
 
 
 @contextmanager

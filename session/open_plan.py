@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import CannotWrite, NotPlanned, StaleRegistry, UserError
 from pshard.machine import MachineProfile
+from pshard.on_disk import mark_made
 from pshard.plan import PlanSet, Variant
 from pshard.registries.known_models import note_model
 from pshard.routing.order_experts import order_experts
 from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
 from pshard.session.run_request import RunRequest, full_workload, places_of, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine, doubt_free_memory, free_host_bytes
-from pshard.session.use_disk import limit_ram, name_least_ram, use_disk
+from pshard.session.use_disk import limit_ram, name_least_ram, recall_disk, use_disk
 from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, MTP, PLANNED_DRAFTS, PROGRAMS, DraftQuestion
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
@@ -58,25 +59,26 @@ def open_plan(request: RunRequest) -> Opened:
     check_kv_types(file.spec.config, request.type_k, request.type_v)
     profile = load_profile(request.profile)
     check_machine(profile, request.profile)
-    profile = replace(limit_ram(profile, request.ram_mib), prompt_math=request.prompt_math or Workload.prompt_math)
-    profile = use_disk(file, profile, request.ranks, request.profile, tell_once)
-    want = wanted_workload(request, profile)
+    machine = replace(limit_ram(profile, request.ram_mib), prompt_math=request.prompt_math or Workload.prompt_math)
+    want = wanted_workload(request, machine)
+    full = full_workload(request, want, file.spec)
+    profile = use_disk(file, machine, full, request.profile, tell_once)
+    known = profile if profile.disks else recall_disk(file.spec, machine)  # plans of more context may read it
     path = registry_path(request.model, request.registry)
-    inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
+    inputs, serving = (fingerprint_inputs(file.fingerprint_inputs(), p) for p in (profile, known))
     if request.draft_model is not None:
         check_kv_types(file.of_head().spec.config, request.type_k, request.type_v)
     elif PROGRAMS.get(request.drafts) == MTP:
         file.of_head()  # which says why there is none
-    full = full_workload(request, want, file.spec)
     if not request.vram_mib:
         full = suggest_budget(full, file.spec, profile)
     command = replan_command(request, full)
 
     def choose() -> "Choice":
         registry = load_registry(path, command)
-        plans = own_plans(registry, inputs, f"{command} (or add --replan)")
+        plans = own_plans(registry, serving, f"{command} (or add --replan)")
         found = _choose_for(request.drafts, _keep_asked(plans, request, command), want, command)
-        if other := describe_other_locks(registry, found.variant, inputs):
+        if other := describe_other_locks(registry, found.variant, serving):
             tell_once(f"note: the plan was made for another limit ({other}); for a plan for this one run: {command}")
         return found
 
@@ -87,14 +89,16 @@ def open_plan(request: RunRequest) -> Opened:
     except (NotPlanned, StaleRegistry) as error:
         if not request.plans:
             raise
-        known = path.exists()
+        planned = path.exists()
         made, path = _plan_again(request, full, file, profile, path, inputs)
-        if known:
+        if planned:
             tell_once(f"note: {str(error).split('; run: ')[0]}; so it was planned anew")
         _tell_made(file.spec, profile, made, path, command)
         if not request.vram_mib and profile.accelerators[0].kind == "cuda" and (doubt := doubt_free_memory()):
             tell_once(f"note: {doubt}")
         choice = choose()
+    if choice.variant.ranks[0].beyond_host and not profile.disks:
+        profile, file.spec = known, mark_made(file)
     on_gpu = profile.accelerators[0].kind == "cuda"
     if request.plans and on_gpu and not request.vram_mib and (note := _describe_waste(choice.variant, full, command)):
         tell_once(note)

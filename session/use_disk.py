@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
 
-AMPLE = 0.8  # a model below this part of what is usable needs no disk: states and buffers fit beside it
+AMPLE = 0.8  # what is below this part of what is usable needs no disk: slots and buffers fit beside it
 ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
 SLOW = 1e9  # bytes a second: NVMe drives do better
 
@@ -30,20 +30,32 @@ def limit_ram(profile: MachineProfile, ram_mib: int, flag: str = "--ram") -> Mac
     return replace(profile, ram_bytes=ram_mib * MIB)
 
 
-def may_need_disk(spec: "ModelSpec", profile: MachineProfile, ranks: int) -> bool:
-    """Whether host memory may not hold a model. Several ranks have no disk to read from yet."""
+def may_need_disk(spec: "ModelSpec", profile: MachineProfile, workload: Workload) -> bool:
+    """Whether host memory may not hold a model with the KV cells and other states of a workload. Several ranks
+    have no disk to read from yet."""
     from pshard.planner.price.host_limits import usable_bytes
 
-    return ranks == 1 and spec.packed_nbytes > AMPLE * usable_bytes(profile, ranks)
+    ranks, states = len(workload.vram_mib), (u.state_nbytes(spec.config, workload.state_shape) for u in spec.units)
+    nbytes = spec.packed_nbytes + sum(states)
+    return ranks == 1 and nbytes > AMPLE * usable_bytes(profile, ranks)
+
+
+def recall_disk(spec: "ModelSpec", profile: MachineProfile) -> MachineProfile:
+    """The profile with what it knows of the disk that holds a model; nothing is timed."""
+    if not profile.disks:
+        return profile
+    from pshard.profile.timed.time_disk import name_disk
+
+    return profile.of_disk(name_disk(Path(spec.path)))
 
 
 def use_disk(
-    file: "ModelFile", profile: MachineProfile, ranks: int, given: Path | None, say: "Callable[[str], None]"
+    file: "ModelFile", profile: MachineProfile, workload: Workload, given: Path | None, say: "Callable[[str], None]"
 ) -> MachineProfile:
     """The profile with the timings of the disk that holds the model, where plans may need it, and the model's spec with
     marks on what cannot be read from there; else with none. A disk that the profile lacks is timed now, and kept there.
     given: the profile's file, where one was asked for."""
-    if not may_need_disk(file.spec, profile, ranks):
+    if not may_need_disk(file.spec, profile, workload):
         return replace(profile, disks=())
     from pshard.profile.timed.time_disk import name_disk, time_disk
     from pshard.registries.profile_store import save_profile
@@ -70,7 +82,7 @@ def use_disk(
 def assume_disk(
     file: "ModelFile",
     profile: MachineProfile,
-    ranks: int,
+    workload: Workload,
     given: Path | None,
     elsewhere: bool,
     say: "Callable[[str], None]",
@@ -78,8 +90,8 @@ def assume_disk(
     """The same for a model that is to be planned only: where its weights are not here, or it is to run `elsewhere`,
     with the disk that PSHARD_DISK makes up, or the first that the profile has timed."""
     if not elsewhere and _is_here(Path(file.spec.path)):
-        return use_disk(file, profile, ranks, given, say)
-    if not may_need_disk(file.spec, profile, ranks):
+        return use_disk(file, profile, workload, given, say)
+    if not may_need_disk(file.spec, profile, workload):
         return replace(profile, disks=())
     from pshard.runtime.memory.disk.fake_disk import VARIABLE, read_fake_disk
 

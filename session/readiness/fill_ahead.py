@@ -9,7 +9,7 @@ from pshard.errors import UserError
 from pshard.on_host import list_on_host
 from pshard.runtime.ranks.started import started_ranks
 from pshard.session.open_plan import check_plan
-from pshard.session.run_request import RunRequest, wanted_workload
+from pshard.session.run_request import RunRequest, full_workload, wanted_workload
 from pshard.session.this_machine import free_by_driver
 from pshard.session.use_disk import limit_ram, may_need_disk
 from pshard.workload import MIB
@@ -65,11 +65,12 @@ def _plan_bytes(request: RunRequest) -> int:
         request = replace(request, vram_mib=(free[0] // MIB,))
     with open_drafted(request.model, request.draft_model) as file:
         profile = replace(limit_ram(profile, request.ram_mib), disks=())
-        if may_need_disk(file.spec, profile, request.ranks):
+        want = wanted_workload(request, profile)
+        if may_need_disk(file.spec, profile, full_workload(request, want, file.spec)):
             return 0  # what stays on disk is timed first
         spec, inputs = file.spec, fingerprint_inputs(file.fingerprint_inputs(), profile)
     plans = own_plans(load_registry(registry_path(request.model, request.registry)), inputs, "")
-    variant = choose_variant(plans, wanted_workload(request, profile), "").variant
+    variant = choose_variant(plans, want, "").variant
     if len(variant.ranks) > 1:
         return 0
     spec = order_experts(spec, variant.popularity)

@@ -13,6 +13,7 @@ from pshard.commands.cli_run import main as run
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.planner.price import host_limits
+from pshard.registries.store import registry_path
 
 MIB = 1 << 20
 
@@ -51,6 +52,19 @@ def test_every_ram_from_the_least_on_gives_the_logits_of_all_in_memory(world: Wo
     for ram in (least, least + 3):
         assert plan([*flags, "--ram", str(ram)]) == 0
         assert torch.equal(speak(world, ram), right)
+
+
+def test_cells_as_large_as_the_weights_send_weights_to_the_disk(tmp_path: Path, world: World) -> None:
+    """A run of less context, which needs no disk itself, takes that plan."""
+    folder = tmp_path / "long"
+    folder.mkdir()
+    model, kv = make_world(folder, n_layers=6, context=4096).model, ("-ctk", "f32", "-ctv", "f32", "--ram", "24")
+    for context in ("1024", "2048"):  # 6 and 12 MiB of cells; micro-batches of 1024 would leave slots no room
+        assert plan(["-m", str(model), *kv, "-c", context, "--no-validate"]) == 0
+    made = registry_path(model).read_bytes()
+    with pshard.load(model, ram=24, type_k="f32", type_v="f32") as engine:
+        assert engine.rank_plan.beyond_host and engine.memory().disk
+    assert registry_path(model).read_bytes() == made
 
 
 @pytest.mark.slow  # test_three_homes.py has the mark and the plan apart

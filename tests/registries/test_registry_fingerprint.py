@@ -6,7 +6,7 @@ import pytest
 from registry_samples import make_plan_set, make_profile, make_registry, make_variant
 
 from pshard.errors import StaleRegistry
-from pshard.machine import ReadTiming
+from pshard.machine import DiskTiming, ReadTiming
 from pshard.plan import Registry
 from pshard.registries.fingerprint import digest, explain_difference, fingerprint_inputs
 from pshard.registries.store import describe_other_locks, own_plans
@@ -62,6 +62,16 @@ def test_plans_for_another_limit_of_page_locking_come_behind_those_for_this_one(
     assert own_plans(both, limits[2], "plan").variants == (*far.variants,)
     with pytest.raises(StaleRegistry, match="threads: 8 -> 12"):
         own_plans(both, fingerprint_inputs(MODEL, host_with(make_profile(), threads=12)), "plan")
+
+
+def test_plans_that_were_made_without_a_disk_run_beside_one_and_not_the_other_way_round():
+    disk = (DiskTiming("drive", True, 0, 0, 1 << 20, 1e-3),)
+    without, beside = (fingerprint_inputs(MODEL, replace(make_profile(), disks=rows)) for rows in ((), disk))
+    (one, other) = (Registry((make_plan_set(inputs=inputs),)) for inputs in (without, beside))
+    variants = own_plans(one, beside, "plan").variants
+    assert describe_other_locks(one, variants[0], beside) is None
+    with pytest.raises(StaleRegistry, match=r"disk: drive, timed as .* -> absent"):
+        own_plans(other, without, "plan")
 
 
 def test_equal_inputs_give_the_same_fingerprint():
