@@ -99,6 +99,9 @@ def _read_part(file: MappedFile) -> GgufHeader:
     metadata: dict[str, Any] = {}
     for _ in range(n_keys):
         key = cursor.string()
+        if not (key.isascii() and key.isprintable()) or "\\" in key:  # else what it says would count as not said
+            what = f"metadata key {key[:80]} is no ASCII text: the file is damaged"
+            raise UserError(f"{file.path}: {what}; {FETCH_AGAIN}")
         if key in metadata:
             raise UserError(f"{file.path}: metadata key {key} is there twice: the file is damaged; {FETCH_AGAIN}")
         metadata[key] = cursor.value(cursor.number("<I"), key)

@@ -12,6 +12,7 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import gather_numbered, stack_alike
+from pshard.models.build_units import TABLE
 from pshard.models.hybrid.made_tensors import give_numbers, make_numbers, read_numbers
 from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
@@ -40,6 +41,8 @@ def make_vectors(
     found = dict(stored)
     lender = next(iter(stored.values()))
     layers = _list_layers(stored, config.n_layers)
+    if table := stored.get(TABLE):  # a damaged header may say billions: no vector becomes as long before a tensor is
+        table.check_shape((config.vocab, config.d_model))
     if arch.unweighted:
         names = [f"blk.{i}.{role}_norm" for i in layers for role in ("attn", "ffn")]
         for name in (*names, "output_norm"):
@@ -50,20 +53,29 @@ def make_vectors(
             _flatten(block, found)
         if arch.turned_norms:
             _turn(block, config, found)
-        if arch.bare_head_norms and config.qk_norm and not config.is_still(i):
+        if arch.bare_head_norms and config.qk_norm and _has_heads(block, config, found) and not config.is_still(i):
             for part in "qk":
                 name = f"{block}attn_{part}_norm.weight"
                 found[name] = give_numbers(name, (1.0,) * config.head_dim, lender)
         if arch.routing and arch.routing.beside == "expert" and block + "ffn_gate_inp.weight" in found:
             norm = found.get(block + "ffn_norm.weight")  # of the expert that all share and of the router
             found |= {block + "ffn_norm_exps.weight": norm} if norm else {}
-        if config.sloped:
+        if config.sloped and _has_heads(block, config, found):
             found[block + "attn_slopes.weight"] = give_numbers(
                 block + "attn_slopes.weight", _slopes(config.n_heads), lender
             )
         if config.activation == "xielu":
             found[block + "ffn_act.weight"] = _bends(i, config, metadata, found, where)
     return found
+
+
+def _has_heads(block: str, config: ModelConfig, found: Mapping[str, StoredTensor]) -> bool:
+    """Whether the layer has queries, of as many heads as the configuration says. Without them units say what is
+    missing. Raises UserError for others."""
+    query = found.get(block + "attn_q.weight")
+    if query:
+        query.check_shape((config.n_heads * config.head_dim, config.d_model))
+    return query is not None
 
 
 def _list_layers(stored: Mapping[str, StoredTensor], most: int) -> list[int]:

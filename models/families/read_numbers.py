@@ -119,6 +119,8 @@ def _check_gguf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> N
     """Raise UserError where windows are in other layers than the architecture has them in, and for positions of
     several dimensions where heads store their pairs otherwise for them."""
     pattern = keys.values.get(f"{keys.prefix}attention.sliding_window_pattern")
+    if arch.may_lack_windows and not config.sliding_window and (any(pattern) if isinstance(pattern, list) else pattern):
+        keys.refuse("attention.sliding_window_pattern", "has layers with windows, but no key says how long these are")
     if arch.full_every and isinstance(pattern, list):
         _check_windows(keys, config, "attention.sliding_window_pattern", [bool(seen) for seen in pattern])
     elif arch.full_every and pattern is not None and pattern != arch.full_every:
@@ -132,6 +134,9 @@ def _check_hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> Non
     """Raise UserError where windows, or heads that are not turned, are in other layers than the architecture has them
     in."""
     kinds, pattern = keys.values.get("layer_types"), keys.values.get("sliding_window_pattern")
+    lacks = arch.may_lack_windows and not keys.values.get("sliding_window")
+    if lacks and isinstance(kinds, list) and "sliding_attention" in kinds:
+        keys.refuse("layer_types", "has layers with windows, but sliding_window does not say how long these are")
     if (arch.full_every or arch.window_every > 1) and isinstance(kinds, list):
         _check_windows(keys, config, "layer_types", [kind == "sliding_attention" for kind in kinds])
     elif arch.full_every and pattern is not None:

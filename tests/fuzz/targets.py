@@ -2,7 +2,10 @@
 
 Some changes cannot be told from a right file, as another right file has just that value; those count as "untold":
 - RoPE base, scaling and norm epsilon (and a key of them that is gone: then its default holds): every model has its own.
-- By what embeddings, scores, logits and queries are multiplied, how long windows are, and how layers with them rotate.
+- By what embeddings, scores, logits, queries and values are multiplied, how long windows are, and how layers with them
+  rotate.
+- At what scores, logits, gates, queries, keys and values are capped, if at all.
+- That a model has no windows, where some of its architecture have none and no list says which layers have one.
 - How a router weighs the experts that it chose, and how many it chooses: no tensor has a size by these.
 - A tensor's type, changed to one of the same size (F16 and BF16, Q4_0 and Q4_K): no byte of the file says more.
 - Whether the head is the embedding, in a folder that has both: config.json decides, as for transformers.
@@ -48,8 +51,10 @@ from pshard.workload import Workload
 
 IDS = [5, 77, 200, 3]
 UNTOLD_NUMBERS = ("rope", "window_rope", "norm_eps", "context", "score_scale", "embedding_scale", "logit_scale",
-                  "temperature", "sliding_window")  # fmt: skip
-UNTOLD_OF_EXPERTS = ("used", "scores", "normed", "scale", "groups", "groups_used")
+                  "value_scale", "temperature", "sliding_window", "clamp", "score_cap", "logit_cap",
+                  "ffn_limits")  # fmt: skip
+UNTOLD_WITHOUT_WINDOWS = ("full_every", "still_every")  # see Architecture.of_windows
+UNTOLD_OF_EXPERTS = ("used", "scores", "normed", "scale", "groups", "groups_used", "limits")
 RIGHT, REFUSED, UNTOLD = "right", "refused", "cannot be told"
 
 
@@ -296,7 +301,9 @@ def judge_model(path: Path, right: Contents) -> str:
         return RIGHT
     if not found.logits.isfinite().all():
         raise WrongOutcome(f"logits that are no numbers; configuration {found.config}")
-    told = replace(found.config, **{name: getattr(right.config, name) for name in UNTOLD_NUMBERS})
+    bare = not (found.config.sliding_window or found.config.full_every)
+    untold = (*UNTOLD_NUMBERS, *(UNTOLD_WITHOUT_WINDOWS if bare else ()))
+    told = replace(found.config, **{name: getattr(right.config, name) for name in untold})
     if told.experts and right.config.experts:
         same = {name: getattr(right.config.experts, name) for name in UNTOLD_OF_EXPERTS}
         told = replace(told, experts=replace(told.experts, **same))

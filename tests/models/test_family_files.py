@@ -174,6 +174,10 @@ def test_experts_lie_either_way_round(tmp_path: Path) -> None:
         ("deci", {"deci.attention.head_count_kv": [0] * 6}, "attention.head_count_kv is 0 in all layers"),
         ("deci", {"deci.attention.head_count": [4, 4]}, "has 2 values for 6 layers"),
         ("llama4", {"llama4.attention.sliding_window_pattern": 2}, "has windows in other layers"),
+        ("exaone-moe", {"exaone-moe.attention.sliding_window": 0}, "no key says how long these are"),
+        ("refact", {"refact.attention.head_count": 2**31 - 1}, "attn_q.weight has shape"),
+        ("olmo", {"olmo.embedding_length": 2**31 - 1}, "token_embd.weight has shape"),
+        ("olmo", {"olmo.attention.cl\u00e1mp_kqv": 0.5}, r"key olmo.attention.cl\S*mp_kqv is no ASCII text"),
     ],
 )
 def test_what_metadata_says_and_is_not_computed_is_refused(
@@ -193,6 +197,11 @@ def test_what_metadata_says_and_is_not_computed_is_refused(
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
         ("cohere2", {"sliding_window_pattern": 3}, "sliding_window_pattern is 3"),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+            "sliding_window does not say how long these are",
+        ),
         (
             "hy_v3",
             {"mlp_layer_types": ["sparse", "dense", "sparse"]},
