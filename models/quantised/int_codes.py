@@ -46,7 +46,7 @@ def join_gptq(name: str, module: Module, scheme: Scheme) -> StoredTensor:
         whole = _unpack_words(np.ascontiguousarray(arrays["codes"].T), bits)
         zero = (_unpack_words(arrays["zeros"], bits) + scheme.plus_one).T & ((1 << bits) - 1)
         if order is not None:
-            whole = whole[:, order.read()]
+            whole = whole[:, order.sort(arrays["groups"])]
         elif "groups" in arrays:
             _check_order(parts["groups"], arrays["groups"], groups)
         return _encode(tensor, whole, arrays["scales"].T, zero)
@@ -99,7 +99,9 @@ def join_packed(name: str, module: Module) -> StoredTensor:
         if zeros is not None:
             zero = _unpack_words(np.ascontiguousarray(arrays["zeros"].T), bits).T
         whole = _unpack_words(arrays["codes"], bits)
-        return _encode(tensor, whole if order is None else whole[:, order.read()], arrays["scales"], zero)
+        if order is not None:
+            whole = whole[:, order.sort(arrays["groups"])]
+        return _encode(tensor, whole, arrays["scales"], zero)
 
     return _join(name, (rows, cols), bits, zeros is None, parts, make, order)
 

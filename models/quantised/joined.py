@@ -23,9 +23,12 @@ class ColumnOrder:
     groups: int
 
     def read(self) -> np.ndarray:
-        """Which column comes at each place once they are sorted by group, int64. Raises UserError for groups that do
-        not exist, or are of unlike sizes."""
-        of = _read_array(self.groups_of)
+        """As `sort` of what is in the file."""
+        return self.sort(_read_array(self.groups_of))
+
+    def sort(self, of: np.ndarray) -> np.ndarray:
+        """Which column comes at each place once they are sorted by their groups, int64. Raises UserError for groups
+        that do not exist, or are of unlike sizes."""
         check_groups(self.groups_of, of, self.groups)
         counts, each = np.bincount(of, minlength=self.groups), len(of) // self.groups
         if (counts != each).any():
