@@ -19,7 +19,6 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.search.residency_order import spread
 from pshard.planner.search.round_times import plan_seconds
 from pshard.predicted_times import count_swept, sum_first_token
-from pshard.speculation import PROGRAMS
 from pshard.units.share import WHOLE
 from pshard.units.unit import Place, Unit, places_of_unit
 
@@ -81,13 +80,11 @@ def _sum_seconds(room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCost
 def _sweep(
     room: Room, found: Sequence[_Moved], pin_order: tuple[str, ...], costs: Sequence[TierCosts]
 ) -> tuple[TierPlan, ...]:
-    """The first of these, or the one with sweeps that take less time: in as few as their rows have room for. What reads
-    the model's states after each micro-batch has none."""
+    """The first of these, or the one with sweeps that take less time: in as few as their rows have room for."""
     best, least = found[0].tiers, _sum_seconds(room, found[0].tiers, costs)
     batches = count_swept(room.workload, best[-1].tokens)
-    follows = room.spec.keeps_states or room.workload.drafting.kind in PROGRAMS
     passes, home = 1, room.beyond.home if room.beyond else None
-    while home and not follows and passes < batches:
+    while home and passes < batches:
         before = least
         for one, slots in product(found, SWEPT_SLOTS):
             last = replace(one.tried[-1], sweep=Sweep(-(-batches // passes)))

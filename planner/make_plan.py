@@ -51,7 +51,6 @@ from pshard.predicted_times import count_swept, round_seconds, sum_first_token, 
 from pshard.routing.followed import hold_slots
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
-from pshard.speculation import PROGRAMS
 from pshard.units.moe.expert_cache import ExpertCache
 from pshard.workload import Workload
 
@@ -118,8 +117,10 @@ def _or_swept(
     that takes less time: their scratch leaves room for pins."""
     largest = variant.workload.max_ubatch
     smaller = max(LEAST_SWEPT, largest // SWEPT_PART)
-    (rank, *others), apart = variant.ranks, count_swept(workload, smaller) and workload.drafting.kind not in PROGRAMS
-    if others or not rank.beyond_host or rank.tiers[-1].sweep or not apart or smaller >= largest:
+    rank, *others = variant.ranks
+    if others or not rank.beyond_host or rank.tiers[-1].sweep or smaller >= largest:
+        return variant
+    if not count_swept(workload, smaller):
         return variant
     try:
         other = plan_variant(spec, profile, replace(workload, max_ubatch=smaller), time_limit, variant.correction)

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.plan import Prediction, Variant
+from pshard.speculation import PROGRAMS
 from pshard.workload import Workload
 
 S = TypeVar("S")  # seconds, maybe of each rank
@@ -43,9 +44,10 @@ def first_token_seconds(variant: Variant) -> float:
 
 def count_swept(workload: Workload, tokens: int) -> int:
     """Micro-batches of up to so many tokens that the expected prompts are cut into, where these may go in sweeps; 0
-    where there is one, or prompts come in single steps, as to a server."""
+    where there is one, where prompts come in single steps, as to a server, or where what drafts computes after each."""
     batches = -(-workload.prompt_tokens // tokens)
-    return 0 if workload.concurrency or batches < 2 else batches
+    alone = workload.concurrency or workload.drafting.kind in PROGRAMS
+    return 0 if alone or batches < 2 else batches
 
 
 def _swept_seconds(variant: Variant) -> float | None:

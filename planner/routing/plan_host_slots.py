@@ -27,7 +27,6 @@ from pshard.planner.search.residency_order import order_nested, spread
 from pshard.predicted_times import count_swept, round_seconds
 from pshard.routing.followed import hold_slots
 from pshard.routing.record import RoutingRecord
-from pshard.speculation import PROGRAMS
 from pshard.units.moe.expert_cache import DEMAND, ExpertCache
 from pshard.units.unit import places_of_unit
 
@@ -88,9 +87,8 @@ class _Search:
     @cached_property
     def swept(self) -> Sweep | None:
         """All micro-batches of the expected prompt in one sweep; None where that has none."""
-        workload = self.base.workload
-        batches = count_swept(workload, self.base.ranks[0].tiers[-1].tokens)
-        return Sweep(batches) if batches and workload.drafting.kind not in PROGRAMS else None
+        batches = count_swept(self.base.workload, self.base.ranks[0].tiers[-1].tokens)
+        return Sweep(batches) if batches else None
 
     @cached_property
     def order(self) -> list[str]:
@@ -99,9 +97,13 @@ class _Search:
         spec = self.room.spec
         return sorted(list_spread(self.room), key=lambda n: (n in self.movable, spec.unit(n).packed_nbytes))
 
+    @cached_property
+    def _most_followed(self) -> int:
+        return max(pool.make_cache(1, DEMAND, 0).tokens for pool in self.pools)
+
     def follows(self, tier: TierPlan) -> bool:
         """Whether a tier uses the slots."""
-        return tier.tokens <= max(pool.make_cache(1, DEMAND, 0).tokens for pool in self.pools)
+        return tier.tokens <= self._most_followed
 
     def price(self, caches: tuple[ExpertCache, ...]) -> tuple[RankTask, ...]:
         tokens = tuple(tier.tokens for tier in self.base.ranks[0].tiers)
