@@ -16,12 +16,10 @@ from pshard.units.kv_cells import KV_BLOCK
 
 @dataclass
 class DueStates:
-    """States of a text that are kept at a length, taken unit by unit. key: of the block that ends there, of a text
-    that shares its own."""
+    """States of a text that are kept at a length, taken unit by unit."""
 
     text: Text
     length: int
-    key: bytes | None = None
     states: Snapshot = field(default_factory=dict)
 
 
@@ -64,22 +62,24 @@ class Commits:
         if text.ids and text.salt is not None:
             self._share(text, text.salt)
 
-    def find_due(self, text: Text, span: tuple[int, int], last: int) -> "DueStates | None":
+    def find_due(self, text: Text, span: tuple[int, int], last: int) -> DueStates | None:
         """What is kept of a text's states at its length now; None for nothing. span: as of `commit_all`; last: the
         length of which some are to be kept before, 0 for none."""
         length = text.committed
         if text.salt is not None:
-            return DueStates(text, length, text.keys[-1]) if self._is_border(text) else None
-        last = max(last, self._checkpoints.last(text.number, length))
-        return DueStates(text, length) if self._checkpoints.is_due(length, span, self._most, last) else None
+            is_due = self._is_border(text)
+        else:
+            last = max(last, self._checkpoints.last(text.number, length))
+            is_due = self._checkpoints.is_due(length, span, self._most, last)
+        return DueStates(text, length) if is_due else None
 
-    def read_states(self, due: "DueStates", units: Collection[str]) -> None:
+    def read_states(self, due: DueStates, units: Collection[str]) -> None:
         """Take what is due of the states of these units, which are now what they are at its length."""
         due.states.update(self._checkpoints.read(due.text.number, units))
 
-    def keep_due(self, due: "DueStates") -> None:
+    def keep_due(self, due: DueStates) -> None:
         """Keep states that were taken of all units."""
-        if due.key is None:
+        if due.text.salt is None:
             self._checkpoints.keep(due.text.number, due.length, due.states)
         else:
             self._keep_states(due.text, due)
@@ -157,7 +157,7 @@ class Commits:
         length = text.committed
         return bool(self._checkpoints.most) and (length in text.borders or length % EVERY == 0)
 
-    def _keep_states(self, text: Text, due: "DueStates | None" = None) -> None:
+    def _keep_states(self, text: Text, due: DueStates | None = None) -> None:
         """Make a checkpoint of what a text's states are now, or of what was due."""
         length = due.length if due else text.committed
         at = length // KV_BLOCK - 1
