@@ -3,20 +3,16 @@ without."""
 
 import statistics
 import time
-from typing import cast
 
 from pshard.homes import PINNED
 from pshard.machine import ElementwiseTiming
-from pshard.plan import Variant
-from pshard.profile.timed.step_cost import CONTEXT, NoKernels, make_small_model, open_executor
+from pshard.profile.timed.step_cost import NoKernels, make_engine, make_small_model, open_executor
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.api import Kernels
-from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.speculation import DRAFT, LOOKUP, NONE
-from pshard.workload import Workload
 
 MANY = 7  # drafts of a step
 ROWS = 8  # of a micro-batch that holds them
@@ -38,9 +34,7 @@ def time_drafts(side: str, device: Device, fast: tuple[Kernels, Kernels], step: 
     ):
         for executor in (model, draft):
             executor.arena.memory.zero_()  # logits that are numbers, all alike: what is drafted holds
-        workload = Workload((model.plan.budget_mib,), CONTEXT, max_ubatch=ROWS, prompt=1, generated=1)
-        variant, store = Variant(workload, True, (model.plan,)), cast(KVStore, None)  # nothing is saved
-        engine = Engine(model, variant, None, (), lambda: None, store, head=draft)
+        engine = make_engine(model, ROWS, draft)
         alone, looked_up, one = (_time_step(engine, *way) for way in ((NONE, 0), (LOOKUP, 1), (DRAFT, 1)))
         found = {"verify": looked_up - alone, "draft": one - looked_up}
         if device.kind == "cpu":

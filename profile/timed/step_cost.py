@@ -194,14 +194,20 @@ def _time_decoding(layers: int, device: Device, kernels: tuple[Any, Any]) -> flo
     """Seconds of a token by an engine over a small model of so many layers, all of it pinned."""
     samples: list[float] = []
     with open_executor(PINNED, 1, device, kernels, make_small_model(layers)) as executor:
-        workload = Workload((executor.plan.budget_mib,), CONTEXT, max_ubatch=1, prompt=1, generated=1)
-        variant, store = Variant(workload, True, (executor.plan,)), cast(KVStore, None)  # nothing is saved
-        engine = Engine(executor, variant, None, (), lambda: None, store)
+        engine = make_engine(executor, 1)
         for _ in range(AGAIN * WALKS):
             start = time.perf_counter()
             engine.forward([0])
             samples.append(time.perf_counter() - start)
     return statistics.median(samples[AGAIN * WARM_UPS :])
+
+
+def make_engine(executor: Executor, tokens: int, head: Executor | None = None) -> Engine:
+    """An engine over an executor of `open_executor`, for micro-batches of so many tokens. head: drafts for it."""
+    plan = executor.plan
+    workload = Workload((plan.budget_mib,), CONTEXT, max_ubatch=tokens, prompt=1, generated=1)
+    store = cast(KVStore, None)  # nothing is saved
+    return Engine(executor, Variant(workload, True, (plan,)), None, (), lambda: None, store, head=head)
 
 
 @contextmanager
