@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.errors import CannotWrite, NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.on_disk import mark_made
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 AMPLE = 0.8  # what is below this part of what is usable needs no disk: slots and buffers fit beside it
 ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
+MOST_PLANNED = 4  # sizes of --ram that are planned in full before one is named
 SLOW = 1e9  # bytes a second: NVMe drives do better
 
 
@@ -118,15 +120,27 @@ def name_least_ram(error: UserError, spec: "ModelSpec", profile: MachineProfile,
     where there is none, or --ram is not why."""
     if not workload.ram_mib:
         return error
-    from pshard.planner.make_plan import plan_roughly
+    from pshard.planner.make_plan import plan_roughly, plan_variant
     from pshard.session.run_request import suggest_budget
 
-    def works(mib: int) -> bool:
-        wider, asked = replace(profile, ram_bytes=mib * MIB), replace(workload, ram_mib=mib)
-        if profile.accelerators[0].kind == "cpu":
-            asked = suggest_budget(replace(asked, vram_mib=(UNLIMITED_MIB,) * len(workload.vram_mib)), spec, wider)
+    def suggest(wider: MachineProfile) -> Workload:
+        return suggest_budget(replace(workload, vram_mib=(UNLIMITED_MIB,) * len(workload.vram_mib)), spec, wider)
+
+    on_cpu = profile.accelerators[0].kind == "cpu"
+    suggests = on_cpu and suggest(profile).vram_mib == workload.vram_mib  # else the budget was given
+
+    def works(mib: int, roughly: bool = True) -> bool:
+        """Whether that loads, planned as it will be; roughly: with micro-batches that are small and no
+        single tokens."""
+        wider = replace(profile, ram_bytes=mib * MIB)
+        asked = replace(suggest(wider) if suggests else workload, ram_mib=mib)
+        wider = wider if may_need_disk(spec, wider, asked) else replace(wider, disks=())
+        small = next((n for n in asked.tiers() if n >= max(asked.answer_rows, SMALL_BATCH)), asked.max_ubatch)
         try:
-            plan_roughly(spec, wider, asked, 1.0).variant  # noqa: B018 what is chosen, checked
+            if roughly:
+                plan_roughly(spec, wider, replace(asked, max_ubatch=small), 1.0).variant  # noqa: B018 is checked
+            else:
+                plan_variant(spec, wider, asked)
         except (UserError, ValueError):
             return False
         return True
@@ -134,9 +148,10 @@ def name_least_ram(error: UserError, spec: "ModelSpec", profile: MachineProfile,
     step = max(1, spec.packed_nbytes // MIB // ALIKE)
     tried = range(workload.ram_mib + step, profile.host.memory_bytes // MIB, step)
     least = bisect_left(tried, True, key=works)
-    if least == len(tried):
+    loads = next((mib for mib in tried[least : least + MOST_PLANNED] if works(mib, roughly=False)), None)
+    if loads is None:
         return error
-    return NoPlan(f"--ram {workload.ram_mib} MiB is too little for {spec.name}; give {tried[least]} MiB or more")
+    return NoPlan(f"--ram {workload.ram_mib} MiB is too little for {spec.name}; give {loads} MiB or more")
 
 
 def describe_disk(profile: MachineProfile) -> str:

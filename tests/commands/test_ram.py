@@ -54,6 +54,14 @@ def test_every_ram_from_the_least_on_gives_the_logits_of_all_in_memory(world: Wo
         assert torch.equal(speak(world, ram), right)
 
 
+@pytest.mark.slow  # the test above has the least without a budget
+def test_the_least_ram_that_is_named_loads_with_the_budget_that_was_given(world: World, capfd) -> None:
+    flags = ["-m", str(world.model), "-c", "512", "-ctk", "f32", "-ctv", "f32", "--vram", "9", "--no-validate"]
+    assert plan([*flags, "--ram", "12"]) == 2
+    least = capfd.readouterr().err.split("give ")[1].split()[0]
+    assert plan([*flags, "--ram", least]) == 0
+
+
 def test_cells_as_large_as_the_weights_send_weights_to_the_disk(tmp_path: Path, world: World) -> None:
     """A run of less context, which needs no disk itself, takes that plan."""
     folder = tmp_path / "long"
