@@ -163,14 +163,14 @@ def test_exact_steps_have_one_size_and_name_neither_context_nor_longest_text(tmp
     monkeypatch.setattr(Captured, "delta_net", watched)
     with open_engine(path, tokens=(4, 40, 100), exact=True, **options) as engine:
         engine.texts.keep_tier(40)
-        prepare, cells = engine._executor.walks._prepare, set[int]()
+        prepare, cells = engine._executor.walks.prepare, set[int]()
 
         def noted(*given):
             ready = prepare(*given)
             cells.add(ready.walk.batch.acc_rows.cells)
             return ready
 
-        monkeypatch.setattr(engine._executor.walks, "_prepare", noted)
+        monkeypatch.setattr(engine._executor.walks, "prepare", noted)
         got = talk(engine, [3, 9, 5])
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
     assert set(rows) == {40} and seen == {0} and cells == {2048 * SEQUENCES}

@@ -60,11 +60,11 @@ def test_the_next_token_finds_its_walk_ready(tmp_path: Path, monkeypatch) -> Non
     with open_engine(path, context=128) as engine:
         engine.forward([1, 2, 3])
         engine.forward([4])  # makes the next one ready
-        for name in ("make", "make_next", "_prepare"):
+        for name in ("make", "make_next", "prepare"):
             monkeypatch.setattr(WalkMaker, name, noted(name))
         for token in range(5):
             engine.forward([token])
-    assert order == ["make", "make_next", "_prepare"] * 5, "none is prepared when it is wanted"
+    assert order == ["make", "make_next", "prepare"] * 5, "none is prepared when it is wanted"
 
 
 @fast_only
