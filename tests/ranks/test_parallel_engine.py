@@ -94,8 +94,8 @@ def test_each_rank_may_place_its_slice_as_it_likes(
     pinned = run_ranks(models[name], shares, talk, CONTEXT)
     with pytest.MonkeyPatch.context() as patch:
         if as_on_gpus:  # the residual stream stays on the accelerator, transfers go with the units' graphs
-            real = Executor._shape
-            patch.setattr(Executor, "_shape", lambda *given: replace(real(*given), sums_on_host=False))
+            real = Executor.shape_of
+            patch.setattr(Executor, "shape_of", lambda *given: replace(real(*given), sums_on_host=False))
             patch.setattr(PlainKernels, "repeatable", True)
             patch.setattr(PlainKernels, "fills", False)  # products of more rows may round otherwise
         mixed = run_ranks(models[name], shares, talk, CONTEXT, random_tiers(seed, CONTEXT))

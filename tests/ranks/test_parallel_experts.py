@@ -104,8 +104,8 @@ def test_each_rank_may_have_its_slices_in_any_place(
     """Pinned, streamed, read in place, on the CPU, or all at once, each rank otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         if as_on_gpus:  # the residual stream stays on the accelerator, transfers go with the units' graphs
-            real = Executor._shape
-            patch.setattr(Executor, "_shape", lambda *given: replace(real(*given), sums_on_host=False))
+            real = Executor.shape_of
+            patch.setattr(Executor, "shape_of", lambda *given: replace(real(*given), sums_on_host=False))
             patch.setattr(PlainKernels, "repeatable", True)
         tiers = (mixed_tiers if mixed else random_tiers)(seed, CONTEXT)
         check_all(run_ranks(models[name], shares, talk, CONTEXT, tiers), of_one_rank[name])

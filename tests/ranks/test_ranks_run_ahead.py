@@ -57,8 +57,8 @@ def place_units(way: tuple, attention: str) -> Callable[[ModelSpec], tuple[TierP
 
 def count_walks_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have sums made where GPUs make theirs and launches repeat; an item for each walk that runs ahead."""
-    real, ahead, walk_ahead = Executor._shape, list[int](), Walk.walk_ahead
-    monkeypatch.setattr(Executor, "_shape", lambda *given: replace(real(*given), sums_on_host=False))
+    real, ahead, walk_ahead = Executor.shape_of, list[int](), Walk.walk_ahead
+    monkeypatch.setattr(Executor, "shape_of", lambda *given: replace(real(*given), sums_on_host=False))
     monkeypatch.setattr(HostKernels, "repeatable", True)
     monkeypatch.setattr(Walk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
     return ahead
