@@ -30,14 +30,16 @@ from pshard.profile.measure import (
     time_collectives,
     time_shares,
 )
+from pshard.profile.timed import draft_cost
 from pshard.profile.timed.draft_cost import time_drafts
 from pshard.profile.timed.kernel_jobs import Job, attention_points, list_jobs
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.rank_shares import COPY_BYTES, TOKENS
-from pshard.profile.timed.step_cost import WALKS, time_launch, time_steps
+from pshard.profile.timed.step_cost import WALKS, make_small_model, time_launch, time_steps
 from pshard.profile.timed.time_kernels import KernelBench, time_attention
 from pshard.profile.timing_loop import Pace
 from pshard.runtime.devices.device import CpuDevice
+from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
@@ -377,15 +379,24 @@ def test_launching_a_prompts_kernels_is_timed_over_real_steps():
 
 
 @pytest.mark.parametrize("kind", ["cpu", "lanes"])
-def test_drafts_are_timed_beside_steps_without(kind: str) -> None:
-    """Further drafts where the host makes them."""
-    device, kernels = CapturingDevice(), PlainKernels()
-    device.kind = kind
+def test_drafts_are_timed_beside_steps_without(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further drafts where the host makes them. Steps run, and take what this says of them."""
+    took = {("none", 0): 1.0, ("lookup", 1): 1.5, ("draft", 1): 3.0, ("draft", 7): 9.0}
+    time_step, device, kernels = draft_cost._time_step, CapturingDevice(), PlainKernels()
+
+    def told(engine: Engine, who: str, most: int) -> float:
+        assert time_step(engine, who, most) > 0
+        return took[who, most]
+
+    monkeypatch.setattr(draft_cost, "_time_step", told)
+    device.kind, unit = kind, 1e-3
     try:
-        rows = {row.what: row.seconds for row in time_drafts("acc", device, (kernels, kernels), 1e-6)}
+        rows = {row.what: row.seconds for row in time_drafts("acc", device, (kernels, kernels), unit)}
     finally:
         device.close()
-    assert rows.keys() == {"verify", "draft"} | ({"follow"} if kind == "cpu" else set()) and rows["draft"] > 0
+    units = unit * len(make_small_model(1).units)
+    on_host = {"verify": 0.5, "draft": 1.5 - units, "follow": 1.0 - units}
+    assert rows == pytest.approx(on_host if kind == "cpu" else {"verify": 0.5, "draft": 1.5})
 
 
 class Reads:
