@@ -453,7 +453,7 @@ class Convolve:
 
 
 @dataclass(frozen=True)
-class Route:
+class Route(Onward):
     """Which `chosen` of the rows of `router` take each token, and with which weights."""
 
     router: TensorSpec
@@ -461,16 +461,6 @@ class Route:
     biases: tuple[TensorSpec, ...] = ()
     x: Rows = CHOSEN
     out: Rows = CHOSEN
-
-    @property
-    def reads(self) -> tuple[Rows, ...]:
-        """Its operand."""
-        return (self.x,)
-
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        """What it leaves."""
-        return (self.out,)
 
 
 @dataclass(frozen=True)
