@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 
+from pshard.model_config import Experts
 from pshard.quant import packed_nbytes
 from pshard.runtime.blocks.block import Block, Laid, Residual, Side, Work
 from pshard.runtime.blocks.routed_rows import view_routed, view_scored
@@ -55,9 +56,10 @@ class ExpertsBlock(Block):
 
 @dataclass(frozen=True)
 class ChunkWeights:
-    """By what tokens choose among the experts of chunks, and these."""
+    """By what tokens choose among the experts of chunks, the rule of these, and these."""
 
     router: Packed
+    rule: Experts
     experts: ExpertWeights
 
 
@@ -67,7 +69,7 @@ class ChunksBlock(Block):
     def prepare(self, laid: Laid) -> ChunkWeights:
         rule = rule_of(laid.config).of_chunks()
         experts = _list_experts(laid, rule.count, rule.d_expert, CHUNK_ROLES)
-        return ChunkWeights(laid.weights.matrices[WEIGHT], replace(experts, rule=rule))
+        return ChunkWeights(laid.weights.matrices[WEIGHT], rule, experts)
 
     def run(self, work: Work, weights: ChunkWeights, state: None, residual: Residual) -> None:
         side, n, rule = work.side, work.rows.tokens, rule_of(work.side.config)
@@ -76,8 +78,8 @@ class ChunksBlock(Block):
         every = replace(rule, used=rule.count, normed=False, scale=1.0)
         side.kernels.route(x, weights.router, every, scored, begin=work.rows.begin)
         side.kernels.choose_chunks(scored, rule, routes)
-        own, summed, hidden = rule.of_chunks(), side.space.rows(EXPERTED, n), side.space.rows("hidden", n)
-        side.kernels.experts(summed, routes, weights.experts, own, hidden, _scratch(side, n), True)
+        summed, hidden = side.space.rows(EXPERTED, n), side.space.rows("hidden", n)
+        side.kernels.experts(summed, routes, weights.experts, weights.rule, hidden, _scratch(side, n), True)
         hidden.add_(summed)
 
 
