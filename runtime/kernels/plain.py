@@ -20,7 +20,7 @@ from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_c
 from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_chunks, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
-from pshard.runtime.kernels.plain_rows import bend_gate, gate_of, head_norm, product, rotate
+from pshard.runtime.kernels.plain_rows import bend_gate, gate_of, head_norm, product, resize_heads, rotate
 from pshard.runtime.kernels.plain_windows import attend_seen
 from pshard.runtime.kernels.unpack import BY_ROWS, plain_rows, unpack
 from pshard.units.kv_cells import window_start
@@ -165,10 +165,7 @@ class PlainKernels(PlainLatent, PlainDelta):
         x.mul_(by.repeat_interleave(x.shape[1] // gate.shape[1], 1))
 
     def resize_heads(self, x: torch.Tensor, out: torch.Tensor, heads: int, by: float = 1.0) -> None:
-        given, made = x.unflatten(1, (heads, -1)), out.unflatten(1, (heads, -1))
-        both = min(given.shape[2], made.shape[2])
-        torch.mul(given[..., :both], by, out=made[..., :both])
-        made[..., both:].zero_()
+        resize_heads(x, out, heads, by)
 
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         x.mul_(by)

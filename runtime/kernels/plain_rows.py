@@ -40,6 +40,14 @@ def bend_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Te
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
+def resize_heads(x: torch.Tensor, out: torch.Tensor, heads: int, by: float) -> None:
+    """See `Kernels.resize_heads`."""
+    given, made = x.unflatten(1, (heads, -1)), out.unflatten(1, (heads, -1))
+    both = min(given.shape[2], made.shape[2])
+    torch.mul(given[..., :both], by, out=made[..., :both])
+    made[..., both:].zero_()
+
+
 def _gelu16(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     table = F.gelu(wide.half().float(), approximate="tanh").half().float()

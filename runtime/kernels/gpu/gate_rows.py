@@ -6,7 +6,7 @@ import triton
 from pshard.model_config import limit_of
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
-from pshard.runtime.kernels.plain_rows import bend_gate
+from pshard.runtime.kernels.plain_rows import bend_gate, resize_heads
 
 
 class GatesOnGpu:
@@ -35,10 +35,7 @@ class GatesOnGpu:
     def resize_heads(self, x: torch.Tensor, out: torch.Tensor, heads: int, by: float = 1.0) -> None:
         """See `Kernels.resize_heads`."""
         self._activations.ready = self._placed = None
-        given, made = x.unflatten(1, (heads, -1)), out.unflatten(1, (heads, -1))
-        both = min(given.shape[2], made.shape[2])
-        torch.mul(given[..., :both], by, out=made[..., :both])
-        made[..., both:].zero_()
+        resize_heads(x, out, heads, by)
 
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         """See `Kernels.times_rows`."""

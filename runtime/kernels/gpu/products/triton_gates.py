@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pshard.model_config import limit_of
+
 
 @triton.jit
 def gate_mul(gate, up, GELU: tl.constexpr):
@@ -13,10 +15,7 @@ def gate_mul(gate, up, GELU: tl.constexpr):
         return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.constexpr_function
-def find_limit(activation):
-    """What stands behind the name of an activation within a limit; 0: none."""
-    return float(activation.partition("<")[2] or 0)
+find_limit = triton.constexpr_function(limit_of)  # as kernels may call it
 
 
 @triton.jit
