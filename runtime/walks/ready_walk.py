@@ -96,7 +96,7 @@ class WalkMaker:
         return chain.run(token, segment, count, self._bound(segment.past + count)) if chain else None
 
     def forget(self) -> None:
-        """Drop the walk that was made for the next micro-batch."""
+        """Drop the walk that was made for the next micro-batch, and the chain of the tier."""
         self._next, self._chain = None, None
 
     def prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
