@@ -10,11 +10,13 @@ from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.price.page_locks import staged_units
 from pshard.planner.price.profile_tables import Tables
-from pshard.planner.price.simulate import simulate_ranks
-from pshard.planner.price.tier_costs import tier_costs
+from pshard.planner.price.simulate import simulate_ranks, simulate_seconds
+from pshard.planner.price.tier_costs import TierCosts, tier_costs
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.speculation import PROGRAMS
 from pshard.steps.emit import emit_steps
-from pshard.steps.step import StepShape
+from pshard.steps.step import StepList, StepShape
+from pshard.steps.sweep import sweep_steps
 
 SAMPLED_STEPS = 5  # decode steps that are simulated; their mean stands for all, as time grows evenly with the context
 
@@ -38,6 +40,17 @@ class Predictor:
     def rank_seconds(self, batch: Batch, under: int = 0) -> list[float]:
         """Seconds of a micro-batch of texts that are alike on every rank. under: tokens by which the tier is chosen,
         where they are more."""
+        steps, costs = self._price(batch, under)
+        return [result.seconds for result in simulate_ranks(self._variant.workload.split_mode, steps, costs)]
+
+    def sweep_seconds(self, batch: Batch, batches: int) -> float:
+        """Seconds of so many such micro-batches of the largest tier in one sweep, on the only rank."""
+        last = self._variant.ranks[0].tiers[-1]
+        (steps,), (costs,) = self._price(batch, last.tokens)
+        return simulate_seconds(sweep_steps(self._specs[0], steps, last.tokens, batches), costs)
+
+    def _price(self, batch: Batch, under: int) -> tuple[list[StepList], list[TierCosts]]:
+        """Every rank's steps of a micro-batch, and what they cost."""
         load = TierLoad(batch)
         v, w = self._variant, self._variant.workload
         on_host = self._tables.kind == "cpu"
@@ -55,19 +68,34 @@ class Predictor:
             tier_costs(spec, self._tables.of_accelerator(w.device + i), load, w, len(v.ranks), self._staged[i])
             for i, spec in enumerate(specs)
         ]
-        return [result.seconds for result in simulate_ranks(w.split_mode, steps, costs)]
+        return steps, costs
 
     def prefill(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
-        """Seconds to prefill `tokens` tokens of each sequence after `depth` cells, in the engine's micro-batches."""
-        total, largest = tokens * sequences, self._variant.ranks[0].tiers[-1].tokens
+        """Seconds to prefill `tokens` tokens of each sequence after `depth` cells, in the engine's micro-batches: in
+        sweeps where the plan has them."""
+        total, last = tokens * sequences, self._variant.ranks[0].tiers[-1]
+        if last.sweep and total > last.tokens and self._variant.workload.drafting.kind not in PROGRAMS:
+            return self._prefill_in_sweeps(tokens, sequences, depth)
         batches, done = [], 0
         while done < total:
-            take = min(largest, total - done)
+            take = min(last.tokens, total - done)
             at_once = max(1, min(sequences, -(-take // tokens)))
             past = depth + (done % tokens if sequences > 1 else done)
             batches.append(self.rank_seconds(Batch.even(take, at_once, past if at_once == 1 else depth)))
             done += take
         return join_seconds(self._variant.workload.split_mode, batches)
+
+    def _prefill_in_sweeps(self, tokens: int, sequences: int, depth: int) -> float:
+        """The same in sweeps; the micro-batches of each are taken to be alike."""
+        total, last, seconds, done = tokens * sequences, self._variant.ranks[0].tiers[-1], 0.0, 0
+        while done < total:
+            batches = min(last.most_swept, -(-(total - done) // last.tokens))
+            take = -(-min(last.tokens * batches, total - done) // batches)
+            at_once = max(1, min(sequences, take // tokens))
+            past = (done % tokens) + take * (batches - 1) // 2 if at_once == 1 else 0
+            seconds += self.sweep_seconds(Batch.even(take, at_once, depth + past), batches)
+            done += last.tokens * batches
+        return seconds
 
     def decode(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to decode `tokens` tokens of each sequence, one step after the other, from `depth` cells on."""

@@ -15,6 +15,7 @@ from pshard.planner.make_plan import plan_variant
 from pshard.planner.price import host_limits
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
+from pshard.planner.price.predict_published import Predictor
 from pshard.planner.shown.show_summary import describe_reads
 from pshard.planner.time_steps import time_steps
 from pshard.predicted_times import first_token_seconds
@@ -100,3 +101,17 @@ def test_what_comes_in_single_steps_has_no_sweeps() -> None:
     for more in ({"sequences": 2, "concurrency": 1}, {"prompt": 100}):
         _, variant = plan_slow_disk("cpu", 6, 11, **more)
         assert variant.ranks[0].tiers[-1].sweep is None
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize("budget", [6, 4])
+def test_a_bench_of_prompts_is_predicted_in_the_sweeps_that_the_plan_has(budget: int) -> None:
+    """Of the expected prompt it is what the plan says; others read the disk as often as sweeps hold them."""
+    profile, variant = plan_slow_disk("cpu", budget, 11)
+    predictor, last = Predictor([SPEC], profile, variant), variant.ranks[0].tiers[-1]
+    assert predictor.prefill(WORKLOAD.prompt) == pytest.approx(first_token_seconds(variant), rel=0.05)
+    held = last.tokens * last.most_swept
+    assert predictor.prefill(held) == pytest.approx(predictor.prefill(last.tokens + 1), rel=0.1)
+    assert predictor.prefill(held + 1) == pytest.approx(2 * predictor.prefill(held), rel=0.1)
+    single = Predictor([SPEC], profile, replace(variant, ranks=(without_sweep(variant),)))
+    assert single.prefill(held) > 0.9 * last.most_swept * predictor.prefill(held)
