@@ -48,6 +48,7 @@ from pshard.units.ports import (
     GIVES_DENSE,
     GIVES_EXPERTED,
     GIVES_SUM,
+    NORMS_WIDE,
     ROUTES,
     SCORES_EARLY,
     TAKES_EARLY,
@@ -132,6 +133,7 @@ class UnitMaker:
             yield unit(block + "conv", SHORT_CONV, i, _conv(config.conv, config.d_model, block))
         else:
             kind, ports = _kind(config, i), ENTERS if config.parallel or config.keeps_input else None
+            ports = NORMS_WIDE if config.wide_qk_norm else ports
             lender = config.lender(i)
             roles = [role for role in (GATE, HEAD_GATE, SINKS) if block + role in self._stored]
             own = kind.sees(config)
@@ -209,15 +211,15 @@ def _attention(
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.sloped:
         yield Expected(block + "attn_slopes.weight", (config.n_heads,))
-    if config.own_head_norms:
+    if config.own_head_norms or config.wide_qk_norm:
         yield Expected(block + "attn_q_norms.weight", (q,))
         yield Expected(block + "attn_k_norms.weight", (kv,))
     if arch.turned_norms:
         yield Expected(block + "attn_q_stretch.weight", (config.head_dim,))
-    if config.qk_norm:
-        yield Expected(block + "attn_q_norm.weight", (q if config.wide_qk_norm else config.head_dim,))
-    if config.qk_norm and not borrows:
-        yield Expected(block + "attn_k_norm.weight", (kv if config.wide_qk_norm else config.head_dim,))
+    if config.qk_norm and not config.wide_qk_norm:
+        yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
+    if config.qk_norm and not (config.wide_qk_norm or borrows):
+        yield Expected(block + "attn_k_norm.weight", (config.head_dim,))
     if config.normed_after:
         yield Expected(block + "post_attention_norm.weight", (d,))
 

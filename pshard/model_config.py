@@ -239,6 +239,7 @@ class ModelConfig:
     clamp: float = 0.0  # q, k and v are within +-clamp; 0: as they are
     norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, or "both"
     wide_qk_norm: bool = False  # norms of q and k are over all heads at once, not within each
+    normed_heads: tuple[int, ...] = ()  # of a rank's slice: query and KV heads of all ranks, over which these norms are
     centred: bool = False  # norms of the residual stream take its mean away first
     parallel: bool = False  # a layer's attention and FFN take the same normed input
     windows_in: tuple[bool, ...] = ()  # whether each layer has the window; (): see full_every and window_every

@@ -21,8 +21,9 @@ from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights,
 from pshard.runtime.memory.workspace import Workspace
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
 from pshard.steps.move import Move, Pins
-from pshard.steps.step import DEMAND, Compute
+from pshard.steps.step import AFTER, BEFORE, DEMAND, Compute
 from pshard.units.divide_unit import Portion, divide_operations, divide_unit, find_portion, joined_width
+from pshard.units.operations import halve
 from pshard.units.state import State, StateShape
 
 Snapshot = dict[str, tuple[torch.Tensor, ...]]  # the parts of one sequence's states, on the host, by unit
@@ -149,18 +150,25 @@ class Residents:
         unit, block = self._spec.unit(step.unit), self._block(step.unit)
         is_partial = context.sums and unit.ports.adds
         begun = is_partial and step.unit in self._spec.onto_parts
+        begins, ports = step.part == BEFORE, unit.summed
+        if begins:  # nothing of it is added yet
+            is_partial, begun, ports = False, False, (unit.ports.between,)
         if not unit.is_here:
-            nothing = partial(_clear_ports, unit.summed) if unit.summed else block.contribute_nothing
-            return BoundUnit(nothing, is_partial, begun)
+            return BoundUnit(partial(_clear_ports, ports) if ports else block.contribute_nothing, is_partial, begun)
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         whole = divide_operations(unit, step.share, self._spec.config)
-        here = whole.on_cpu if step.on == "cpu" and step.part else whole.after if step.part == "rest" else whole.on_acc
+        here = whole.after if step.part == "rest" else whole.on_acc
+        if step.is_divided and step.on == "cpu":
+            here = whole.on_cpu
+        elif step.part and not step.is_divided:
+            here = halve(whole.on_acc)[0 if begins else 1]
         weights = block.prepare(Laid(unit, self._spec.config, self.weights_of(step, carved), device, here))
         weights, opens = context.slots.attach(tokens, step, weights), unit.opens_with_norm(self._spec.config)
-        if not step.part:
+        opens = opens and step.part != AFTER
+        if not step.is_divided:
             state = self._state_of(step, carved)
             norm = block.first_norm(weights) if opens else None
-            leaves = block.ends_in_product(weights) and not is_partial
+            leaves = block.ends_in_product(weights) and not (is_partial or begins)
             return BoundUnit(
                 lambda work, residual: block.run(work, weights, state, residual), is_partial, begun, opens, norm, leaves
             )

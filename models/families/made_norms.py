@@ -49,7 +49,7 @@ def make_vectors(
             found.setdefault(f"{name}.weight", give_numbers(f"{name}.weight", (1.0,) * config.d_model, lender))
     for i in layers:
         block = f"blk.{i}."
-        if config.own_head_norms:
+        if config.own_head_norms or config.wide_qk_norm:
             _flatten(block, found)
         if arch.turned_norms:
             _turn(block, config, found)
@@ -85,7 +85,7 @@ def _list_layers(stored: Mapping[str, StoredTensor], most: int) -> list[int]:
 
 
 def _flatten(block: str, found: dict[str, StoredTensor]) -> None:
-    """A norm of every head is a vector of all heads' weights."""
+    """Norms in which every head has weights of its own are vectors of all heads' weights."""
     for part in "qk":
         if tensor := found.pop(f"{block}attn_{part}_norm.weight", None):
             shape = (int(np.prod(tensor.shape)),)

@@ -24,6 +24,7 @@ from pshard.units.operations import (
     LookUp,
     Norm,
     NormHeads,
+    NormWide,
     Operation,
     PlaceRows,
     Product,
@@ -32,6 +33,7 @@ from pshard.units.operations import (
     Rotate,
     Route,
     StoreLatent,
+    SumSquares,
     Take,
     TimesRows,
 )
@@ -112,7 +114,7 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             if not by.on_host and _in_one_launch(by, (gate, up)):  # the product of both is made in it too
                 return [*_products(by, (gate, up)), (Order.SAVED, -_saved_by_one_launch(by, (gate, up)))]
             return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
-        case Bend() | NormHeads() | ResizeHeads():  # reads and writes as much as a norm
+        case Bend() | NormHeads() | NormWide() | SumSquares() | ResizeHeads():  # reads and writes as much as a norm
             return [(Order.OTHER, _elementwise(by, "norm", operation.width))]
         case Convolve():  # reads three numbers for each, where the gate of an FFN reads two
             return [(Order.OTHER, _elementwise(by, "silu_mul", 3 * operation.channels // 2))]

@@ -23,7 +23,7 @@ from pshard.homes import ACC, BACK, CPU, LINK, READ, Lane
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.price.unit_costs import DividedCost, UnitCost
 from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, WaitingRows, Weights
-from pshard.steps.step import DEMAND, AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList
+from pshard.steps.step import BEFORE, DEMAND, AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList
 
 ROUNDS = 3
 SHARED = (0.5, 0.5)  # of the link's rate, that a copy and activations have while both are on their way
@@ -369,17 +369,22 @@ _COPIES = {_COPY, _FETCH, _Machine.copy_from_beyond}
 
 
 def _cost_of(step: Compute | Move, costs: TierCosts) -> UnitCost | DividedCost:
-    return costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
+    if step.share:
+        return costs.divided(step.unit, step.share)
+    cost = costs.units[step.unit]
+    return cost.halve(step.part == BEFORE) if isinstance(step, Compute) and step.part else cost
 
 
 def _price(step: Step, costs: TierCosts) -> _Act:
     """What a step does to the lanes, its costs looked up once for all rounds and simulations."""
     match step:
-        case Compute(part="") if step.source == DEMAND:
+        case Compute() if step.is_divided:
+            return _Machine.compute_part, step, 0.0, costs.divided(step.unit, step.share)
+        case Compute(source=source) if source == DEMAND:
             return _Machine.compute_on_demand, step, 0.0, costs.on_demand(step)
-        case Compute(part="", on="cpu"):
-            return _CPU, step, costs.units[step.unit].cpu, costs.contended[step.unit]
-        case Compute(part=""):
+        case Compute(on="cpu"):
+            return _CPU, step, _cost_of(step, costs).cpu, costs.contended[step.unit]
+        case Compute():
             unit = _cost_of(step, costs)
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, unit
@@ -387,8 +392,6 @@ def _price(step: Step, costs: TierCosts) -> _Act:
                 return _Machine.compute_in_place, step, 0.0, unit
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
             return kind, step, unit.acc, unit.issue + costs.launch
-        case Compute():
-            return _Machine.compute_part, step, 0.0, costs.divided(step.unit, step.share)
         case Move():
             return _price_move(step, costs)
         case AllReduce() | Gather():  # alone, and while weights are copied

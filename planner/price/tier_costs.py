@@ -156,7 +156,7 @@ class TierCosts:
     def meeting(self, step: AllReduce | Gather, copies: bool = False) -> float:
         """Seconds of a step in which all ranks take part; logits are gathered in float32."""
         if isinstance(step, AllReduce):
-            normed = self.sum_norm if step.unit in self._normed else 0.0
+            normed = self.sum_norm if step.unit in self._normed and not step.port else 0.0
             return self.all_reduce(step.nbytes, copies) + normed
         return self.tables.collective(self.ranks, step.nbytes, copies)
 

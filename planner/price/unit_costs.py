@@ -13,6 +13,7 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.routing.expert_uses import Uses, count_apart, read_nbytes, used_experts, used_nbytes, used_spread
 from pshard.units.divide_unit import DividedUnit, count_shares, divide_operations, divide_unit, joined_width
 from pshard.units.moe.expert_cache import part_sizes
+from pshard.units.operations import Operation, halve
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
@@ -136,7 +137,8 @@ class Setting:
 @dataclass(frozen=True)
 class UnitCost:
     """One unit in one tier. Seconds, bytes. `link`: the unit's blob over the link; `staged`: the same were it not
-    page-locked; `read`: what is used of it, where kernels read that in place. `kv_*`: its state."""
+    page-locked; `read`: what is used of it, where kernels read that in place. `kv_*`: its state. `begins`: the share of
+    `acc` and of `cpu` that comes before a sum over the ranks, from which the unit goes on."""
 
     acc: float = 0.0
     cpu: float = 0.0
@@ -149,6 +151,12 @@ class UnitCost:
     issue: float = 0.0  # host seconds to issue the unit on an accelerator that works on its own
     staged: float = 0.0
     read: float = 0.0
+    begins: tuple[float, float] = (0.0, 0.0)
+
+    def halve(self, before: bool) -> "UnitCost":
+        """The same of what comes before that sum, or after it. Either is issued by itself."""
+        acc, cpu = (part if before else 1 - part for part in self.begins)
+        return replace(self, acc=acc * self.acc, cpu=cpu * self.cpu)
 
 
 NOTHING = UnitCost()  # another rank holds all of it
@@ -184,7 +192,19 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
         issue=0.0 if setting.waits else acc * setting.step,
         staged=copying * link * setting.copy(unit, memory="staged"),
         read=copying * link * setting.read(unit),
+        begins=_share_begins(unit, operations, setting, (acc_seconds, host_seconds)),
     )
+
+
+def _share_begins(
+    unit: Unit, operations: tuple[Operation, ...], setting: Setting, seconds: tuple[float, float]
+) -> tuple[float, float]:
+    """See `UnitCost.begins`. seconds: of all operations on the accelerator and on the host."""
+    if not unit.ports.between:
+        return 0.0, 0.0
+    before = halve(operations)[0]
+    acc, host = (price_operations(before, setting.side(side)) for side in ("acc", "host"))
+    return acc / seconds[0], host / seconds[1]
 
 
 @dataclass(frozen=True)

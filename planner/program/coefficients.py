@@ -11,7 +11,7 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.steps.emit import handed_nbytes
+from pshard.steps.emit import handed_nbytes, size_ports
 from pshard.units.divide_unit import count_shares, divided_sizes, joined_width
 from pshard.units.share import Share
 from pshard.units.unit import Unit
@@ -57,7 +57,9 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     if spec.neighbours is None:
         sums = sum(u.ports.adds + len(u.summed) for u in spec.units) - len(spec.onto_parts)
         normed = len(spec.sum_norms) * costs.sum_norm if spec.sum_norms else 0.0
-        return costs.turn + sums * costs.all_reduce(hidden) + normed, enter, leave
+        sizes = size_ports(spec.config, costs.load.tokens)
+        between = sum(costs.all_reduce(sizes[u.ports.between]) for u in spec.units if u.ports.between)
+        return costs.turn + sums * costs.all_reduce(hidden) + between + normed, enter, leave
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
     first, last = bool(spec.embedding.tensors), bool(spec.output.tensors)
     fixed = costs.turn + costs.tables.collective(costs.ranks, logits if last else 0)

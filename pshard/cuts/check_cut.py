@@ -23,12 +23,14 @@ from pshard.units.operations import (
     LookUp,
     Norm,
     NormHeads,
+    NormWide,
     Operation,
     Product,
     ProductGroup,
     ResizeHeads,
     Rotate,
     Route,
+    SumSquares,
     Take,
     TimesRows,
 )
@@ -151,6 +153,8 @@ class _Flow:
                 return (_recur(self, operation, values),)
             case ResizeHeads():
                 return (_resize(self, operation, values[0]),)
+            case SumSquares() | NormWide():
+                return _over_all_heads(self, operation, values)
             case Route():
                 for tensor in (operation.router, *operation.biases):
                     self.expect(self.cut(tensor.role).axis == "none", tensor.role, "chooses among all but is cut")
@@ -210,9 +214,7 @@ class _Flow:
             return values
         self.expect(norm.weight is not None, role, "is missing")
         self.expect(self.cut(role).axis == "none", role, "normalises over the whole vector but is cut")
-        (x,) = values
-        held = sum(start < stop for start, stop in x.ranges) if x.kind == "split" else 1
-        self.expect(x.kind != "partial" and held == 1, role, f"normalises over heads that lie on {held} ranks")
+        self.expect(values == (MIRRORED,), role, f"normalises what is {values[0].kind} over the ranks")
         return values
 
     def sum_norm(self, role: str, x: Spread) -> None:
@@ -373,6 +375,32 @@ def _convolve(flow: _Flow, conv: Convolve, values: tuple[Spread, ...]) -> Spread
     whole = values[0] == MIRRORED and cut.axis == "none"
     flow.expect(whole or (cut.axis, cut.ranges) == ("rows", at), conv.taps.role, "is not cut where the channels are")
     return values[0]
+
+
+def _over_all_heads(flow: _Flow, operation: SumSquares | NormWide, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
+    """Norms of q and k over all heads at once."""
+    return (_sum_squares(flow, values),) if isinstance(operation, SumSquares) else _norm_wide(flow, operation, values)
+
+
+def _sum_squares(flow: _Flow, values: tuple[Spread, ...]) -> Spread:
+    """Squares of heads of which every rank has its own, for the ranks to sum."""
+    for x, role in zip(values, ("attn_q.weight", "attn_k.weight")):
+        if x != MIRRORED:
+            flow.expect_tiling(role, x.ranges, flow.tensors[role].rows)
+    flow.expect(values[0].kind == values[1].kind, "attn_k.weight", "is not cut where attn_q.weight is")
+    return MIRRORED if values[0] == MIRRORED else PARTIAL
+
+
+def _norm_wide(flow: _Flow, operation: NormWide, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
+    """Norms over all heads, whoever has them: what is divided by is the sum over the ranks."""
+    *heads, sums = values
+    for x, weight in zip(heads, operation.weights):
+        cut = flow.cut(weight.role)
+        here = cut.axis == "none" if x == MIRRORED else (cut.axis, cut.ranges) == ("rows", x.ranges)
+        flow.expect(here, weight.role, "is not cut where the heads are")
+        summed = flow.unit.ports.between == operation.sums.buffer
+        flow.expect(sums == MIRRORED or summed, weight.role, "normalises over heads of which a rank has only its own")
+    return values[:2]
 
 
 def _resize(flow: _Flow, operation: ResizeHeads, x: Spread) -> Spread:

@@ -129,7 +129,10 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
             widest |= {name: max(widest.get(name, 0), size) for name, size in widths.items()}
         of_sums = (t for t, part in zip(unit.tensors, cut.tensors) if part.axis == "sum")
         sum_norms += [(unit.name, t.name) for t in of_sums if t.role != LAYER_SCALE]
-    return replace(spec, config=spec.config.resize(widest), units=tuple(units), sum_norms=tuple(sum_norms))
+    config = spec.config.resize(widest)
+    if config.wide_qk_norm:
+        config = replace(config, normed_heads=(spec.config.n_heads, spec.config.n_kv_heads))
+    return replace(spec, config=config, units=tuple(units), sum_norms=tuple(sum_norms))
 
 
 def source_ranges(

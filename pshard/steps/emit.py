@@ -24,10 +24,23 @@ from pshard.steps.move import (
     join_part,
     write_state,
 )
-from pshard.steps.step import DEMAND, AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList, StepShape
+from pshard.steps.step import (
+    AFTER,
+    BEFORE,
+    DEMAND,
+    AllReduce,
+    Compute,
+    Free,
+    Gather,
+    Receive,
+    Send,
+    Step,
+    StepList,
+    StepShape,
+)
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.routed import routed_words
-from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, LAYERED, ROUTED, Ports
+from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, LAYERED, ROUTED, SQUARES, Ports
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 
@@ -213,10 +226,14 @@ class StepEmitter:
             steps.extend(_compute_on_both(unit, share, (source, slot, reads), 4 * tokens, self.spec))
         else:
             steps += now.bring(on, unit.ports)
-            kept = {"kept_parts": share.kept} if share.kept else {}
+            kept, part = {"kept_parts": share.kept} if share.kept else {}, ""
+            if self._sums and (port := unit.ports.between):
+                steps.append(_compute(name, on, source, slot, BEFORE, 0, kind.position, None))
+                steps += now.sum_between(name, port, on)
+                part = AFTER
             if reads:
                 kept["reads"] = reads
-            steps.append(_compute(name, on, source, slot, "", 0, kind.position, place.kv, **kept))
+            steps.append(_compute(name, on, source, slot, part, 0, kind.position, place.kv, **kept))
         grows = name in self._growing
         now.leave(on, unit.ports, grows)
         if stays and on == "cpu" and not kind.gives_logits and not grows:
@@ -299,6 +316,14 @@ class _Whereabouts:
         self._beside.add((port, "acc"))
         return [_hand_over("acc", self._nbytes[port], (port,))]
 
+    def sum_between(self, unit: str, port: str, on: str) -> list[Step]:
+        """The sum over the ranks of what a unit has left in a port, from which it goes on where it is."""
+        nbytes = self._nbytes[port]
+        summed: list[Step] = [_all_reduce(unit, nbytes, port)]
+        if not self._stays or on == "acc":
+            return summed
+        return [_hand_over("acc", nbytes, (port,)), *summed, _hand_over(on, nbytes, (port,))]
+
     def leave(self, on: str, ports: Ports, part_grows: bool) -> None:
         """A unit has run there; of a divided one the accelerator has all. part_grows: the next one adds to its part."""
         has_stream = ports.adds or HIDDEN in (*ports.reads, *ports.writes)
@@ -350,6 +375,7 @@ def handed_nbytes(spec: ModelSpec, tokens: int, ports: tuple[str, ...]) -> int:
 def size_ports(config: ModelConfig, tokens: int) -> dict[str, int]:
     """Bytes of what stands between units, of so many tokens."""
     sizes = dict.fromkeys((HIDDEN, PART, *AS_WIDE), 4 * tokens * config.d_model)
+    sizes[SQUARES] = 8 * tokens
     sizes[LAYERED] = 4 * tokens * config.rows_width
     if config.experts:
         sizes[ROUTED] = 4 * tokens * routed_words(config)

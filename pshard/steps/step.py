@@ -11,6 +11,7 @@ from pshard.units.share import Divisible
 from pshard.units.state import StateShape
 
 DEMAND = "demand"
+BEFORE, AFTER = "before", "after"  # parts of a unit that one side computes: see Compute
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Compute(Divisible):
     there first.
 
     Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
-    follows on the accelerator. `kept_parts`: of a unit in a slot, so many lie in the arena.
+    follows on the accelerator. Of one that goes on from a sum over the ranks (`Ports.between`): BEFORE or AFTER it.
+    `kept_parts`: of a unit in a slot, so many lie in the arena.
     `reads`: bytes that the micro-batch is expected to read over the link, or on demand.
     `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host" (a unit
     that runs on the accelerator finds it in the stage then); None without one.
@@ -36,6 +38,11 @@ class Compute(Divisible):
     state: str | None = None
     kept_parts: int = 0
     reads: int = 0
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is a part of a unit that both sides compute."""
+        return self.part not in ("", BEFORE, AFTER)
 
 
 @dataclass(frozen=True)

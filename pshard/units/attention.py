@@ -19,15 +19,16 @@ from pshard.units.operations import (
     Attend,
     Bend,
     GateRows,
-    Norm,
     NormHeads,
+    NormWide,
     Operation,
     Product,
     ProductGroup,
     ResizeHeads,
     Rotate,
+    SumSquares,
 )
-from pshard.units.ports import MAPS
+from pshard.units.ports import MAPS, SQUARES
 from pshard.units.ranges import Targets, place_heads, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
@@ -36,7 +37,7 @@ from pshard.units.unit import ANYWHERE_WITH_STATE, ON_ACCELERATOR, Cut, Tensors,
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV = tuple(f"attn_{part}.weight" for part in "qkv")
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
-EACH = ("attn_q_norms.weight", "attn_k_norms.weight")  # of every head its own
+EACH = ("attn_q_norms.weight", "attn_k_norms.weight")  # of every head its own, by itself or over all heads at once
 STRETCH = "attn_q_stretch.weight"  # what each head's query is multiplied by once it is rotated
 GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 HEAD_GATE = "attn_head_gate.weight"  # the same of one number for each head
@@ -64,13 +65,12 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
 
 
 def group_roles(tensors: Collection[str], config: ModelConfig, borrows: bool = False) -> tuple[str, ...]:
-    """The matrices that take a unit's input, in the order in which their products lie. v comes first where q and k are
-    normalised whole: what they become stands before it, see `_scratch`. And where values are not as long as keys: what
-    it becomes stands behind these."""
+    """The matrices that take a unit's input, in the order in which their products lie. v comes first where values are
+    not as long as keys: what it becomes stands behind these, see `_scratch`."""
     q, k, v = QKV
     if borrows:
         return (q,)
-    if config.wide_qk_norm or config.value_dim:
+    if config.value_dim:
         return v, q, k
     return *QKV, *(role for role in (GATE, HEAD_GATE) if role in tensors)
 
@@ -95,21 +95,16 @@ def _operations(
     group = tuple(tensors[role] for role in group_roles(tensors, config, borrows))
     q, kv = tensors[QKV[0]].rows, tensors[QKV[1]].rows
     heads_at, mixed = Rows(PRODUCTS, n_kv_heads * config.value_dim), Rows(MIXED, 0, q)
-    products = Rows(PRODUCTS, q + kv if config.wide_qk_norm else 0)
     biases = tuple(tensors.get(bias_of(matrix.role)) for matrix in group)
-    multiply = ProductGroup(group, biases, out=products)
+    multiply = ProductGroup(group, biases, out=Rows(PRODUCTS))
     widen, narrow = _resize_values(config, heads, multiply.writes[0], heads_at.beside(q, kv, kv)[2], mixed)
     given = narrow[0].out if narrow else mixed
-    wide: tuple[Norm, ...] = ()
-    if config.wide_qk_norm:
-        raw, where = multiply.writes[1:], heads_at.beside(q, kv)
-        wide = tuple(Norm(n, n.cols, x=x, out=out) for n, x, out in zip(norms, raw, where))
     rotate = Rotate(
         n_heads,
         made,
         config.head_dim,
-        () if wide else norms,
-        bool(norms) and not wide,
+        norms,
+        bool(norms),
         heads_at,
         rope=pick_rope(config, kind)[0],
         windowed=window > 0,
@@ -121,7 +116,6 @@ def _operations(
         *order(tensors, IN_ORDER),
         multiply,
         *_bend_products(tensors, config, multiply.writes[:3]),
-        *wide,
         *widen,
         rotate,
         *((Bend("times", q, tensors[STRETCH], x=rotate.writes[0]),) if STRETCH in tensors else ()),
@@ -162,8 +156,17 @@ def _warms(config: ModelConfig, kind: str) -> bool:
 def _bend_products(tensors: Tensors, config: ModelConfig, products: tuple[Rows, ...]) -> tuple[Operation, ...]:
     """What becomes of the products of q, k and v before anything else."""
     clamps = tuple(Bend("clamp", x.width, limit=config.clamp, x=x) for x in products) if config.clamp else ()
+    if config.wide_qk_norm:
+        return *clamps, *_norm_wide(tensors, config, *products[:2])
     norms = (NormHeads(tensors[r], config.head_dim, config.centred, x) for r, x in zip(EACH, products) if r in tensors)
     return *clamps, *norms
+
+
+def _norm_wide(tensors: Tensors, config: ModelConfig, q: Rows, k: Rows) -> tuple[Operation, ...]:
+    """Norms of q and k over all heads at once, of which other ranks may have some."""
+    weights, sums = (tensors[EACH[0]], tensors[EACH[1]]), Rows(SQUARES)
+    heads, kv = config.normed_heads or (config.n_heads, config.n_kv_heads)
+    return SumSquares(q, k, sums), NormWide(weights, (heads * config.head_dim, kv * config.head_dim), q, k, sums)
 
 
 def _widths(tensors: Tensors, config: ModelConfig) -> dict[str, int]:
@@ -182,10 +185,9 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     differs = warmth is not None and longest + warmth.counts > warmth.span  # else all are multiplied by 1
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
-    # q and k, once they are normalised whole, stand before v, q and k
     gates = (heads if config.gated else 0) + (config.n_heads if config.heads_gated else 0)
     raw = config.n_kv_heads * config.value_dim
-    width = 2 * (heads + kv) + kv if config.wide_qk_norm else raw + heads + 2 * kv + gates
+    width = raw + heads + 2 * kv + gates
     return (
         Buffer(PRODUCTS, (tokens, width), "act"),
         Buffer(MIXED, (tokens, heads), "act"),
@@ -193,6 +195,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
         *entered_buffers(config, tokens),
         Buffer(table, (2, longest, rope.dims // 2), "f32"),
         *((Buffer(TEMPERATURE, (longest,), "f32"),) if differs else ()),
+        *((Buffer(SQUARES, (tokens, 2), "f32"),) if config.wide_qk_norm else ()),
         Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),
     )
 
@@ -202,12 +205,14 @@ def _scratch_of(kind: str) -> Callable[[ModelConfig, int, StateShape], tuple[Buf
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
-    if config.wide_qk_norm or OUT_ORDER in tensors:  # over all heads: one rank has them, of the next layer another one
+    if OUT_ORDER in tensors:  # over all heads: one rank has them, of the next layer another one
         return place_rows(config.n_heads, config.n_heads, targets)
     block = QUANT_TYPES[tensors[OUT].qtype].block if OUT in tensors else 1
     each = config.value_dim or config.head_dim
-    step = lcm(each, block) // each
-    return place_heads(config.n_heads, config.n_heads // config.n_kv_heads, step, targets)
+    step, group = lcm(each, block) // each, config.n_heads // config.n_kv_heads
+    if config.wide_qk_norm:  # no two ranks have a KV head, whose squares would be summed twice
+        step = lcm(step, group)
+    return place_heads(config.n_heads, group, step, targets)
 
 
 def _layout(role: str, config: ModelConfig) -> tuple[int, int]:

@@ -295,6 +295,60 @@ class NormHeads(InPlace):
 
 
 @dataclass(frozen=True)
+class SumSquares:
+    """The squares of q's numbers added up, and those of k's, which stand side by side: of a token one number each. What
+    ranks have of both is summed before anything reads it."""
+
+    q: Rows
+    k: Rows
+    out: Rows
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.q, self.k
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return self.q.width + self.k.width
+
+
+@dataclass(frozen=True)
+class NormWide:
+    """q and k as normalised in place over all heads, by weights of q and of k, and by sums of squares of so many
+    numbers each, `of`."""
+
+    weights: tuple[TensorSpec, TensorSpec]
+    of: tuple[int, int]
+    q: Rows
+    k: Rows
+    sums: Rows
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.q, self.k, self.sums
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return self.q, self.k
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return self.q.width + self.k.width
+
+
+def halve(operations: tuple["Operation", ...]) -> tuple[tuple["Operation", ...], tuple["Operation", ...]]:
+    """What a unit does before ranks sum its squares, and what it does then."""
+    at = 1 + next(i for i, operation in enumerate(operations) if isinstance(operation, SumSquares))
+    return operations[:at], operations[at:]
+
+
+@dataclass(frozen=True)
 class HeadProducts(Onward):
     """A product of each head's own numbers with its own matrix, of those that stand in `stack` (TensorSpec.parts)."""
 
@@ -514,6 +568,8 @@ Operation = (
     | TimesRows
     | Bend
     | NormHeads
+    | SumSquares
+    | NormWide
     | HeadProducts
     | StoreLatent
     | AttendLatent

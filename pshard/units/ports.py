@@ -15,10 +15,11 @@ ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/m
 PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
 DENSE, EXPERTED = "dense", "experted"  # what an FFN and the experts beside it give, float32 [M, d_model]: see BLEND
 LAYERED = "layered"  # what each layer takes of its tokens' own rows, float32 [M, rows_width]
+SQUARES = "squares"  # sums of the squares of a rank's q and of its k, float32 [M, 2]
 SUMMED = (DENSE, EXPERTED)  # of which ranks sum their parts as a unit has left them there
 AS_WIDE = (ENTERED, DENSE, EXPERTED)  # as the residual stream
 # those that stand beside the residual stream until a unit of a later layer writes them anew
-BESIDE = (*AS_WIDE, ROUTED, LAYERED)
+BESIDE = (*AS_WIDE, ROUTED, LAYERED, SQUARES)
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,13 @@ class Ports:
     """What a unit reads, what it writes, and whether it adds to the residual stream.
 
     Ranks sum their parts of what is added; what several units add without that one of them reads it between, is summed
-    at once: see `goes_on`.
+    at once: see `goes_on`. between: a port of a unit's own, of which it needs the sum over the ranks halfway.
     """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     adds: bool = False
+    between: str = ""
 
 
 LOOKS_UP = Ports((IDS,), (HIDDEN,))
@@ -41,6 +43,7 @@ MIXES_ROWS = Ports((HIDDEN, LAYERED), (LAYERED,))
 TAKES_ROWS = Ports((HIDDEN, LAYERED), (HIDDEN,))
 MAPS = Ports((HIDDEN,), (HIDDEN,))  # likewise
 ADDS = Ports((HIDDEN,), adds=True)
+NORMS_WIDE = Ports((HIDDEN,), adds=True, between=SQUARES)  # attention whose q and k are normalised over all heads
 ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel layer, which normalises for all
 FOLLOWS = Ports((ENTERED,), adds=True)  # the others
 ROUTES = Ports((HIDDEN,), (ROUTED,))

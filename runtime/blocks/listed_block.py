@@ -27,12 +27,14 @@ from pshard.units.operations import (
     HeadProducts,
     Norm,
     NormHeads,
+    NormWide,
     PlaceRows,
     Product,
     ProductGroup,
     ResizeHeads,
     Rotate,
     StoreLatent,
+    SumSquares,
     Take,
     TimesRows,
 )
@@ -218,6 +220,18 @@ class Course:
         side, weight = self.work.side, self.vector(norm.weight.role)
         side.kernels.norm_heads(self.at(norm.x), weight, norm.head, side.config.norm_eps, norm.centred)
 
+    def sum_squares(self, squares: SumSquares) -> None:
+        self.work.side.kernels.sum_squares(self.beside(squares), squares.q.width, self.at(squares.out))
+
+    def norm_wide(self, norm: NormWide) -> None:
+        side, sums = self.work.side, self.at(norm.sums)
+        q_norm, k_norm = (self.vector(weight.role) for weight in norm.weights)
+        side.kernels.norm_wide(self.beside(norm), q_norm, k_norm, sums, norm.of, side.config.norm_eps)
+
+    def beside(self, operation: SumSquares | NormWide) -> torch.Tensor:
+        """Queries and keys side by side."""
+        return self.at(Rows(operation.q.buffer, operation.q.first, operation.width))
+
     def multiply_heads(self, products: HeadProducts) -> None:
         """Each head's own numbers with its own matrix, the first of the operand's into the first of the result's."""
         stack = products.stack
@@ -291,4 +305,6 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     TimesRows: Course.times_rows,
     Bend: Course.bend,
     NormHeads: Course.norm_heads,
+    SumSquares: Course.sum_squares,
+    NormWide: Course.norm_wide,
 }

@@ -284,6 +284,25 @@ class RowKernels(Protocol):
         weight[n], float32: every head has its own. Row strides free."""
         ...
 
+    def sum_squares(self, x: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        """out[M, 2] = the squares of the first `first` columns of x[M, n], act_dtype, added up, and those of the rest,
+        float32. Row strides of x free, out contiguous."""
+        ...
+
+    def norm_wide(
+        self,
+        x: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        sums: torch.Tensor,
+        of: tuple[int, int],
+        eps: float,
+    ) -> None:
+        """x[M, n], act_dtype: its first columns, which have weights q_norm, and the others with k_norm, RMS-normalised
+        by sums[M, 2] of the squares of so many numbers, `of`, of which they are some; weights and sums float32. Row
+        strides of x free."""
+        ...
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
         strides free."""

@@ -186,6 +186,23 @@ class PlainKernels(PlainLatent, PlainDelta):
     def bend_rows(self, x: torch.Tensor, how: str, numbers: torch.Tensor | None = None, limit: float = 0.0) -> None:
         x.copy_(bend(x.float(), how, numbers, limit))
 
+    def sum_squares(self, x: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        for i, part in enumerate((x[:, :first], x[:, first:])):
+            out[:, i] = part.double().pow(2).sum(1)
+
+    def norm_wide(
+        self,
+        x: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        sums: torch.Tensor,
+        of: tuple[int, int],
+        eps: float,
+    ) -> None:
+        factors = torch.rsqrt(sums / torch.tensor(of, device=x.device) + eps)
+        for part, weight, factor in zip(x.split((len(q_norm), len(k_norm)), 1), (q_norm, k_norm), factors.T):
+            part.copy_(part.float() * factor[:, None] * weight)
+
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:
         heads = x.float().unflatten(1, (-1, head))
         heads = heads - heads.mean(-1, keepdim=True) if centred else heads

@@ -77,10 +77,11 @@ class Group:
         """What this part [rows, columns] is rounded to before it is summed: "f32", "bf16" or "f16"."""
         return wire_type(self.reduce_dtype, part.numel() // part.shape[-1], part.is_cuda)
 
-    def all_reduce(self, tensor: torch.Tensor, algorithm: str | None = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, algorithm: str | None = None, exact: bool = False) -> None:
         """Sum a contiguous float32 tensor over the ranks, in place. Raises RankLost.
 
-        All ranks give it on the same kind of device. algorithm: one of `algorithms`, to time it; None: the best.
+        All ranks give it on the same kind of device. algorithm: one of `algorithms`, to time it; None: the best. exact:
+        it is not rounded to what parts travel in.
         """
 
     def algorithms(self, rows: int, columns: int) -> tuple[str, ...]:
@@ -271,23 +272,25 @@ class TorchGroup(Group):
             verdict = self._watch.verdict(LOST_SECONDS + 1)
             raise RankLost(f"rank {self.rank} of {self.size} stops: {verdict or f'rank {late} did not come to a sum'}")
 
-    def all_reduce(self, tensor: torch.Tensor, algorithm: str | None = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, algorithm: str | None = None, exact: bool = False) -> None:
+        tensor = tensor.view(1, -1) if exact else tensor  # few numbers: one row
+        wire = "f32" if exact else self.wire(tensor)
         columns = tensor.shape[-1]
         if algorithm is None and tensor.is_cuda:
             algorithm = self.algorithm(tensor.numel() // columns, columns)
         if tensor.is_cuda and self._peers and algorithm not in (None, "nccl"):
-            self._peers.sum(tensor.view(-1, columns), tensor.view(-1, columns), algorithm, self.wire(tensor), False)
+            self._peers.sum(tensor.view(-1, columns), tensor.view(-1, columns), algorithm, wire, False)
             return
-        wire = WIRES[self.wire(tensor)]
-        if wire != tensor.dtype and tensor.is_cuda:
+        dtype = WIRES[wire]
+        if dtype != tensor.dtype and tensor.is_cuda:
             assert self._rounded is not None
             for numbers in tensor.view(-1).split(ROUNDED):
-                rounded = self._rounded[: numbers.numel()].view(wire).copy_(numbers)
+                rounded = self._rounded[: numbers.numel()].view(dtype).copy_(numbers)
                 dist.all_reduce(rounded)  # NCCL adds in the wire's type too
                 numbers.copy_(rounded)
             return
-        if wire != tensor.dtype:
-            tensor.copy_(tensor.to(wire))
+        if dtype != tensor.dtype:
+            tensor.copy_(tensor.to(dtype))
         try:
             if self._exchange and not tensor.is_cuda:
                 self._exchange.sum(tensor, REDUCE_SECONDS)

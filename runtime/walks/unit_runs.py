@@ -10,6 +10,7 @@ from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
 from pshard.steps.step import AllReduce, Compute
+from pshard.units.ports import SQUARES
 from pshard.units.rewrites import LEFT_NORM, SUM_NORM, fuses
 
 
@@ -95,7 +96,7 @@ class UnitRuns:
         """Where the part of a sum that comes next goes: `branch`, as float32 or as what it is rounded to anyway where
         the unit alone, all at once, makes it."""
         part = self._find_branch()
-        if step.on != "acc" or step.part or step.unit in self._context.sum_rows or self.bind(step).begun:
+        if step.on != "acc" or step.is_divided or step.unit in self._context.sum_rows or self.bind(step).begun:
             return part
         dtype = self._context.group.part_dtype(*part.shape)
         return part.flatten().view(dtype)[: part.numel()].view(part.shape)
@@ -124,7 +125,8 @@ class UnitRuns:
         """The sum of the ranks' parts on a side: onto the residual stream, or within a port."""
         if step.port:
             work = self._work[on]
-            self._context.group.all_reduce(work.side.space.rows(step.port, work.rows.tokens))
+            port = work.side.space.rows(step.port, work.rows.tokens)
+            self._context.group.all_reduce(port, exact=step.port == SQUARES)
         else:
             self.add_sum(on, step.unit)
 

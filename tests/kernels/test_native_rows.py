@@ -187,6 +187,10 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
             work[f"{how} again"] = lambda k, x, how=how: k.bend_rows(x, how, table[:8])
     for centred in (False, True) if width % 8 == 0 else ():
         work[f"norm_heads {centred}"] = lambda k, x, centred=centred: k.norm_heads(x, bias, 8, 1e-5, centred)
+    if width > 2:  # some columns are q's
+        sums, n = torch.rand(tokens, 2), width // 3
+        norm = lambda k, x: k.norm_wide(x, bias[:n], bias[n:], sums, (2 * n, 7), 1e-5)  # noqa: E731
+        work["norm_wide"] = norm
     for name, act in work.items():
         got = wide.clone()
         want = wide[:, :width].clone()
@@ -202,6 +206,14 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
     got = wide.clone()
     native.add_bias(got, (tokens, width), got.stride(0), bias)
     assert torch.equal(got[:, :width], wide[:, :width] + bias)
+
+
+@pytest.mark.parametrize(("tokens", "width", "first"), [(1, 5, 3), (3, 200, 160), (70, 1200, 1000)])
+def test_squares_of_two_parts_are_added_up(threads: int, tokens: int, width: int, first: int) -> None:
+    x, got, want = torch.randn(tokens, width + 3)[:, :width], torch.empty(tokens, 2), torch.empty(tokens, 2)
+    HostKernels().sum_squares(x, first, got)
+    PlainKernels().sum_squares(x, first, want)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(48, 32), (32, 48), (5, 5)])

@@ -302,6 +302,25 @@ def test_rows_are_bent_as_plain_kernels_bend_them(kernels: cuda.CudaKernels, how
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "q", "k"), [(1, 1536, 512), (3, 700, 500), (70, 96, 32)])
+def test_heads_are_normalised_by_sums_of_squares(
+    kernels: cuda.CudaKernels, tokens: int, q: int, k: int, dtype: torch.dtype
+) -> None:
+    wide = random_tensor(tokens, q + k + 8, seed=80, dtype=dtype)
+    x, beside = wide[:, : q + k], wide[:, q + k :].clone()
+    sums, expected = poisoned(tokens, 2, dtype=torch.float32), torch.empty(tokens, 2, device=DEVICE)
+    kernels.sum_squares(x, q, sums)
+    PlainKernels().sum_squares(x, q, expected)
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=0)
+    weights, rows = 1 + 0.3 * random_tensor(q + k, seed=81).float(), x.float()
+    for act, target in ((PlainKernels(), rows), (kernels, x)):
+        act.norm_wide(target, weights[:q], weights[q:], 2 * sums, (2 * q, 3 * k), 1e-5)
+    assert error(x, numpy64(rows)) < (1e-6 if dtype is torch.float32 else 0.01)
+    assert torch.equal(wide[:, q + k :], beside)
+
+
+@needs_kernels
 def test_another_call_forgets_what_was_handed_over(kernels: cuda.CudaKernels) -> None:
     weight, values = random_weight("Q4_0", 32, 256, seed=67)
     hidden, norm = random_tensor(1, 256, seed=68, dtype=torch.float32), torch.ones(256, device=DEVICE)

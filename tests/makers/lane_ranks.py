@@ -126,7 +126,7 @@ class LaneGroup(ThreadGroup):
         lane = getattr(HERE, "computes", False)
         return ThreadGroup(self.rank, self._lanes)._exchange(part) if lane else super()._exchange(part)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, exact: bool = False) -> None:
         HERE.device.queue(lambda: super(LaneGroup, self).all_reduce(tensor))
 
     def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:

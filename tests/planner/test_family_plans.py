@@ -9,7 +9,7 @@ from plan_samples import make_tier
 from test_planner_ratios import PAIR, workload
 
 from pshard.buffers import SUM_NORMS, scratch_buffers
-from pshard.cuts.check_cut import TensorCut, UnitCut, check_cut
+from pshard.cuts.check_cut import UnitCut, check_cut
 from pshard.cuts.tensor_cuts import cut_model, cut_units, source_ranges
 from pshard.errors import UserError
 from pshard.model import ModelSpec
@@ -18,8 +18,10 @@ from pshard.planner.choose_mode import plan_mode
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.simulate import simulate
 from pshard.steps.emit import emit_steps
-from pshard.steps.step import AllReduce, StepShape
+from pshard.steps.label import label_step
+from pshard.steps.step import AllReduce, Compute, StepList, StepShape
 from pshard.units.state import StateShape
 from pshard.workload import Split
 
@@ -52,22 +54,80 @@ def test_a_norm_of_one_rank_s_part_is_refused(tmp_path: Path) -> None:
         check_cut(spec, unit, UnitCut(unit.name, changed))
 
 
-def test_a_norm_over_all_heads_keeps_a_layer_s_attention_on_one_rank(tmp_path: Path) -> None:
-    """Ranks take turns at attention, by their shares, and have their parts of everything else."""
+def test_a_norm_over_all_heads_is_of_sums_over_the_ranks_that_have_them(tmp_path: Path) -> None:
     spec = read_spec(tmp_path, "olmo2")
-    parts = [cut_model(spec, (1.0, 1.0), rank) for rank in range(2)]
-    for layer in range(spec.config.n_layers):
-        held = [bool(part.unit(f"blk.{layer}.attention").tensors) for part in parts]
-        assert held == [layer % 2 == 0, layer % 2 == 1]
-        assert all(part.unit(f"blk.{layer}.ffn").tensors for part in parts)
     unit, cut = spec.units[1], cut_units(spec, (1.0, 1.0))[1]
-    halves = {t.role: TensorCut(t.role, t.axis, ((0, 64), (64, 128))) for t in cut.tensors if t.role == "attn_q.weight"}
-    changed = tuple(halves.get(t.role, t) for t in cut.tensors)
-    with pytest.raises(UserError, match=r"attn_q_norm.weight normalises over heads that lie on 2 ranks"):
+    assert dict(source_ranges(spec, (1.0, 1.0), 1)[unit.name])["blk.0.attn_q_norms.weight"] == (0, 1, 64, 128)
+    check_cut(spec, unit, cut)
+    with pytest.raises(UserError, match=r"attn_q_norms.weight normalises over heads of which a rank has only its own"):
+        check_cut(spec, replace(unit, own_ports=None), cut)
+    whole = tuple(replace(t, axis="none") if "norms" in t.role else t for t in cut.tensors)
+    with pytest.raises(UserError, match=r"attn_q_norms.weight is not cut where the heads are"):
+        check_cut(spec, unit, UnitCut(unit.name, whole))
+
+
+def test_ranks_that_sum_squares_have_no_kv_head_in_common(tmp_path: Path) -> None:
+    spec = read_spec(tmp_path, "olmo2")
+    unit, heads = spec.units[1], spec.config.n_kv_heads
+    held = [cut_model(spec, (1.0,) * (heads + 1), rank).unit(unit.name).tensors for rank in range(heads + 1)]
+    assert sum(map(bool, held)) == heads
+    config, width = spec.config, spec.config.head_dim
+    group = config.n_heads // heads * width
+    shared = {  # of the first KV head's queries one rank has half, and another the rest
+        "attn_q": ((0, group // 2), (group // 2, group), (group, heads * group)),
+        "attn_k": ((0, width), (0, width), (width, heads * width)),
+    }
+    parts = {
+        role: shared[role[:6]]
+        for role in ("attn_q.weight", "attn_k.weight", "attn_q_norms.weight", "attn_k_norms.weight")
+    }
+    parts |= {"attn_v.weight": shared["attn_k"], "attn_output.weight": shared["attn_q"]}
+    cut = cut_units(spec, (1.0,) * 3)[1]
+    changed = tuple(replace(t, ranges=parts[t.role]) if t.role in parts else t for t in cut.tensors)
+    with pytest.raises(UserError, match=r"attn_k.weight is cut into ranges .* that leave a gap or overlap"):
         check_cut(spec, unit, UnitCut(unit.name, changed))
 
 
-@pytest.mark.parametrize(("family", "sums"), [("cohere2", 1), ("olmo2", 2)])
+@pytest.mark.parametrize("place", ["pinned", "cpu"])
+def test_squares_are_summed_on_the_accelerators_halfway_through_attention(place: str, tmp_path: Path) -> None:
+    spec = cut_model(read_spec(tmp_path, "olmo2"), (1.0, 1.0), 0)
+    where = {u.name: ("cpu" if u.kind.is_looked_up else "pinned", "vram" if u.kind.state else None) for u in spec.units}
+    name = spec.units[1].name
+    where[name] = (place, "host" if place == "cpu" else "vram")
+    steps = emit_steps(spec, make_tier(spec, 4, where, 2, 64, 1), StepShape(4, 0, 1, 1, "f32", "f32", ranks=2)).body
+    at = next(i for i, step in enumerate(steps) if isinstance(step, AllReduce))
+    assert steps[at] == AllReduce(name, 4 * 2 * 4, "squares")
+    computes = [(step.part, step.state) for step in steps if isinstance(step, Compute) and step.unit == name]
+    assert computes == [("before", None), ("after", where[name][1])]
+    assert label_step(steps[at - 1]) == ("to acc" if place == "cpu" else f"{name} before")
+    assert label_step(steps[at + 1]) == ("to cpu" if place == "cpu" else f"{name} after")
+
+
+def test_both_halves_of_attention_and_the_sum_between_are_priced(tmp_path: Path) -> None:
+    wanted = replace(workload(900, 900), context=256, prompt=64, generated=64).under(Split("tensor", (0.5, 0.5)))
+    whole = read_spec(tmp_path, "olmo2")
+    costs = price_tiers(whole, Tables(profile_from_datasheet(PAIR)), wanted, (1,))[0].costs[0]
+    spec, name = costs.spec, whole.units[1].name
+    cost = costs.units[name]
+    before, after = cost.halve(True), cost.halve(False)
+    assert 0 < before.acc < cost.acc and before.acc + after.acc == pytest.approx(cost.acc)
+    assert 0 < before.cpu < cost.cpu and before.cpu + after.cpu == pytest.approx(cost.cpu)
+    where = {u.name: ("cpu" if u.kind.is_looked_up else "pinned", "vram" if u.kind.state else None) for u in spec.units}
+    steps = emit_steps(spec, make_tier(spec, 1, where, 2, 64, 1), StepShape(1, 0, 1, 1, "f32", "f32", ranks=2))
+    found = simulate(steps, costs)
+    spent = {
+        event.step.part: event.end - event.start
+        for event in found.events
+        if isinstance(event.step, Compute) and event.step.unit == name
+    }
+    assert spent == {"before": pytest.approx(before.acc), "after": pytest.approx(after.acc)}
+    left_out = tuple(step for step in steps.body if not (isinstance(step, AllReduce) and step.port))
+    without = simulate(StepList(steps.enter, left_out), costs)
+    squares = spec.config.n_layers * costs.meeting(AllReduce(name, 8, "squares"))
+    assert found.seconds - without.seconds == pytest.approx(squares, rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "sums"), [("cohere2", 1), ("olmo2", 3)])
 def test_ranks_sum_a_parallel_layer_once(family: str, sums: int, tmp_path: Path) -> None:
     spec = cut_model(read_spec(tmp_path, family), (1.0, 1.0), 0)
     for place in ("pinned", "cpu"):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from experts_file import WAYS
+from family_files import write_family
+from family_forward import family_logits
 from flag_relay import open_late_on_flags, open_on_flags
 from gemma4_files import MIXED, SMALL, Gemma4, gemma4_logits, make_gemma4, write_gemma4
 from lane_ranks import use_lanes
@@ -112,6 +114,36 @@ def test_what_stands_beside_the_stream_is_summed_where_gpus_sum_it(
     assert not ahead
     monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
     got = run_ranks(small, (1.0, 0.0, 2.0), talk, CONTEXT, **options)
+    assert ahead
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmo3", "minimax-m2"])
+def test_squares_are_summed_where_gpus_sum_them_whoever_computes_attention(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ranks with attention of every second layer on the CPU, each of other layers."""
+
+    def place(spec: ModelSpec) -> tuple[TierPlan, ...]:
+        places: dict[str, Any] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+        turn = sum(len(unit.tensors) for unit in spec.units) % 2
+        for unit in spec.units:
+            if unit.kind.state and unit.layer % 2 == turn and unit.tensors:
+                places[unit.name] = ("cpu", "host")
+        places["embedding"] = ("cpu", None)
+        return tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (AT_ONCE, 16))
+
+    ahead = count_walks_ahead(monkeypatch)
+    recipe, weights, exact = write_family(tmp_path / "exact.gguf", family)
+    options: Any = {"tiers": place, "kernels": "fast"}
+    wanted = family_logits(recipe, weights, [3, 4, 5, 6, 7, 8, *range(9, 25), 9, 1, 2])
+    for logits, _ in run_ranks(exact, (1.0, 0.0, 1.0), talk, CONTEXT, **options):
+        assert abs(logits.numpy() - wanted).max() < 1e-5 * wanted.std()
+    small = write_family(tmp_path / "small.gguf", family, "Q8_0").path  # of F32 the CPU's runs are not one call
+    expected = run_ranks(small, (1.0, 0.0, 1.0), talk, CONTEXT, **options)
+    assert not ahead
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    got = run_ranks(small, (1.0, 0.0, 1.0), talk, CONTEXT, **options)
     assert ahead
     assert all(torch.equal(one, other) for (one, _), (other, _) in zip(got, expected, strict=True))
 

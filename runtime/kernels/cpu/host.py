@@ -76,6 +76,21 @@ class HostRows:
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, head: int, eps: float, centred: bool = False) -> None:
         native.norm_heads(x, (x.shape[0], x.shape[1]), x.stride(0), weight, head, eps, centred)
 
+    def sum_squares(self, x: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        native.sum_squares(x, (x.shape[0], x.shape[1]), x.stride(0), first, out)
+
+    def norm_wide(
+        self,
+        x: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        sums: torch.Tensor,
+        of: tuple[int, int],
+        eps: float,
+    ) -> None:
+        widths = q_norm.shape[0], k_norm.shape[0]
+        native.norm_wide(x, x.shape[0], x.stride(0), widths, (q_norm, k_norm), sums, of, eps)
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         strides = x.stride(0), hidden.stride(0)
         native.scale_rows(x, (x.shape[0], x.shape[1]), strides, hidden, weight, hidden.shape[1])

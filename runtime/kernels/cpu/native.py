@@ -74,6 +74,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "centre_rows": ("v", "plll"),
     "bend_rows": ("v", "pllliplf"),
     "norm_heads": ("v", "plllplfi"),
+    "sum_squares": ("v", "pllllp"),
+    "norm_wide": ("v", "pllllpppllf"),
     "gate_rows": ("v", "plplllli"),
     "resize_heads": ("v", "plllllfpl"),
     "times_rows": ("v", "plplll"),
@@ -550,6 +552,25 @@ def bend_rows(x: Buffer, shape: tuple[int, int], stride: int, how: int, numbers:
     """x as `Kernels.bend_rows` bends it, f32 of `shape`, rows `stride` apart; how: its place among `BENDS`."""
     given = (None, 0) if numbers is None else (_at(numbers), numbers.shape[0])
     _function("bend_rows")(_at(x), stride, *shape, how, *given, limit)
+
+
+def sum_squares(x: Buffer, shape: tuple[int, int], stride: int, first: int, out: Buffer) -> None:
+    """out as `Kernels.sum_squares` has it, f32 [tokens, 2]; x f32 of `shape`, rows `stride` apart."""
+    _function("sum_squares")(_at(x), stride, *shape, first, _at(out))
+
+
+def norm_wide(
+    x: Buffer,
+    tokens: int,
+    stride: int,
+    widths: tuple[int, int],
+    weights: tuple[Buffer, Buffer],
+    sums: Buffer,
+    of: tuple[int, int],
+    eps: float,
+) -> None:
+    """x as `Kernels.norm_wide` has it, f32, rows `stride` apart; weights f32 of `widths`; sums f32 [tokens, 2]."""
+    _function("norm_wide")(_at(x), stride, tokens, *widths, *map(_at, weights), _at(sums), *of, eps)
 
 
 def norm_heads(

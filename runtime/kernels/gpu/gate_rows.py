@@ -94,6 +94,30 @@ class GatesOnGpu:
             x, x.stride(0), weight, head, eps, CENTRED=centred, BLOCK=triton.next_power_of_2(head), num_warps=1
         )
 
+    def sum_squares(self, x: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        """See `Kernels.sum_squares`."""
+        tokens, cols = x.shape
+        block = triton.next_power_of_2(max(first, cols - first))
+        triton_rows.sum_squares_kernel[(2, tokens)](
+            x, x.stride(0), first, cols, out, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        )
+
+    def norm_wide(
+        self,
+        x: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        sums: torch.Tensor,
+        of: tuple[int, int],
+        eps: float,
+    ) -> None:
+        """See `Kernels.norm_wide`."""
+        self._activations.ready = None
+        tokens, widths = x.shape[0], (q_norm.shape[0], k_norm.shape[0])
+        triton_rows.norm_wide_kernel[(triton.cdiv(sum(widths), 1024), tokens)](
+            x, x.stride(0), q_norm, k_norm, sums, *widths, *of, eps, BLOCK=1024, num_warps=4
+        )
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """See `Kernels.scale_rows`. Up to SMALL_BATCH rows are left quantised as well."""
         (tokens, cols), width = x.shape, hidden.shape[1]

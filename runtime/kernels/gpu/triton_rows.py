@@ -97,6 +97,34 @@ def norm_heads_kernel(x, x_stride, weight, head, eps, CENTRED: tl.constexpr, BLO
 
 
 @triton.jit
+def sum_squares_kernel(x, x_stride, first, cols, out, BLOCK: tl.constexpr):
+    """Program (part, m): out[m, part] = the squares of x[m]'s columns up to `first`, or from there on, added up in
+    float32. BLOCK >= either part."""
+    part, m = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin = tl.where(part == 0, 0, first)
+    column = begin + tl.arange(0, BLOCK)
+    mask = column < tl.where(part == 0, first, cols)
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + 2 * m + part, tl.sum(value * value, axis=0))
+
+
+@triton.jit
+def norm_wide_kernel(
+    x, x_stride, q_norm, k_norm, sums, first, rest, first_of, rest_of, eps, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x[m, c] over the root mean square that sums[m] has of its part, the first columns or the rest, times its weight;
+    program (piece of the columns, m)."""
+    column, m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    row, mask, is_q = x + m * x_stride + column, column < first + rest, column < first
+    q = tl.rsqrt(tl.load(sums + 2 * m) / first_of + eps)
+    k = tl.rsqrt(tl.load(sums + 2 * m + 1) / rest_of + eps)
+    weight = tl.load(q_norm + column, mask=mask & is_q, other=0.0)
+    weight += tl.load(k_norm + (column - first), mask=mask & (column >= first), other=0.0)
+    value = tl.load(row, mask=mask, other=0.0).to(tl.float32) * tl.where(is_q, q, k) * weight
+    tl.store(row, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def gate_mul_kernel(gate, up, in_stride, out, out_stride, cols, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """out[m, c] = act(gate[m, c]) * up[m, c]; program (piece of the columns, m). out may be gate."""
     m = tl.program_id(1).to(tl.int64)

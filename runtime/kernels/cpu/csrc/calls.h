@@ -35,6 +35,11 @@ PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64
 PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int64_t width);
 PSHARD_API void pshard_bend_rows(float* x, int64_t stride, int64_t tokens, int64_t width, int how,
                                  const float* numbers, int64_t count, float limit);
+PSHARD_API void pshard_sum_squares(const float* x, int64_t stride, int64_t tokens, int64_t width, int64_t first,
+                                   float* out);
+PSHARD_API void pshard_norm_wide(float* x, int64_t stride, int64_t tokens, int64_t first, int64_t rest,
+                                 const float* first_norm, const float* rest_norm, const float* sums, int64_t first_of,
+                                 int64_t rest_of, float eps);
 PSHARD_API void pshard_norm_heads(float* x, int64_t stride, int64_t tokens, int64_t width, const float* weight,
                                   int64_t head, float eps, int centred);
 PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,

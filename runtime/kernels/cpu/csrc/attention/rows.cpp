@@ -42,8 +42,8 @@ void for_rows_in_place(float* x, int64_t stride, int64_t n, int64_t width, Body&
   });
 }
 
-// 1 / sqrt(mean(x^2) + eps); sixteen sums side by side, so that compilers use vectors.
-float rms_factor(const float* x, int64_t n, float eps) {
+// The squares added up; sixteen sums side by side, so that compilers use vectors.
+double sum_squares(const float* x, int64_t n) {
   float sums[16] = {};
   int64_t i = 0;
   for (; i + 16 <= n; i += 16)
@@ -51,8 +51,13 @@ float rms_factor(const float* x, int64_t n, float eps) {
   for (; i < n; ++i) sums[i % 16] += x[i] * x[i];
   double total = 0;
   for (const float s : sums) total += s;
-  return static_cast<float>(1 / std::sqrt(total / n + eps));
+  return total;
 }
+
+// 1 / sqrt(mean of squares + eps)
+float rms_factor(double squares, int64_t n, float eps) { return static_cast<float>(1 / std::sqrt(squares / n + eps)); }
+
+float rms_factor(const float* x, int64_t n, float eps) { return rms_factor(sum_squares(x, n), n, eps); }
 
 void normalise(const float* x, const float* weight, int64_t n, float eps, float* out) {
   const float factor = rms_factor(x, n, eps);
@@ -253,6 +258,28 @@ PSHARD_API void pshard_norm_heads(float* x, int64_t stride, int64_t tokens, int6
       const float factor = rms_factor(row, head, eps);
       for (int64_t i = 0; i < head; ++i) row[i] *= factor * weight[at + i];
     }
+  });
+}
+
+// out[t] = the squares of the first `first` numbers of x[t] added up, and those of the rest
+PSHARD_API void pshard_sum_squares(const float* x, int64_t stride, int64_t tokens, int64_t width, int64_t first,
+                                   float* out) {
+  for_rows(tokens, width, [&](int64_t t) {
+    const float* row = x + t * stride;
+    out[2 * t] = static_cast<float>(sum_squares(row, first));
+    out[2 * t + 1] = static_cast<float>(sum_squares(row + first, width - first));
+  });
+}
+
+// Either part of x[t] over the root mean square that sums[t] has, of so many numbers, of which it may be some; * weight.
+PSHARD_API void pshard_norm_wide(float* x, int64_t stride, int64_t tokens, int64_t first, int64_t rest,
+                                 const float* first_norm, const float* rest_norm, const float* sums, int64_t first_of,
+                                 int64_t rest_of, float eps) {
+  for_rows_in_place(x, stride, tokens, first + rest, [&](int64_t t) {
+    float* row = x + t * stride;
+    const float q = rms_factor(sums[2 * t], first_of, eps), k = rms_factor(sums[2 * t + 1], rest_of, eps);
+    for (int64_t i = 0; i < first; ++i) row[i] *= q * first_norm[i];
+    for (int64_t i = 0; i < rest; ++i) row[first + i] *= k * rest_norm[i];
   });
 }
 
