@@ -55,7 +55,7 @@ def gguf_config(
     _check_vocabulary(keys, metadata, stored[TABLE])
     d_model, n_heads = keys.integer("embedding_length"), _count_heads(arch, keys)
     latent = gguf_latent(keys) if arch.latent else None
-    head_dim = latent.cell if latent else keys.integer("attention.key_length", d_model // n_heads)
+    head_dim = latent.cell if latent else keys.length("attention.key_length", d_model // n_heads)
     if not (latent or arch.short_values) and keys.integer("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where}: keys and values of different lengths are not supported yet; {ANOTHER}")
     routing = arch.routing

@@ -16,7 +16,6 @@ from pshard.models.keys import EPSILONS, Keys, check_config
 from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
 
-LARGEST_HEAD = 1 << 16
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu_pytorch_tanh", "gelu"),  # Gemma's first say the latter
@@ -43,10 +42,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         keys.refuse_unless("use_qk_norm", False)
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     latent = hf_latent(keys, position_keys(config, where)) if arch.latent else None
-    head_dim = latent.cell if latent else keys.integer("head_dim", d_model // n_heads)
+    head_dim = latent.cell if latent else keys.length("head_dim", d_model // n_heads)
     context = keys.integer("max_position_embeddings")
-    if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
-        keys.refuse("head_dim", f"is {head_dim}, where heads have a few hundred dimensions")
     experts = hf_experts(arch.routing, keys) if arch.routing else None
     n_layers = keys.integer("num_hidden_layers")
     if arch.partial and config.get("rotary_dim"):

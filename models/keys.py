@@ -12,6 +12,7 @@ from pshard.models.stored import ANOTHER
 # What models' settings are within, with much room: beyond it angles and sums are no numbers any more.
 ANY_REAL = (1e-30, 1e30)
 BASES, FACTORS, EPSILONS = (2.0, 1e18), (1e-3, 1e6), (1e-15, 0.1)
+LONGEST = 1 << 16  # of heads, and of latents
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class Keys:
         value = self._present(key, default)
         if type(value) is not int or value < least:
             self.refuse(key, f"is {value!r}, not a whole number{' above 0' if least else ''}")
+        return value
+
+    def length(self, key: str, default: int | None = None) -> int:
+        """How many numbers heads have, or some part of them. Raises UserError as `integer`, and for what no model has:
+        angles of so many would take for ever before the shapes of tensors tell."""
+        value = self.integer(key, default)
+        if value > LONGEST:
+            self.refuse(key, f"is {value}, where heads have a few hundred dimensions")
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:

@@ -43,7 +43,7 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
     """The config with what metadata says of single layers. Raises UserError that names the key."""
     layers = config.n_layers
     windows = list_by_layer(keys, "attention.sliding_window_pattern", bool, layers)
-    dim = keys.integer("attention.key_length_swa")
+    dim = keys.length("attention.key_length_swa")
     if keys.integer("attention.value_length_swa", dim) != dim:
         keys.refuse("attention.value_length_swa", f"is not {dim}, as keys are long")
     local = Rope(
@@ -169,8 +169,8 @@ def _with_rows(config: ModelConfig, rows: tuple[int, ...]) -> ModelConfig:
 
 def _hf_heads(keys: Keys, windows: tuple[bool, ...]) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Numbers of a head of layers with full attention and of those with a window; KV heads of each layer."""
-    dim, kv = keys.integer("head_dim"), keys.integer("num_key_value_heads")
-    full_dim, full_kv = keys.integer("global_head_dim", 512), kv
+    dim, kv = keys.length("head_dim"), keys.integer("num_key_value_heads")
+    full_dim, full_kv = keys.length("global_head_dim", 512), kv
     if keys.values.get("attention_k_eq_v") is True and keys.get("num_global_key_value_heads") is not None:
         full_kv = keys.integer("num_global_key_value_heads")
     given = keys.values.get("per_layer_config") or {}  # as transformers 5.23 saves it
@@ -182,7 +182,7 @@ def _hf_heads(keys: Keys, windows: tuple[bool, ...]) -> tuple[tuple[int, int], t
         if not known or not number.isdecimal() or int(number) >= len(windows):
             keys.refuse("per_layer_config", f"has settings of layer {number} that are not supported")
         of_layer = Keys(own, f"{keys.where}: per_layer_config of layer {number}")
-        heads[int(number)] = of_layer.integer("head_dim", dim), of_layer.integer("num_key_value_heads", kv)
+        heads[int(number)] = of_layer.length("head_dim", dim), of_layer.integer("num_key_value_heads", kv)
     found = tuple({dim for (dim, _), seen in zip(heads, windows) if seen == kind} for kind in (False, True))
     if any(len(each) != 1 for each in found):
         keys.refuse("layer_types", "leaves no layer with a window, or without one, or heads of one sort differ")

@@ -16,15 +16,15 @@ def gguf_latent(keys: Keys) -> Latent:
     """
     key = "attention.key_length_mla" if keys.get("attention.key_length_mla") else "attention.key_length"
     value = "attention.value_length_mla" if keys.get("attention.value_length_mla") else "attention.value_length"
-    rope, query = keys.integer("rope.dimension_count"), keys.integer(key)
+    rope, query = keys.length("rope.dimension_count"), keys.length(key)
     if query <= rope:
         keys.refuse(key, f"is {query}, of which {rope} are rotated: none is left for the latent")
     scale = 1.0
     if keys.get("rope.scaling.type") == "yarn" and keys.get(LOG_MULTIPLIER):
         scale = scale_scores(keys.real("rope.scaling.factor", 1.0), 10 * keys.real(LOG_MULTIPLIER))
     q_rank = keys.integer("attention.q_lora_rank") if keys.get("attention.q_lora_rank") else 0
-    rank = keys.integer("attention.kv_lora_rank")
-    return _check(Latent(q_rank, rank, query - rope, rope, keys.integer(value), scale), keys, "embedding_length")
+    rank = keys.length("attention.kv_lora_rank")
+    return _check(Latent(q_rank, rank, query - rope, rope, keys.length(value), scale), keys, "embedding_length")
 
 
 def hf_latent(keys: Keys, scaling: Keys) -> Latent:
@@ -36,10 +36,10 @@ def hf_latent(keys: Keys, scaling: Keys) -> Latent:
         scale = scale_scores(scaling.real("factor"), scaling.real("mscale_all_dim"))
     latent = Latent(
         q_rank=keys.integer("q_lora_rank") if keys.get("q_lora_rank") is not None else 0,
-        rank=keys.integer("kv_lora_rank"),
-        nope=keys.integer("qk_nope_head_dim"),
-        rope=keys.integer("qk_rope_head_dim"),
-        value=keys.integer("v_head_dim"),
+        rank=keys.length("kv_lora_rank"),
+        nope=keys.length("qk_nope_head_dim"),
+        rope=keys.length("qk_rope_head_dim"),
+        value=keys.length("v_head_dim"),
         score_scale=scale,
         eps=0.0 if keys.real("rms_norm_eps", HF_EPS) == HF_EPS else HF_EPS,
     )

@@ -200,6 +200,8 @@ def test_what_a_folder_has_that_is_not_computed_is_named(tmp_path: Path, like: s
     [
         ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank is missing"),
         ({"attention.key_length_mla": ROPE}, f"is {ROPE}, of which {ROPE} are rotated"),
+        ({"rope.dimension_count": 2**31}, "rope.dimension_count is 2147483648, where heads have a few hundred"),
+        ({"attention.kv_lora_rank": 2**31}, "kv_lora_rank is 2147483648, where heads have a few hundred dimensions"),
         ({"rope.dimension_count": 16}, "has shape"),
         ({"expert_group_count": 4, "expert_group_used_count": 2}, "scored by a softmax are not supported yet"),
     ],
