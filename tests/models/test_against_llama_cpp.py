@@ -145,8 +145,8 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_the_perplexity_is_that_of_llama_cpp(both: Both) -> None:
     rounded = both.arch in GELU_ROUNDED or both.arch in GEMMA4
-    # a second GELU in every layer; of gemma2 most tokens differ by 1e-6, few by more, as where rounding takes the other
-    # side, which was not shown
+    # a second GELU in every layer; of gemma2 most tokens differ by 1e-6, few by more, where rounding takes the other
+    # side: a float64 forward that rounds what gates give to llama.cpp's sides is within 1e-5 of it (docs/models.md)
     twice = both.arch in ("gemma4 small", "gemma2")
     assert np.abs(both.ours - both.theirs).max() < ((8e-4 if twice else 4e-4) * both.logits.std() if rounded else 1e-4)
     assert abs(np.exp(both.theirs.mean() - both.ours.mean()) - 1) < 1e-4, "of the perplexity"
