@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 
 from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
@@ -45,6 +46,7 @@ def profile_input(profile: MachineProfile) -> tuple[str, str]:
     return "profile", f"{profile.provenance.source} {profile.provenance.date} {digest_profile(profile)[:12]}"
 
 
+@lru_cache(4)  # asked for each set of plans that is read or written
 def digest_profile(profile: MachineProfile) -> str:
     """SHA-256 (hex) of a profile with all its tables; a limit of page-locking, or of host memory, changes none of them.
     Disks are apart: most plans need none.

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ _SIZES = {
     "ranks",
 }
 _SIZES |= {"experts", "used", "d_expert", "d_model", "key_heads", "value_heads", "head", "expert_nbytes"}
+KEPT = 4  # profiles that this process remembers as they were read
+NO_JSON = "not a JSON file"
 _LARGEST = 1 << 48  # beyond it sums of floats lose what they add
 
 
@@ -57,24 +60,36 @@ def load_profile(path: Path | None = None) -> MachineProfile:
     """
     place = path or default_profile_path()
     try:
-        data = parse_json(read_regular(place))
+        profile = _understand(read_regular(place))
     except FileNotFoundError:
         raise UserError(f"no machine profile at {place}; run pshard-profile") from None
     except OSError as error:
         raise UserError(f"{place} cannot be read: {error.strerror}; give another with --profile") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{place} is {NO_JSON}; run pshard-profile again") from None
+    except ValueError as error:
+        raise UserError(f"{place} is {error}; run pshard-profile again") from None
+    met = recall_lockable() if path is None else None
+    return profile if met is None else replace(profile, lockable_bytes=met)
+
+
+@lru_cache(KEPT)  # thousands of rows take longer to check than the rest of many commands
+def _understand(text: str) -> MachineProfile:
+    """The profile that a file says. Raises ValueError: what the file is instead."""
+    try:
+        data = parse_json(text)
     except ValueError:
-        raise UserError(f"{place} is not a JSON file; run pshard-profile again") from None
+        raise ValueError(NO_JSON) from None
     version = data.get("version") if isinstance(data, dict) else None
     if version != PROFILE_VERSION:
-        raise UserError(f"{place} is no machine profile of version {PROFILE_VERSION}; run pshard-profile again")
+        raise ValueError(f"no machine profile of version {PROFILE_VERSION}")
     try:
         profile = from_json(MachineProfile, data)
         _check_figures(data)
         check_timings(profile)
     except ValueError as error:
-        raise UserError(f"{place} is damaged: {error}; run pshard-profile again") from None
-    met = recall_lockable() if path is None else None
-    return profile if met is None else replace(profile, lockable_bytes=met)
+        raise ValueError(f"damaged: {error}") from None
+    return profile
 
 
 def _check_figures(data: dict) -> None:

@@ -1,13 +1,17 @@
 """Solvers of linear programs: HiGHS in this process when `highspy` is installed, else CBC through pulp."""
 
+import marshal
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 from math import isinf
 
 from pshard.planner.solver.cpu_clock import cpu_seconds
 from pshard.planner.solver.linear import Program
 
 LONGER = 4  # times the limit after one in which a solver got less than half of it
+KEPT = 4096  # outcomes that this process remembers: tiers, ranks and what-ifs ask for the same programs again
 THREADS = 1  # in every call: HiGHS refuses to solve with another number than the process's first call had
 # HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves
 SMALL_TREES: dict[str, bool | int] = {
@@ -49,13 +53,32 @@ def solve(program: Program, time_limit: float, gap: float) -> Outcome:
     nearly, CBC of the clock."""
     if solver_name() == "CBC":
         return _with_cbc(program, time_limit, gap)
+    key = _digest(program, gap)
+    if key in _known:
+        return _known[key]
     allowed = time_limit  # by the clock, the only one that HiGHS has
     while True:
         began = cpu_seconds()
         found = _with_highs(program, True, {"mip_rel_gap": gap, "time_limit": allowed} | SMALL_TREES)
         if not found.late or cpu_seconds() - began >= time_limit / 2:
-            return found
+            break
         allowed *= LONGER  # other programs had the processor meanwhile
+    if not found.late:  # with more time it would find the same
+        _known[key] = found
+        if len(_known) > KEPT:
+            _known.popitem(last=False)
+    return found
+
+
+_known: OrderedDict[bytes, Outcome] = OrderedDict()
+
+
+def _digest(program: Program, gap: float) -> bytes:
+    """Tells programs apart by all that the solver gets, to the last bit and in its order."""
+    rows = [(list(row.terms.items()), row.low, row.high) for row in program.rows]
+    goal = list(program.goal.terms.items())
+    told = (gap, rows, goal, program.keys, program.low, program.high, program.whole)
+    return blake2b(marshal.dumps(told, 2), digest_size=16).digest()  # version 2: equal numbers are equal bytes
 
 
 def relax(program: Program) -> Outcome:

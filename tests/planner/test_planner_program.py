@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -226,11 +227,40 @@ def test_every_call_of_highs_asks_for_the_same_number_of_threads(monkeypatch):
             return super().setOptionValue(name, value)
 
     monkeypatch.setattr(highspy, "Highs", Asked)
+    monkeypatch.setattr(solvers, "_known", OrderedDict())
     tiers, _ = problems(29)
     solve_tiers(Question(tiers))
     relaxation_bound.__wrapped__(tiers)
     threads = [value for name, value in asked if name == "threads"]
     assert len(threads) >= 2 and set(threads) == {1}
+
+
+def test_a_program_is_solved_once_and_every_number_of_it_makes_another(monkeypatch):
+    pytest.importorskip("highspy")
+    asked, solved, whole = Question(problems(29)[0]), [], solvers._with_highs
+    monkeypatch.setattr(solvers, "_known", OrderedDict())
+    monkeypatch.setattr(solvers, "_with_highs", lambda *of: solved.append(of) or whole(*of))
+    program = write_program(asked).program
+    found = solvers.solve(program, 10, 0.01)
+    assert solvers.solve(write_program(asked).program, 10, 0.01) is found and len(solved) == 1
+    at = max(program.goal.terms)
+    for change in (
+        lambda made: made.low.__setitem__(at, 0.5),
+        lambda made: made.high.__setitem__(at, 1e6),
+        lambda made: made.whole.__setitem__(at, not made.whole[at]),
+        lambda made: made.goal.terms.__setitem__(at, 2.0),
+        lambda made: made.rows[0].terms.update({at: 1e-12}),
+        lambda made: made.rows.__setitem__(0, made.rows[0]._replace(high=1e9)),
+        lambda made: made.keys.__setitem__(at, "zz"),
+    ):
+        change(made := write_program(asked).program)
+        before = len(solved)
+        solvers.solve(made, 10, 0.01)
+        assert len(solved) == before + 1
+    before = len(solved)
+    solvers.solve(program, 10, 0.02)
+    assert len(solved) == before + 1
+    assert solvers.solve(program, 1e-6, 1e-9).late and not solvers.solve(program, 10, 1e-9).late
 
 
 def test_options_of_highs_are_ones_that_it_knows():
