@@ -59,11 +59,10 @@ class OpenRows:
         if not in_force.nets:
             found: tuple[list[OpenNet], ...] = [], [], []
             for name in executor.residents.fixed:
-                is_on_acc = tier.placement(name).is_on_acc
-                side = in_force.side if is_on_acc else executor.host.side
+                place = tier.placement(name)
+                side = in_force.side if place.is_on_acc else executor.host.side
                 net = executor.residents.open_net(name, side.space)
                 if net.tails.numel():
-                    is_here = net.tails.device == net.opened.device
-                    found[(0 if is_here else 2) if is_on_acc else 1].append(net)
+                    found[2 if place.stages_state else 0 if place.is_on_acc else 1].append(net)
             in_force.nets = found
         return in_force.nets

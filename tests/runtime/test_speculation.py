@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -19,8 +20,9 @@ from toy_kinds import ToyFile
 
 from pshard.batch import VERIFY
 from pshard.errors import StepFailed, UserError
+from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
-from pshard.runtime.devices.device import open_device
+from pshard.runtime.devices.device import CopyThread, open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
@@ -91,6 +93,25 @@ def make(engine: Engine, sampling: Sampling, drafts: int, most: int = TOKENS, pr
     engine.reset()
     wanted = DraftSettings(LOOKUP, drafts, fixed=True) if drafts else None
     return list(engine.generate(some_ids(prompt), most, sampling, text=False, speculation=wanted))
+
+
+def test_rows_go_into_states_on_the_host_once_the_step_has_brought_these_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a copy takes; no state behind them waits for it."""
+    path = write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
+    spec, do = open_model(path).spec, CopyThread.do
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    places |= {name: ("pinned", "host") for name in places if name.endswith("delta")}
+    tiers = tuple(make_tier(spec, n, places, 0, CONTEXT, 1, batch=16) for n in (4, 16))
+    monkeypatch.setattr(CopyThread, "do", lambda own, work, after: do(own, lambda: (time.sleep(0.002), work()), after))
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    with open_engine(path, tiers, "fast", CONTEXT) as engine:
+        alone = make(engine, SETTINGS["greedy"], 0)
+        monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+        for chance in (1.0, 0.6):
+            monkeypatch.setattr(Drafts, "chance", chance)
+            assert make(engine, SETTINGS["greedy"], 3) == alone
 
 
 @pytest.mark.parametrize("chance", [1.0, 0.0, 0.6])
