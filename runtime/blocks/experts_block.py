@@ -51,7 +51,7 @@ class ExpertsBlock(Block):
 
     def run_rest(self, work: Work, weights: ExpertWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
         out, _ = _target(work.side, work.rows.tokens, residual)
-        out.add_(from_cpu)
+        work.side.kernels.add_rows(out, from_cpu)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ChunksBlock(Block):
         side.kernels.choose_chunks(scored, rule, routes)
         summed, hidden = side.space.rows(EXPERTED, n), side.space.rows("hidden", n)
         side.kernels.experts(summed, routes, weights.experts, weights.rule, hidden, _scratch(side, n), True)
-        hidden.add_(summed)
+        side.kernels.add_rows(hidden, summed)
 
 
 def _list_experts(laid: Laid, count: int, inner: int, roles: tuple[str, str, str]) -> ExpertWeights:

@@ -239,6 +239,10 @@ class RowKernels(Protocol):
         """out[M, n] = rows[M, n], float32 that another side computed, as act_dtype. Row strides free."""
         ...
 
+    def add_rows(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """x[M, n] += rows[M, n], float32. Row strides free."""
+        ...
+
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor, curve: str = "sigmoid") -> None:
         """x[M, n] *= curve(gate[M, n]), act_dtype: the sigmoid or the "softplus" of it. A gate of fewer columns has one
         number for each of as many equal parts of a row of x. Row strides free."""

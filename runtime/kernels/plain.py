@@ -186,6 +186,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     def bend_rows(self, x: torch.Tensor, how: str, numbers: torch.Tensor | None = None, limit: float = 0.0) -> None:
         x.copy_(bend(x.float(), how, numbers, limit))
 
+    def add_rows(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        x.add_(rows)
+
     def sum_squares(self, x: torch.Tensor, first: int, out: torch.Tensor) -> None:
         for i, part in enumerate((x[:, :first], x[:, first:])):
             out[:, i] = part.double().pow(2).sum(1)

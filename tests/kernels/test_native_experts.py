@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_native_kernels import TYPES, matrix
 
-from pshard.model_config import Experts
+from pshard.model_config import Chunks, Experts
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
@@ -377,3 +377,22 @@ def test_scores_that_are_no_numbers_break_their_token_only(name: str, bad: float
     bias[rule.count - 1] = torch.nan
     KERNELS.route(x, router, rule, got, bias)
     assert got.weights.isnan().all() and ((got.ids >= 0) & (got.ids < rule.count)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("rule", [
+    Experts(20, 8, 64, scale=1.5, chunks=Chunks(2, 32, 0.05)), Experts(12, 6, 64, chunks=Chunks(3, 32, 0.5)),
+], ids=["more chunks", "fewer"])  # fmt: skip
+def test_chunks_are_those_of_plain_torch(rule: Experts, tokens: int) -> None:
+    """Of one token their scores are nearly nothing, which is not divided by; another one takes none."""
+    logits = 4 * torch.randn(tokens, rule.count)
+    logits[0, : rule.of_chunks().count] -= 30
+    found = logits.softmax(-1).sort(dim=1, descending=True)
+    scored = Routes(found.indices.int(), found.values.contiguous())
+    scored.ids[4:] = -1
+    used = rule.of_chunks().used
+    got, want = (Routes(torch.zeros(tokens, used).int(), torch.zeros(tokens, used)) for _ in range(2))
+    HostKernels().choose_chunks(scored, rule, got)
+    PlainKernels().choose_chunks(scored, rule, want)
+    assert torch.equal(got.ids, want.ids) and (got.ids[4:] == -1).all()
+    torch.testing.assert_close(got.weights[:4], want.weights[:4], rtol=1e-6, atol=0)

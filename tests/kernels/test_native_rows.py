@@ -171,6 +171,7 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
         "warm_rows": lambda k, x: k.warm_rows(x, table, position),
         "centre_rows": lambda k, x: k.centre_rows(x),
         "place": lambda k, x: k.place(gate[:, :width], x),
+        "add_rows": lambda k, x: k.add_rows(x, gate[:, :width]),
         "clamp": lambda k, x: k.bend_rows(x, "clamp", limit=0.5),
         "relu2": lambda k, x: k.bend_rows(x, "relu2"),
         "gelu": lambda k, x: k.bend_rows(x, "gelu"),

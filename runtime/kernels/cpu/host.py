@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
-from pshard.model_config import Experts
+from pshard.model_config import LEAST_SUM, Experts
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.api import (
     AS_THEY_ARE,
@@ -63,6 +63,9 @@ class HostRows:
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         native.copy_rows(rows, (rows.shape[0], rows.shape[1]), (rows.stride(0), out.stride(0)), out)
+
+    def add_rows(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        native.add_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), rows.stride(0)), rows)
 
     def weigh_rows(self, x: torch.Tensor, weights: torch.Tensor) -> None:
         native.weigh_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), weights.stride(0)), weights)
@@ -205,6 +208,13 @@ class HostKernels(HostRows, StatesOnHost):
         found, most = (routes.ids, routes.weights), routes.ids.shape[0]
         biases = (bias, choice_bias, factors)
         native.route(x, router, rule, found, x.shape[0], x_stride=x.stride(0), biases=biases, rows=most)
+
+    def choose_chunks(self, scored: Routes, rule: Experts, routes: Routes) -> None:
+        """See `Kernels.choose_chunks`."""
+        assert rule.chunks is not None
+        sizes = (*scored.ids.shape, rule.of_chunks().used, rule.chunks.each)
+        given, found = (scored.ids, scored.weights), (routes.ids, routes.weights)
+        native.choose_chunks(given, sizes, rule.scale * rule.chunks.scale, LEAST_SUM, found)
 
     def experts(
         self,

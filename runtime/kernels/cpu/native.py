@@ -79,6 +79,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "gate_rows": ("v", "plplllli"),
     "resize_heads": ("v", "plllllfpl"),
     "times_rows": ("v", "plplll"),
+    "add_rows": ("v", "plplll"),
     "copy_rows": ("v", "plplll"),
     "weigh_rows": ("v", "plplll"),
     "scale_rows": ("v", "plllplpl"),
@@ -86,6 +87,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
     "route": ("v", "plpiilppplliiiiifpp"),
+    "choose_chunks": ("v", "pplliiffpp"),
     "experts": ("v", "plpplipiiiillpppiiipppplip"),
     "delta_net": ("v", "plplplplppppfiiiipppplplpl"),
     "settle_states": ("v", "iiiipplliplll"),
@@ -610,6 +612,11 @@ def times_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], by: 
     _function("times_rows")(_at(x), strides[0], _at(by), strides[1], *shape)
 
 
+def add_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], rows: Buffer) -> None:
+    """x += rows, f32 [tokens, width] both, rows `strides` apart."""
+    _function("add_rows")(_at(x), strides[0], _at(rows), strides[1], *shape)
+
+
 def scale_rows(
     x: Buffer, shape: tuple[int, int], strides: tuple[int, int], hidden: Buffer, weight: Buffer, depth: int
 ) -> None:
@@ -717,6 +724,18 @@ def route(
     choice = (_SCORES.index(rule.scores), rule.normed, rule.groups, rule.groups_used, rule.scale)
     more = tokens if rows is None else rows
     _function("route")(_at(x), x_stride, *matrix, tokens, more, rule.used, *choice, *map(_at, routes))
+
+
+def choose_chunks(
+    scored: tuple[Buffer, Buffer],
+    sizes: tuple[int, int, int, int],
+    scale: float,
+    least: float,
+    routes: tuple[Buffer, Buffer],
+) -> None:
+    """Routes as `Kernels.choose_chunks` has them. scored: ids i32 and scores f32 [tokens, experts]; sizes: tokens,
+    experts, how many chunks a token takes, and how many experts share one; scale: of weights; least: of their sum."""
+    _function("choose_chunks")(*map(_at, scored), *sizes, scale, least, *map(_at, routes))
 
 
 def experts(

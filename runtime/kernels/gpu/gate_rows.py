@@ -37,6 +37,11 @@ class GatesOnGpu:
         self._activations.ready = self._placed = None
         resize_heads(x, out, heads, by)
 
+    def add_rows(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `Kernels.add_rows`."""
+        self._activations.ready = self._placed = None
+        x.add_(rows)
+
     def times_rows(self, x: torch.Tensor, by: torch.Tensor) -> None:
         """See `Kernels.times_rows`."""
         self._activations.ready = self._placed = None

@@ -35,6 +35,8 @@ PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64
 PSHARD_API void pshard_centre_rows(float* x, int64_t stride, int64_t tokens, int64_t width);
 PSHARD_API void pshard_bend_rows(float* x, int64_t stride, int64_t tokens, int64_t width, int how,
                                  const float* numbers, int64_t count, float limit);
+PSHARD_API void pshard_add_rows(float* x, int64_t stride, const float* rows, int64_t rows_stride, int64_t tokens,
+                                int64_t width);
 PSHARD_API void pshard_sum_squares(const float* x, int64_t stride, int64_t tokens, int64_t width, int64_t first,
                                    float* out);
 PSHARD_API void pshard_norm_wide(float* x, int64_t stride, int64_t tokens, int64_t first, int64_t rest,
@@ -73,6 +75,8 @@ PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* route
                              const float* bias, const float* choice_bias, const float* factors, int64_t tokens,
                              int64_t rows, int used, int scores, int normed, int groups, int groups_used, float scale,
                              int32_t* ids, float* weights);
+PSHARD_API void pshard_choose_chunks(const int32_t* scored, const float* scores, int64_t tokens, int64_t count,
+                                     int used, int each, float scale, float least, int32_t* ids, float* weights);
 PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* ids, const float* weights,
                                int64_t tokens, int used, const int64_t* addresses, int experts, int gate_type,
                                int up_type, int down_type, int64_t hidden, int64_t inner, const float* gate_bias,

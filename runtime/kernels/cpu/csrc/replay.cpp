@@ -52,6 +52,8 @@ const Callable kCallables[] = {
     make<pshard_centre_rows>("centre_rows", pshard_centre_rows),
     make<pshard_bend_rows>("bend_rows", pshard_bend_rows),
     make<pshard_norm_heads>("norm_heads", pshard_norm_heads),
+    make<pshard_add_rows>("add_rows", pshard_add_rows),
+    make<pshard_choose_chunks>("choose_chunks", pshard_choose_chunks),
     make<pshard_sum_squares>("sum_squares", pshard_sum_squares),
     make<pshard_norm_wide>("norm_wide", pshard_norm_wide),
     make<pshard_gate_rows>("gate_rows", pshard_gate_rows),

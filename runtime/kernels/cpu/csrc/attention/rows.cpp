@@ -341,6 +341,16 @@ PSHARD_API void pshard_times_rows(float* x, int64_t stride, const float* by, int
   });
 }
 
+// x[t] += rows[t]
+PSHARD_API void pshard_add_rows(float* x, int64_t stride, const float* rows, int64_t rows_stride, int64_t tokens,
+                                int64_t width) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float* row = x + t * stride;
+    const float* own = rows + t * rows_stride;
+    for (int64_t i = 0; i < width; ++i) row[i] += own[i];
+  });
+}
+
 // x[t] *= sigmoid(hidden[t] . weight), one number for the row
 PSHARD_API void pshard_scale_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* hidden,
                                   int64_t hidden_stride, const float* weight, int64_t depth) {

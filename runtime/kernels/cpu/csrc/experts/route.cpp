@@ -144,3 +144,19 @@ PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* route
     });
   });
 }
+
+// The chunks of each token's best experts, `each` experts to a chunk, weighted by the scores of the experts of the
+// chunks' numbers over their sum, which counts as `least` at least. scored, scores: all `count` experts by falling score.
+PSHARD_API void pshard_choose_chunks(const int32_t* scored, const float* scores, int64_t tokens, int64_t count,
+                                     int used, int each, float scale, float least, int32_t* ids, float* weights) {
+  for (int64_t t = 0; t < tokens; ++t, scored += count, scores += count, ids += used, weights += used) {
+    float sum = 0;
+    for (int j = 0; j < used; ++j) {
+      const int32_t chunk = scored[j] < 0 ? -1 : scored[j] / each;  // -1: of a row that takes none
+      const int64_t place = chunk < 0 ? 0 : std::find(scored, scored + count, chunk) - scored;
+      ids[j] = chunk;
+      sum += weights[j] = place < count ? scores[place] : 0.0f;
+    }
+    for (int j = 0; j < used; ++j) weights[j] *= scale / std::max(sum, least);
+  }
+}
