@@ -85,8 +85,9 @@ def test_a_plan_is_printed_and_stored(plan):
 
 def test_planning_again_replaces_a_budget_and_keeps_the_others(plan):
     for mib in (MIB, str(OWN + 5), MIB):
-        assert plan("--vram", mib)[0] == 0
-    assert [v.workload.vram_mib for v in load_registry(plan("--vram", MIB)[3]).variants] == [(OWN + 4,), (OWN + 5,)]
+        code, _, _, registry = plan("--vram", mib, "--strategy", "attention-first")
+        assert code == 0
+    assert [v.workload.vram_mib for v in load_registry(registry).variants] == [(OWN + 4,), (OWN + 5,)]
 
 
 def test_a_registry_of_an_older_format_gives_way(plan, tmp_path):
@@ -158,7 +159,7 @@ def test_every_example_says_where_its_figures_are_from_and_plans_the_bundled_mod
     for path in sorted(PROFILE.parent.glob("*.json")):
         source = load_profile(path).provenance.source
         assert source == ("datasheet" if path.stem in MACHINES else "measured")
-        assert plan("--vram", MIB, profile=path)[0] == 0
+        assert plan("--vram", MIB, "--strategy", "attention-first", profile=path)[0] == 0
 
 
 def test_a_published_strategys_gains_are_its_own(plan):

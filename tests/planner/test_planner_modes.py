@@ -20,7 +20,8 @@ from pshard.planner.search.small import refine_units
 from pshard.predicted_times import first_token_seconds, round_seconds
 from pshard.workload import Split, Workload
 
-FAST = profile_from_datasheet(replace(PAIR, collective_rate=100e9, copy_seconds=2e-6))
+LINKED = replace(PAIR, collective_rate=100e9, copy_seconds=2e-6)
+FAST = profile_from_datasheet(LINKED)
 SLOW = profile_from_datasheet(replace(PAIR, collective_rate=0.05e9))
 
 
@@ -104,13 +105,16 @@ def test_a_way_that_does_not_fit_is_listed():
 
 
 def test_ratios_are_chosen_for_both_splits(search):
-    best = plan_mode(SPEC, FAST, replace(workload(120, 60), max_tp=(("output", 1),)), auto_ratios=True)
+    slower = replace(LINKED, acc_memory=LINKED.acc_memory / 1.5, acc_flops=LINKED.acc_flops / 1.5)
+    wanted = replace(workload(900, 900), max_tp=(("output", 1),), generated=200)
+    best = plan_mode(SPEC, unlike(LINKED, slower), wanted, auto_ratios=True)
     split = best.split
     assert split.mode == "tensor" and split.shares[0] > 0.55 and split.limits == (("output", 1),)
     ways = [w.way for w in best.considered]
     tensors = [w for w in ways if w.startswith("-sm tensor")]
     assert len(tensors) > 1 and all(w.endswith("--max-tp head=1") for w in tensors)
-    assert {w.split(" -ts")[0] for w in ways} == {"-sm none, device 0", "-sm layer", "-sm tensor"}
+    alone = {"-sm none, device 0", "-sm none, device 1"}
+    assert {w.split(" -ts")[0] for w in ways} == {*alone, "-sm layer", "-sm tensor"}
     assert [w.seconds for w in best.considered[1:]] == sorted(w.seconds for w in best.considered[1:])
 
 

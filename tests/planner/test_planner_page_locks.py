@@ -69,8 +69,7 @@ def plan_under(gib: float) -> tuple[MachineProfile, Variant]:
 
 def test_without_a_limit_or_under_one_that_holds_everything_nothing_changes():
     want = plan_without_a_limit()
-    for lockable in (None, 1 << 40):
-        got = plan_variant(SPEC, limited(PROFILE, lockable), WORKLOAD)
+    for got in (plan_variant(SPEC, limited(PROFILE, None), WORKLOAD), plan_under(16.0)[1]):
         assert same_placements(got.ranks[0].tiers, want.ranks[0].tiers)
         assert round_seconds(got) == pytest.approx(round_seconds(want), rel=1e-9)
 
@@ -99,8 +98,7 @@ def test_the_lower_the_limit_the_less_is_streamed_and_the_longer_the_round(share
     ("gib", "gain"),
     [
         (0.0, 0.05),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.5, 0.05), (1.0, 0.01))),
-        (2.0, -0.001),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.5, 0.05), (1.0, 0.01), (2.0, -0.001))),
     ],
 )
 def test_knowing_the_limit_makes_a_plan_that_is_faster_under_it(gib: float, gain: float):

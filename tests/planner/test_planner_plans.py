@@ -116,7 +116,7 @@ def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed, 
     assert compared
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, MANY))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, *range(2, MANY)))])
 def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_strategy(seed, request):
     """Each rank's plan is chosen as if it were alone, which need not be the best for all of them together."""
     if seed > 1:
@@ -152,7 +152,7 @@ def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_s
 
 @pytest.mark.parametrize(
     ("kv_heads", "shares", "least_gain", "launch"),
-    [pytest.param(8, (), 1.2, 1e-6, marks=pytest.mark.slow), (4, (), 1.2, 3e-6), (4, (3.0, 2.0), 1.05, 3e-6)],
+    [pytest.param(8, (), 1.2, 1e-6, marks=pytest.mark.slow), (4, (3.0, 2.0), 1.05, 3e-6)],
 )
 def test_unlike_ranks_do_not_wait_for_units_that_are_slow_on_one_of_them(kv_heads, shares, least_gain, launch):
     """Alone each would be as fast as it is here together with the others."""
@@ -186,7 +186,7 @@ def test_a_plan_that_keeps_rows_beside_a_slot_is_tried_on_all_ranks():
     assert any(0 < tier.placements[2].kept_parts < share.kept for _, other in adopted for tier in other.tiers)
 
 
-@pytest.mark.parametrize("sequences", (3, pytest.param(16, marks=pytest.mark.slow), 64))
+@pytest.mark.parametrize("sequences", (pytest.param(3, marks=pytest.mark.slow), 64))
 def test_the_residency_of_many_sequences_is_one_chain(sequences):
     """The round never enters the smallest tier, whose pins once changed the order that the others were placed in."""
     for seed in range(3):
@@ -201,10 +201,9 @@ def test_the_residency_of_many_sequences_is_one_chain(sequences):
     ("layers", "d_model", "d_ffn", "sequences", "gib"),
     [
         (64, 5120, 25600, 1, 12),
-        (128, 8192, 28672, 4, 12),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((64, 5120, 25600, 1, 6), (80, 8192, 28672, 1, 6), (80, 8192, 28672, 1, 16))
+            for case in ((64, 5120, 25600, 1, 6), (80, 8192, 28672, 1, 6), (128, 8192, 28672, 4, 12))
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_tier_that_is_slower_than_alone_says_what_the_switch_would_cost() -> N
 def test_a_tier_alone_is_planned_without_the_others_and_with_its_own_load() -> None:
     """Of a server's load too: as many texts at a time as the tier is for, each with its share of the cells."""
     spec, profile = make_shape("qwen3-30b-a3b"), find_machine("h100")
-    workload = Workload((6000,), context=4096, sequences=4, prompt=128, concurrency=2, max_ubatch=32)
+    workload = Workload((6000,), context=4096, sequences=2, prompt=128, concurrency=2, max_ubatch=16)
     variant = plan_variant(spec, profile, workload)
     found = compare_alone(spec, profile, workload, variant)
     assert [each.tokens for each in found] == [tier.tokens for tier in variant.ranks[0].tiers[1:]]

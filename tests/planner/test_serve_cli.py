@@ -51,13 +51,13 @@ def test_explain_and_json_say_what_a_server_can_promise(plan):
         "-c",
         "256",
         "-ub",
-        "64",
+        "16",
         "--prompt",
         "48",
         "--generated",
         "16",
     )
-    out, _ = plan(*flags, "--explain")
+    out, _ = plan(*flags, "--explain", "--strategy", "attention-first")
     assert f"A server under {BUDGET} MiB runs up to 4 requests of 48 + 16 tokens at once" in out
     assert re.search(r"requests at once +tok/s of all +gap ms +gap beside a prompt ms +first token s", out)
     out, _ = plan(*flags, "--json")
