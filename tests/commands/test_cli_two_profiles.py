@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cli_world import World, edit_json, make_world
+from report_samples import leave_undrawn
 
 from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.commands.cli_report import make_report
@@ -49,8 +50,9 @@ def test_plans_of_two_profiles_do_not_replace_each_other(world: World, capsys: p
 
 
 def test_a_report_names_the_machine_of_each_plan_and_simulates_its_profiles_own(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    leave_undrawn(monkeypatch)
     other = other_profile(world, "2026-05-05")
     for profile in (world.profile, other):
         plan(world, profile)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_world import World, edit_json, make_world, tokenizer_metadata
+from report_samples import leave_undrawn
 
 from pshard.commands import cli_bench, cli_plan, cli_report, cli_run
 from pshard.planner.make_plan import plan_baseline
@@ -183,6 +184,7 @@ def test_a_report_follows_a_runs_hits_over_time(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shares of its stretches are those that the run itself has told."""
+    leave_undrawn(monkeypatch)
     path, seen = world.model.parent / "a.routing", list[HitCourse]()
     assert plan(world) == run(world, "--record-routing", path) == 0
     assert plan(world, "--strategy", "expert-lru", "--routing", path, "--vram", "26") == 0
@@ -196,7 +198,7 @@ def test_a_report_follows_a_runs_hits_over_time(
     (course,) = seen
     assert course.ends == tuple(range(1, 12)) and len(course.slots) == 11 and set(course.stay) == {0.0}
     assert told and 100 * np.mean(course.slots) == pytest.approx(float(told[1]), abs=0.06)
-    assert (tmp_path / "report" / "expert-hits.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report" / "expert-hits.png").exists()
     refused(cli_report.main(files), capsys, "is a routing record: give the model that made it with -m")
     (other := tmp_path / "other").mkdir()
     theirs = make_world(other, **ROUTED, seed=1)

@@ -1,7 +1,9 @@
 """Measurements, plans and profiles of an invented machine for tests of reports: true shapes, invented figures."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from registry_samples import make_profile
 
 from pshard.machine import CopyTiming, MachineProfile, MatmulTiming, ReadTiming
@@ -14,6 +16,17 @@ from pshard.times.outlook import Forecast, Outlook
 from pshard.workload import Workload
 
 LAYERS = 32
+
+
+def leave_undrawn(patch: pytest.MonkeyPatch) -> None:
+    """Reports write their figures' names instead of figures, which take most of the time, until the patch ends."""
+
+    def save(figure: object, folder: Path, name: str) -> str:
+        for kind in ("png", "svg"):
+            (folder / f"{name}.{kind}").write_text(name)
+        return f"<svg>{name}</svg>"
+
+    patch.setattr("pshard.reports.write.save_figure", save)
 
 
 def make_measurement(

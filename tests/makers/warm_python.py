@@ -28,7 +28,8 @@ from typing import IO, Any, Protocol
 import pytest
 
 MAKERS = Path(__file__).parent
-IMPORTED = ("torch.distributed", "engines", "pshard.runtime.ranks.group", "pshard.runtime.build_engine")
+BENCH = "pshard.session.bench_engine"
+IMPORTED = ("torch.distributed", "engines", "pshard.runtime.ranks.group", "pshard.runtime.build_engine", BENCH)
 POLL_SECONDS = 0.01
 
 
@@ -96,6 +97,7 @@ def answer(line: socket.socket) -> None:
     """Fork for the process at the other end until it is gone."""
     for name in IMPORTED:
         importlib.import_module(name)
+    pytest.MonkeyPatch().setattr(f"{BENCH}.WARM_SECONDS", 0.0)  # as in the tests' own process
     assert threading.active_count() == 1
     gc.freeze()
     forks = ForksItself()

@@ -10,6 +10,7 @@ from golden.machines import find_machine
 from golden.shapes import make_shape
 from model_files import write_gguf
 from planner_cases import make_model
+from report_samples import leave_undrawn
 from rich.console import Console
 from routing_samples import make_record
 
@@ -107,8 +108,9 @@ def test_layers_with_the_same_experts_are_named_together() -> None:
 
 
 def test_a_plans_json_and_a_report_hold_the_experts(
-    tmp_path: Path, quick_search: None, capsys: pytest.CaptureFixture
+    tmp_path: Path, quick_search: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    leave_undrawn(monkeypatch)
     model = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0")
     registry = tmp_path / "r.json"
     argv = ["-m", str(model), "--profile", str(EXAMPLE), "--registry", str(registry), "--strategy", "cpu-moe"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from plan_samples import with_workload
 from report_samples import (
+    leave_undrawn,
     make_bench,
     make_expert_map,
     make_full_profile,
@@ -79,7 +80,8 @@ def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(report):
         assert held in page
 
 
-def test_the_page_says_how_ranks_held_the_model_and_in_which_type_they_summed(tmp_path):
+def test_the_page_says_how_ranks_held_the_model_and_in_which_type_they_summed(tmp_path, monkeypatch):
+    leave_undrawn(monkeypatch)
     one, layers = make_measurement(0, 8), make_measurement(0, 8, budget_mib=(1, 2), split_mode="layer")
     tensor = make_measurement(0, 8, budget_mib=(1, 2), split_mode="tensor", reduce_dtype="f16")
     plan = with_workload(make_plan_variant((6000, 3000)), reduce_dtype="bf16", max_tp=(("attention", 1),))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from model_files import write_gguf
+from report_samples import leave_undrawn
 from short_searches import shorten_searches
 
 from pshard.commands.cli_report import make_report
@@ -35,7 +36,8 @@ def planned(tmp_path_factory):
     return path, spec, variant
 
 
-def test_the_command_adds_timelines_of_decode_and_prefill(planned, tmp_path, capsys):
+def test_the_command_adds_timelines_of_decode_and_prefill(planned, tmp_path, capsys, monkeypatch):
+    leave_undrawn(monkeypatch)
     path, spec, variant = planned
     save_variants(tmp_path / "r.json", spec.name, (("model bytes", "1"),), [variant])
     (tmp_path / "profile.json").write_text(json.dumps(to_json(PROFILE)))
