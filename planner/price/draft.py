@@ -111,7 +111,7 @@ class Room:
         """The model's units by what a draft asks of all of them at once."""
         units = self.spec.units
         host, vram = (
-            tuple({at: Placement(u.name, at, side if u.kind.state else None) for at in SITES} for u in units)
+            tuple({at: _placement(u.name, at, side if u.kind.state else None) for at in SITES} for u in units)
             for side in ("host", "vram")
         )
         stateful = tuple((i, u.name, vram[i]) for i, u in enumerate(units) if u.kind.state)
