@@ -228,7 +228,7 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:
             tell(f"note: {UNRECORDED}")
-        drafts = _ask_drafts(args, path, model, len(workloads[0].vram_mib), tell)
+        drafts = _ask_drafts(args, path, model, tell)
         why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)
         if why_not:
             tell(f"note: not validated: {why_not}")
@@ -299,9 +299,7 @@ def _why_not_validate(
     return why
 
 
-def _ask_drafts(
-    args: argparse.Namespace, path: Path, model: "ModelFile", ranks: int, tell: Tell
-) -> DraftQuestion | None:
+def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: Tell) -> DraftQuestion | None:
     """Which drafts are asked for; tells where an acceptance is from that was not given."""
     from pshard.registries.acceptance_file import recall_acceptance
     from pshard.speculation import ASSUMED, AUTO, LOOKUP, LOOKUP_DRAFT, LOOKUP_MTP, MTP, PROGRAMS, RECORDED
@@ -311,9 +309,6 @@ def _ask_drafts(
     kind = args.spec
     if kind == AUTO:
         kind = LOOKUP if model.spec.head is None else LOOKUP_DRAFT if args.draft_model else LOOKUP_MTP
-        if kind != LOOKUP and ranks > 1:
-            kind = LOOKUP
-            tell("note: lookup alone drafts: over ranks neither heads nor models do as yet")
     if PROGRAMS.get(kind) == MTP:
         model.of_head()  # which says why there is none
     recorded = recall_acceptance(registry_path(path, args.registry), model.fingerprint_inputs(), kind)
@@ -355,7 +350,8 @@ def _plan(
     from pshard.planner.make_plan import plan_baseline
 
     def plan(asked: Workload) -> Variant:
-        return plan_split(model.spec, profile, asked, wants_ratios(args), args.time_limit)
+        chooses = wants_ratios(args) and not asked.tensor_split  # ratios are settled before what drafts is planned
+        return plan_split(model.spec, profile, asked, chooses, args.time_limit)
 
     try:
         if args.strategy != "ilp":

@@ -48,7 +48,7 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
         if not tokens or tokens != sorted(set(tokens)) or tokens[-1] != w.max_ubatch:
             raise PlanError(f"rank {rank.rank}: tiers {tokens} do not ascend to {w.max_ubatch}")
         for tier in rank.tiers:
-            _check_tier(spec, variant, rank, tier, kind)
+            _check_tier(spec, variant, rank, tier, kind, _have_sums(variant, kind))
         try:
             check_caches(spec, rank)
         except ValueError as error:
@@ -56,13 +56,25 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
         _check_prefixes(spec, rank)
         _check_same_bytes(spec, rank)
         _check_homes(rank)
-    if variant.drafter and specs[0].head:
-        for tier in variant.drafter.tiers:
-            _check_tier(specs[0].head, variant, variant.drafter, tier, kind)
-        _check_prefixes(specs[0].head, variant.drafter)
+    _check_drafter(specs, variant, kind)
     for i, rank in enumerate(variant.ranks):
         if (rank.rank, rank.budget_mib) != (i, w.vram_mib[i]):
             raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {w.vram_mib[i]}")
+
+
+def _check_drafter(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> None:
+    """The program that drafts has a plan on each rank that holds some of it."""
+    if not variant.drafter:
+        return
+    sums = _have_sums(variant, kind) and len(variant.drafters) > 1
+    for rank, spec in enumerate(specs):
+        plan = variant.drafter_on(rank)
+        if (plan is None) != (spec.head is None):
+            raise PlanError(f"rank {rank} has {'no ' * (plan is None)}plan of what drafts")
+        if spec.head and plan:
+            for tier in plan.tiers:
+                _check_tier(spec.head, variant, plan, tier, kind, sums)
+            _check_prefixes(spec.head, plan)
 
 
 def count_host_bytes(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> int:
@@ -168,11 +180,16 @@ def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:
                 raise PlanError(f"rank {rank.rank}, tier {tier.tokens}: {name} residency is not a prefix of the order")
 
 
-def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPlan, kind: str) -> None:
+def _have_sums(variant: Variant, kind: str) -> bool:
+    """Whether GPUs sum their parts of units."""
+    return kind == "cuda" and len(variant.ranks) > 1 and variant.workload.split_mode == "tensor"
+
+
+def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPlan, kind: str, sums: bool) -> None:
+    """sums: whether GPUs sum their parts of its units."""
     where = f"rank {rank.rank}, tier {tier.tokens}"
     if [p.unit for p in tier.placements] != [u.name for u in spec.units]:
         raise PlanError(f"{where}: placements are not the model's units, each once, in order")
-    sums = kind == "cuda" and len(variant.ranks) > 1 and variant.workload.split_mode == "tensor"
     demanded = {n for cache in rank.caches if cache.is_on_demand and tier.tokens <= cache.tokens for n in cache.units}
     for unit, place in zip(spec.units, tier.placements):
         from_slots = place.site.is_beyond_host and not place.is_on_acc and place.kv is None

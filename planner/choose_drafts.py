@@ -1,6 +1,6 @@
 """How many drafts a step has: each number is planned with places of its own, and the shortest round is taken."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pshard.batch import VERIFY, Batch
@@ -9,7 +9,7 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import Variant
+from pshard.plan import RankPlan, Variant
 from pshard.planner.place_head import HeadPlan, plan_head, settle_head
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import find_tables
@@ -29,9 +29,12 @@ def choose_drafts(
     question: DraftQuestion,
 ) -> Variant:
     """What `plan` makes of the workload with the number of drafts that gives the shortest round, of equal ones the
-    fewest; its `speculation` has all that were planned. Raises as `plan` does where none fits, UserError where an
-    allowed number has too many rows."""
+    fewest; its `speculation` has all that were planned. What drafts is planned for one way to spread the model, which
+    is the fastest without drafts where the workload leaves it open. Raises as `plan` does where none fits, UserError
+    where an allowed number has too many rows."""
     made, refused, head = list[Variant](), list[NoPlan](), None
+    if question.kind in PROGRAMS and len(workload.vram_mib) > 1:
+        workload = _settle_split(plan, workload)
     for head in _list_heads(spec, profile, workload, question):
         made, refused = _plan_each(plan, workload, question, head)
         if any(v.workload.drafting.drafts for v in made):
@@ -50,7 +53,19 @@ def choose_drafts(
     texts = workload.answer_tokens / workload.generated
     said = Speculation(question.kind, question.acceptance, texts, planned)
     best = min((replace(v, speculation=said) for v in allowed), key=round_seconds)
-    return replace(best, drafter=head.plan) if head and best.workload.drafting.drafts else best
+    return _give_plans(best, head.plans) if head and best.workload.drafting.drafts else best
+
+
+def _give_plans(variant: Variant, plans: Sequence[RankPlan]) -> Variant:
+    """The variant with these plans of what drafts."""
+    return replace(variant, drafter=plans[0], drafter_parts=tuple(plans[1:]))
+
+
+def _settle_split(plan: Callable[[Workload], Variant], workload: Workload) -> Workload:
+    """The workload under the split of its plan without drafts."""
+    chosen = plan(replace(workload, drafting=NO_DRAFTS, acceptance=None, drafter_mib=0)).workload
+    settled = {name: getattr(chosen, name) for name in ("vram_mib", "split_mode", "tensor_split", "max_tp", "device")}
+    return replace(workload, **settled)
 
 
 def _list_heads(
@@ -60,10 +75,6 @@ def _list_heads(
     if question.kind not in PROGRAMS:
         yield None
         return
-    if len(workload.vram_mib) > 1:
-        raise UserError(
-            "heads and models draft on one device as yet, not over ranks; give --spec lookup, or leave out -sm"
-        )
     for in_vram in (True, False):
         yield plan_head(spec, profile, workload, in_vram)
 
@@ -73,7 +84,7 @@ def _plan_each(
 ) -> tuple[list[Variant], list[NoPlan]]:
     """Plans of each number of drafts, and why others have none."""
     made, refused = list[Variant](), list[NoPlan]()
-    for asked in _list_workloads(workload, question, head.plan.budget_mib if head else 0):
+    for asked in _list_workloads(workload, question, head.budget_mib if head else 0):
         try:
             made.append(plan(asked))
         except NoPlan as error:
@@ -119,9 +130,11 @@ def _settle_seconds(spec: ModelSpec, profile: MachineProfile) -> float:
 def keep_drafts(spec: ModelSpec, profile: MachineProfile, variant: Variant, chosen: Variant) -> Variant:
     """A variant of the workload that was chosen with what was chosen of drafts, and what steps of its rows take. spec:
     the whole model."""
-    head, drafter = spec.head, chosen.drafter
-    settled = settle_head(head, drafter, variant) if head and drafter else None
-    return time_rows(spec, profile, replace(variant, speculation=chosen.speculation, drafter=settled))
+    parts, settled = cut_ranks(spec, variant.split), replace(variant, speculation=chosen.speculation)
+    if chosen.drafters:
+        heads = ((parts[plan.rank].head, plan) for plan in chosen.drafters)
+        settled = _give_plans(settled, [settle_head(head, plan, variant) for head, plan in heads if head])
+    return time_rows(spec, profile, settled)
 
 
 def time_rows(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Variant:

@@ -25,13 +25,15 @@ MORE_DEVICES_SHARE = 0.99  # of the simpler way's round: what more devices, or a
 def plan_split(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float = 10.0
 ) -> Variant:
-    """The variant of a workload whose split mode ("auto"), ratios or both may be left to the planner.
+    """The variant of a workload whose split mode ("auto"), ratios or both may be left to the planner. auto_ratios:
+    whether ratios are, of several devices.
 
     Raises as `plan_mode`, `plan_ratios` and `plan_variant` do.
     """
     if workload.split_mode == "auto":
         return plan_mode(spec, profile, workload, auto_ratios, time_limit)
-    return (plan_ratios if auto_ratios else plan_variant)(spec, profile, workload, time_limit)
+    chooses = auto_ratios and workload.split_mode != "none"
+    return (plan_ratios if chooses else plan_variant)(spec, profile, workload, time_limit)
 
 
 def plan_mode(

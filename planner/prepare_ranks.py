@@ -233,5 +233,6 @@ def _rooms(specs: Sequence[ModelSpec], workload: Workload, budgets: Sequence[int
     found = []
     for rank, (part, budget) in enumerate(zip(specs, budgets)):
         reserve = reserve_mib(tables.profile.reserve_of(workload.device + rank))
-        found.append(rank_room(part, workload, budget, tables.kind, tables.act_bytes, len(specs), reserve))
+        left = budget - (workload.drafter_mib if part.head else 0)
+        found.append(rank_room(part, workload, left, tables.kind, tables.act_bytes, len(specs), reserve))
     return tuple(found)

@@ -13,7 +13,7 @@ from pshard.model_config import ModelConfig
 from pshard.units.moe.expert_cache import ExpertCache, miss_uses
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.moe.popularity import Popularity
-from pshard.units.ports import HIDDEN, IDS, LOGITS
+from pshard.units.ports import HIDDEN, IDS, LOGITS, PRIOR
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
 
@@ -41,9 +41,9 @@ class ModelSpec:
     alike. caches: slots for experts that follow use, by which they are priced too. rank_caches: of a whole model that
     several ranks will hold, each one's own, which become the `caches` of what it holds (cuts/rank_parts.py). sum_norms:
     units of a rank's slice whose sum over the ranks is normalised before it is added to the residual stream, each with
-    the name of the tensor that does so. head: a program that drafts further tokens (multi-token prediction); what its
-    units lend of others are tensors of this one. keeps_states: the output leaves the state of every token, as
-    normalised, for a program that drafts.
+    the name of the tensor that does so. head: a program that drafts further tokens (multi-token prediction), or what a
+    rank has of it (cuts/drafter_cuts.py); what its units lend of others are tensors of this one. keeps_states: the
+    output leaves the state of every token, as normalised, for a program that drafts.
     """
 
     name: str
@@ -57,6 +57,11 @@ class ModelSpec:
     rank_caches: tuple[tuple[ExpertCache, ...], ...] = ()
     head: "ModelSpec | None" = None
     keeps_states: bool = False
+
+    @property
+    def takes_states(self) -> bool:
+        """Whether it takes the states of another program, as a multi-token head does; a model of its own does not."""
+        return any(PRIOR in unit.ports.reads for unit in self.units)
 
     @property
     def uses(self) -> tuple[float, ...]:

@@ -321,12 +321,23 @@ class Variant:
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
     popularity: Popularity | None = None  # of experts: the first of a layer are the first of its order; None: no record
     speculation: Speculation | None = None  # what drafts were planned for; None: none were asked for
-    drafter: RankPlan | None = None  # of a second program, which drafts, in a part of the budget that the model lacks
+    # of a second program, which drafts, in a part of its rank's budget that the model lacks
+    drafter: RankPlan | None = None
+    drafter_parts: tuple[RankPlan, ...] = ()  # of the other ranks, where it is cut over all
 
     @property
     def terms(self) -> str:
         """What it was planned for beside budgets and split, in words: plans that differ there have other terms."""
         return self.workload.terms
+
+    def drafter_on(self, rank: int) -> RankPlan | None:
+        """The plan of what a rank has of the program that drafts; None: it has nothing."""
+        return next((plan for plan in self.drafters if plan.rank == rank), None)
+
+    @property
+    def drafters(self) -> tuple[RankPlan, ...]:
+        """Plans of the program that drafts, of each rank that has some of it."""
+        return (self.drafter, *self.drafter_parts) if self.drafter else ()
 
     @property
     def validated(self) -> bool:

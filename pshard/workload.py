@@ -67,8 +67,9 @@ class Workload:
     expected lengths per sequence; they weigh the tiers against each other. concurrency: of a server's load, how many
     of the sequences run on average (`running_shares`); 0 where all of them always do. drafting: who drafts, and how
     many drafts a text's step has; acceptance: how likely they hold, where there are drafts. drafter_mib: of each
-    budget, what a second program takes that drafts. ram_mib: of host memory that all of it may take on a host; 0: what
-    there is. prompt_math: how a GPU multiplies prompts' weights; auto: each type as it was timed to be faster.
+    budget that has a part of it, what a second program takes that drafts. ram_mib: of host memory that all of it may
+    take on a host; 0: what there is. prompt_math: how a GPU multiplies prompts' weights; auto: each type as it was
+    timed to be faster.
     """
 
     vram_mib: tuple[int, ...]

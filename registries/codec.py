@@ -65,8 +65,10 @@ def _check_variant(variant: Variant, where: str) -> None:
         raise ValueError(f"{where} has {len(variant.ranks)} ranks for {budgets} budgets")
     for i, rank in enumerate(variant.ranks):
         _check_rank(rank, f"{where}.ranks[{i}]")
-    if variant.drafter:
-        _check_rank(variant.drafter, f"{where}.drafter")
+    if variant.drafter_parts and not variant.drafter:
+        raise ValueError(f"{where}.drafter_parts are of no drafter")
+    for i, plan in enumerate(variant.drafters):
+        _check_rank(plan, f"{where}.drafter_parts[{i - 1}]" if i else f"{where}.drafter")
 
 
 def _check_speculation(said: Speculation, workload: Workload, where: str) -> None:

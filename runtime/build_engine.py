@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from pshard.cuts.drafter_cuts import drafter_ranges, is_cut
 from pshard.cuts.rank_parts import split_model, split_ranges
 from pshard.errors import UserError
 from pshard.model import ModelSpec
@@ -24,7 +25,6 @@ from pshard.runtime.memory.host.host_memory import measure_process
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
-from pshard.runtime.speculation.head_program import is_head
 from pshard.times.gpu_tiles import TileChoice
 
 
@@ -80,10 +80,10 @@ def build_engine(
         wanted = len(variant.ranks)
         raise UserError(f"the plan is for {wanted} ranks, but {group.size} are running; start {wanted}")
     plan = variant.ranks[group.rank]
-    ordered = order_experts(file.spec, variant.popularity)
-    part = split_model(ordered, variant.split, group.rank)
-    spec = replace(part, caches=plan.caches, keeps_states=_reads_states(file.spec, variant))
-    ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
+    whole = replace(file.spec, keeps_states=_reads_states(file.spec, variant))
+    ordered = order_experts(whole, variant.popularity)
+    spec = replace(split_model(ordered, variant.split, group.rank), caches=plan.caches)
+    ranges = [split_ranges(whole, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
     weights, own = lender, None
     try:
@@ -112,7 +112,7 @@ def build_engine(
 
 def _reads_states(spec: ModelSpec, variant: Variant) -> bool:
     """Whether what drafts beside the model takes its states, as a head does."""
-    return variant.drafter is not None and spec.head is not None and is_head(spec.head)
+    return variant.drafter is not None and spec.head is not None and spec.head.takes_states
 
 
 def _note_pageable(executor: Executor) -> tuple[str, ...]:
@@ -131,20 +131,23 @@ def _build_head(
     model: Executor,
     progress: Callable[[int], None],
 ) -> Executor | None:
-    """The head that drafts, as a program of its own on the same device; None where the plan has none. Raises UserError
-    where the file has none."""
-    if (plan := variant.drafter) is None:
+    """What this rank has of the head that drafts, as a program of its own on the same device; None where it has no
+    plan. Raises UserError where the file has none."""
+    plan, spec, states = variant.drafter_on(model.group.rank), model.spec.head, variant.workload.state_shape
+    if plan is None:
         return None
-    states = variant.workload.state_shape
+    assert spec is not None, "whoever has a plan of it has it"
     try:
-        source = file.of_head()
+        source, split = file.of_head(), variant.split
         if source is not file:
             _map_files(source)
-        weights = HostWeights(list_on_host(source.spec, plan), device)
-        weights.begin(source, None, progress)
+        ranges = drafter_ranges(file.spec, split, model.group.rank)
+        weights = HostWeights(list_on_host(spec, plan), device)
+        weights.begin(source, ranges, progress)
         return build_executor(
-            source, source.spec, plan, device, states, kernels, weights=weights, ranges=None, group=Group(),
-            progress=progress, lent_weights=lend_weights(model, source.spec),
+            source, spec, plan, device, states, kernels, weights=weights, ranges=ranges,
+            group=model.group if is_cut(spec, split) else Group(), progress=progress,
+            lent_weights=lend_weights(model, spec),
         )  # fmt: skip
     except BaseException:
         model.close()

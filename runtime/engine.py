@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.speculation.draft_length import StepSeconds
 from pshard.runtime.speculation.draft_program import DraftProgram
-from pshard.runtime.speculation.head_program import HeadProgram, is_head
+from pshard.runtime.speculation.head_program import HeadProgram
+from pshard.runtime.speculation.rank_drafts import RankDrafts
 from pshard.runtime.speculation.speculator import DraftSettings, Speculator
 from pshard.runtime.texts.follower import Follower, NoFollower
 from pshard.runtime.texts.numbered_texts import NumberedTexts
@@ -98,7 +100,7 @@ class Engine(_Told):
         context, sequences = variant.workload.context, variant.workload.sequences
         self.longest = longest_sequence(executor.spec.config, context)
         blocks = TextBlocks(sequences, self.longest, kv_blocks(context, sequences), _recent_blocks(executor))
-        self.drafter = _make_drafter(head, executor, blocks)
+        self.drafter = _make_drafter(head, executor, blocks, variant.drafters)
         self.texts = TextPool(executor, blocks, self._checkpoints, store, self._guard, self.drafter)
         self._sequences, self._seconds = NumberedTexts(self.texts), _time_steps(variant)
         self._broken: BaseException | None = None
@@ -294,12 +296,13 @@ class Engine(_Told):
         stops: Collection[int],
         wanted: DraftSettings,
     ) -> Generator[int]:
-        rows = min(self._executor.group.gather(self.texts.most_rows))
+        rows = self.texts.most_rows
         if rows < 2:
             raise UserError("rows of drafts cannot be held back from the model's states; leave out --spec")
         wanted = replace(wanted, most=min(wanted.most, rows - 1))
         with self._sequences.use([0]) as (text,):
-            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.drafter, self.agree)
+            agree = partial(self._executor.group.broadcast, soon=True)
+            speculator = Speculator(self.texts, text, sampler, wanted, self._seconds, stops, self.drafter, agree)
             yield from speculator.go_on(before, first, most)
 
     def close(self) -> None:
@@ -326,11 +329,15 @@ def _time_steps(variant: Variant) -> StepSeconds:
     return StepSeconds(tier_seconds(variant), variant.speculation.rows if variant.speculation else ())
 
 
-def _make_drafter(head: Executor | None, model: Executor, blocks: TextBlocks) -> Follower:
-    """What drafts beside the model, if anything."""
-    if head is None:
+def _make_drafter(head: Executor | None, model: Executor, blocks: TextBlocks, plans: Sequence[RankPlan]) -> Follower:
+    """What drafts beside the model, if anything. head: this rank's; plans: of the ranks that have some of it."""
+    if not plans:
         return NoFollower()
-    return HeadProgram(head, model, blocks) if is_head(head.spec) else DraftProgram(head, model, blocks)
+    make = HeadProgram if head and head.spec.takes_states else DraftProgram
+    program = make(head, model, blocks) if head else None
+    if program and len(plans) == model.group.size:
+        return program
+    return RankDrafts(program, plans[0].rank, model.group, blocks)
 
 
 def _report_memory(e: Executor) -> MemoryReport:

@@ -85,7 +85,7 @@ class Logits:
 
     def has_some(self) -> bool:
         """Whether rows are wanted that are computed or put together on this rank's device."""
-        return self.count > 0 and bool(self._context.spec.output.tensors or self.gathered)
+        return self.count > 0 and bool(self._context.spec.output.matrices or self.gathered)
 
     @property
     def is_brought(self) -> bool:

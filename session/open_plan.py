@@ -221,9 +221,11 @@ def _plan_head(
     question = DraftQuestion(kind, recorded or ASSUMED_ACCEPTANCE[kind], PLANNED_DRAFTS)
 
     def plan(asked: Workload) -> Variant:
-        return plan_split(spec, profile, asked, request.auto_ratios)
+        chooses = request.auto_ratios and not asked.tensor_split  # ratios are settled before what drafts is planned
+        return plan_split(spec, profile, asked, chooses)
 
-    return choose_drafts(plan, spec, profile, workload, question)
+    start = replace(workload, tensor_split=()) if request.auto_ratios else workload
+    return choose_drafts(plan, spec, profile, start, question)
 
 
 def _recall_record(registry: Path, file: "ModelFile") -> "RoutingRecord | None":

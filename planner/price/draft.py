@@ -140,8 +140,9 @@ def rank_room(
     ranks: int = 1,
     reserve_mib: int = TORCH_RESERVE_MIB,
 ) -> Room:
-    """The room that a budget gives one rank; of a GPU's, `reserve_mib` are left to torch and the kernels."""
-    arena = arena_bytes(budget_mib - workload.drafter_mib, kind, reserve_mib)
+    """The room that a budget gives one rank's part of the model; of a GPU's, `reserve_mib` are left to torch and the
+    kernels."""
+    arena = arena_bytes(budget_mib, kind, reserve_mib)
     return Room(spec, workload, arena, act_bytes, ranks, reserve_mib=reserve_mib)
 
 

@@ -1,6 +1,7 @@
 """How much memory a plan takes, beside what there is."""
 
 from dataclasses import dataclass
+from operator import add
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.homes import DISK
@@ -44,7 +45,9 @@ def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> M
     """What the variant takes on the machine that it was planned for."""
     kind, hosts = profile.accelerators[0].kind, count_hosts(profile, len(variant.ranks))
     specs = cut_ranks(under_plan(spec, variant), variant.split)
-    own = ((rank.reserve_mib if kind == "cuda" else 0) + variant.workload.drafter_mib for rank in variant.ranks)
+    reserves = (rank.reserve_mib if kind == "cuda" else 0 for rank in variant.ranks)
+    drafting = (variant.workload.drafter_mib if variant.drafter_on(rank.rank) else 0 for rank in variant.ranks)
+    own = map(add, reserves, drafting)
     used = (max(tier.buffers.total for tier in rank.tiers) for rank in variant.ranks)
     return MemoryUse(
         tuple(mib - -nbytes // MIB for mib, nbytes in zip(own, used)),

@@ -34,7 +34,7 @@ from pshard.units.operations import (
     Take,
     TimesRows,
 )
-from pshard.units.ports import BESIDE, HIDDEN, IDS
+from pshard.units.ports import BESIDE, HIDDEN, IDS, PRIOR
 from pshard.units.unit import Unit
 
 Range = tuple[int, int]
@@ -60,7 +60,8 @@ class TensorCut:
 @dataclass(frozen=True)
 class UnitCut:
     """How the tensors of one unit lie over the ranks, in the order of `Unit.tensors`. enters: a rank without a part of
-    the unit's work needs what is whole of it all the same, as the unit leaves to others what it has normalised."""
+    the unit's work needs what is whole of it all the same, as the unit leaves to others what it has normalised, or
+    leaves states to a head."""
 
     unit: str
     tensors: tuple[TensorCut, ...]
@@ -86,7 +87,7 @@ class Spread:
     stacks: int = 1
 
 
-PORTS = (IDS, HIDDEN, *BESIDE)  # every rank has all of what stands there
+PORTS = (IDS, HIDDEN, PRIOR, *BESIDE)  # every rank has all of what stands there
 MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
 
 
@@ -119,7 +120,12 @@ class _Flow:
         self.values: dict[Rows, Spread] = {}
 
     def find(self, operand: Rows) -> Spread:
-        """How an operand lies: as it was written, or as ports lie. Raises ValueError where nothing has written it."""
+        """How an operand lies: as it was written, maybe columns beside columns, or as ports lie. Raises ValueError
+        where nothing has written it."""
+        if operand == Rows(operand.buffer) and operand not in self.values:
+            columns = {value for rows, value in self.values.items() if rows.buffer == operand.buffer}
+            if columns == {MIRRORED}:
+                return MIRRORED
         if operand not in self.values and operand.buffer not in PORTS:
             raise ValueError(f"{self.unit.name} reads {operand}, which none of its operations has written")
         return self.values.get(operand, MIRRORED)

@@ -40,7 +40,7 @@ def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec
     """The layers that `rank` holds, as a model of its own.
 
     It has an embedding and an output in any case; where another rank holds them they are units without tensors. The
-    first rank with layers looks up the embedding.
+    first rank with layers looks up the embedding, the last one has the states that a head takes.
     """
     if len(shares) == 1:
         return spec
@@ -61,7 +61,7 @@ def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec
     units = tuple(
         unit if held(unit) else replace(unit, tensors=()) for unit in spec.units if held(unit) or unit.layer < 0
     )
-    return replace(spec, units=units, neighbours=neighbours)
+    return replace(spec, units=units, neighbours=neighbours, keeps_states=spec.keeps_states and last)
 
 
 def join_seconds(mode: str, batches: Sequence[Sequence[float]]) -> float:

@@ -3,24 +3,23 @@
 from dataclasses import replace
 from functools import lru_cache
 
+from pshard.cuts.drafter_cuts import cut_drafter
 from pshard.cuts.layer_cuts import cut_layers
-from pshard.cuts.tensor_cuts import cut_model, source_ranges, whole_range
+from pshard.cuts.tensor_cuts import Ranges, cut_model, source_ranges, whole_range
 from pshard.model import ModelSpec
 from pshard.workload import Split
-
-Ranges = dict[str, dict[str, tuple[int, int, int, int]]]
 
 
 def split_model(spec: ModelSpec, split: Split, rank: int) -> ModelSpec:
     """What `rank` holds, with its slots for experts: whole layers with "layer", a slice of every unit with "tensor",
-    everything with "none"."""
+    everything with "none". Its head is what the rank has of what drafts."""
     if split.mode == "none" or len(split.shares) < 2:
         return spec
     if spec.rank_caches:  # cuts are remembered by model, and do not depend on slots
         return replace(split_model(replace(spec, rank_caches=()), split, rank), caches=spec.rank_caches[rank])
-    if split.mode == "layer":
-        return cut_layers(spec, split.shares, rank)
-    return cut_model(spec, split.shares, rank, split.limits)
+    layers = split.mode == "layer"
+    part = cut_layers(spec, split.shares, rank) if layers else cut_model(spec, split.shares, rank, split.limits)
+    return replace(part, head=cut_drafter(spec, part, split, rank)) if spec.head else part
 
 
 @lru_cache(maxsize=4)  # whoever asks if a cut fits prices it next

@@ -18,9 +18,11 @@ from pshard.model_config import ModelConfig
 from pshard.tensor import TensorSpec
 from pshard.units.enter import LAYER_SCALE
 from pshard.units.kinds import kinds_by_flag
-from pshard.units.ports import ENTERED
+from pshard.units.ports import ENTERED, LOGITS
 from pshard.units.unit import Cells, Cut, Unit, UnitKind
 from pshard.workload import Limits
+
+Ranges = dict[str, dict[str, tuple[int, int, int, int]]]  # see `source_ranges`
 
 
 def cut_units(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> tuple[UnitCut, ...]:
@@ -55,7 +57,8 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
             tensors = tuple(_cut_tensor(spec, unit, t, ranges) for t in unit.tensors)
             check_cut(spec, unit, UnitCut(unit.name, tensors), lender)
             alike[unit.likeness, ranges] = tensors
-        cuts.append(UnitCut(unit.name, alike[unit.likeness, ranges], ENTERED in unit.ports.writes))
+        enters = ENTERED in unit.ports.writes or (spec.keeps_states and LOGITS in unit.ports.writes)
+        cuts.append(UnitCut(unit.name, alike[unit.likeness, ranges], enters))
         held[unit.name], by_name[unit.name] = ranges, cuts[-1]
     return tuple(cuts)
 
@@ -135,9 +138,7 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
     return replace(spec, config=config, units=tuple(units), sum_norms=tuple(sum_norms))
 
 
-def source_ranges(
-    spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limits = ()
-) -> dict[str, dict[str, tuple[int, int, int, int]]]:
+def source_ranges(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limits = ()) -> Ranges:
     """What the loader reads: unit -> tensor name -> (row start, row stop, column start, column stop) in the file.
 
     Only tensors that the rank holds are listed; every unit is. A vector is one row, as in TensorSpec. Of what is cut in
@@ -146,7 +147,7 @@ def source_ranges(
     """
     if len(shares) == 1:
         return {u.name: {t.name: whole_range(t) for t in u.tensors} for u in spec.units}
-    table: dict[str, dict[str, tuple[int, int, int, int]]] = {unit.name: {} for unit in spec.units}
+    table: Ranges = {unit.name: {} for unit in spec.units}
     for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
         for tensor, part in zip(unit.tensors, cut.tensors):
             start, stop = _range(tensor, part, rank)

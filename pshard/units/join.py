@@ -7,7 +7,7 @@ from pshard.units.operations import Norm, Operation, Product
 from pshard.units.ports import HIDDEN, PRIOR, Ports
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import ANYWHERE, Tensors, UnitKind
+from pshard.units.unit import ANYWHERE, Tensors, UnitKind, keep_whole
 
 OF_TOKEN, OF_STATE, MATRIX = "nextn.enorm.weight", "nextn.hnorm.weight", "nextn.eh_proj.weight"
 JOINT = "joint"  # scratch: both, the embedding first
@@ -32,7 +32,7 @@ JOIN = UnitKind(
     position="layer",
     places=ANYWHERE,
     operations=_operations,
-    cut=None,
+    cut=keep_whole(OF_TOKEN, OF_STATE, MATRIX),
     scratch=_scratch,
     ports=Ports((HIDDEN, PRIOR), (HIDDEN,)),
     contends="weights",

@@ -16,8 +16,8 @@ NORM, BIAS, HEADS = "output_norm.weight", "output_norm.bias", ("output.weight", 
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    head = next(tensors[role] for role in HEADS if role in tensors)
-    return *normalise(tensors, NORM, config), Product(head, out=FOUND)
+    heads = (tensors[role] for role in HEADS if role in tensors)  # a rank may have none
+    return *normalise(tensors, NORM, config), *(Product(head, out=FOUND) for head in heads)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:

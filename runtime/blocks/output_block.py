@@ -15,7 +15,10 @@ class OutputBlock(Block):
         side, k, space = work.side, work.side.kernels, work.side.space
         if STATES in space.tensors:
             normalise(side, weights.vectors[NORM], work.rows.tokens, ALONE, space.rows(STATES, work.rows.tokens))
-        head = next(weights.matrices[role] for role in HEADS if role in weights.matrices)
+        head = next((weights.matrices[role] for role in HEADS if role in weights.matrices), None)
+        if head is None:  # a rank that has states only
+            self.contribute_nothing(work, residual)
+            return
         for rows, logits in work.logits.tables(side):
             n = rows.shape[0]
             picked, normed = space.rows("branch", n), space.rows("normed", n)

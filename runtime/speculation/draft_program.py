@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pshard.batch import PROMPT
 from pshard.runtime.executor import Executor
-from pshard.runtime.speculation.second_program import Ask, Rows, SecondProgram
+from pshard.runtime.speculation.second_program import Ask, Rows, SecondProgram, reserve_room
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
 
@@ -80,7 +80,7 @@ class DraftProgram(SecondProgram):
 
     def _begin(self, ask: Ask) -> Rows:
         ids = (*ask.text.ids, *ask.tokens)
-        self._blocks.reserve(ask.text, len(ids) + ask.most - 1)
+        reserve_room(self._blocks, ask)
         return self._list_due(ask.text, ids, self._made.setdefault(ask.text, Made(0)))
 
     def _note_draft(self, text: Text, token: int) -> None:

@@ -13,21 +13,14 @@ import torch
 
 from pshard.batch import PROMPT, VERIFY
 from pshard.buffers import STATES
-from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_file import Beside
-from pshard.runtime.speculation.second_program import Ask, Rows, SecondProgram, as_bytes, from_bytes
+from pshard.runtime.speculation.second_program import Ask, Rows, SecondProgram, as_bytes, from_bytes, reserve_room
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.ports import PRIOR
-
-
-def is_head(spec: ModelSpec) -> bool:
-    """Whether a program that drafts reads the model's states, as a multi-token head does; a model of its own does
-    not."""
-    return any(PRIOR in unit.ports.reads for unit in spec.units)
 
 
 @dataclass
@@ -170,7 +163,7 @@ class HeadProgram(SecondProgram):
         held, ids = self._held.get(ask.text), (*ask.text.ids, *ask.tokens)
         if held is None or held.known + 1 != len(ids):
             raise ValueError(f"{len(ids)} tokens to draft behind, and the state after the one before the last lacks")
-        self._blocks.reserve(ask.text, len(ids) + ask.most - 1)
+        reserve_room(self._blocks, ask)
         begin = min(held.cells, held.known)
         return Rows(ask.text, ids[begin:], begin, held.take(begin, len(ids)))
 

@@ -30,6 +30,11 @@ class Ask:
     p_min: float = 0.0
 
 
+def reserve_room(blocks: TextBlocks, ask: Ask) -> None:
+    """Let a text have blocks for the tokens that it does not have yet, and for all drafts but the last."""
+    blocks.reserve(ask.text, len(ask.text.ids) + len(ask.tokens) + ask.most - 1)
+
+
 @dataclass(frozen=True)
 class Likeliest:
     """The token that a program finds the likeliest next one, None where there is a NaN; how likely, nan where that was
@@ -58,7 +63,9 @@ class SecondProgram:
     """
 
     def __init__(self, name: str, program: Executor, model: Executor, blocks: TextBlocks) -> None:
-        self.name, self._program, self._model, self._blocks = name, program, model, blocks
+        group = program.group
+        self.name = name if group.size == 1 else f"{name}, {group.rank} of {group.size}"
+        self._program, self._model, self._blocks = program, model, blocks
         self._most, self._copies = program.plan.tiers[-1].tokens, BlockCopies(program)
 
     def caches(self) -> Iterator[torch.Tensor]:
@@ -75,7 +82,7 @@ class SecondProgram:
         return (beside, self._list_parts(text, beside)) if beside else None
 
     def _outline(self, text: Text) -> Beside | None:
-        cells = self._settle(text)
+        cells = 0 if self._program.group.size > 1 else self._settle(text)  # files have no slices of it
         return Beside(self.name, cells, self._list_sizes(cells)) if cells else None
 
     def _list_sizes(self, cells: int) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from pshard.runtime.sampling.sampler import NO_NUMBERS
 from pshard.runtime.speculation.accept import MadeUp, match_drafts
 from pshard.runtime.speculation.draft_length import DraftLength, StepSeconds
 from pshard.runtime.speculation.prompt_lookup import LONG, PromptLookup
-from pshard.runtime.speculation.second_program import Ask, SecondProgram
+from pshard.runtime.speculation.rank_drafts import Program
+from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_pool import TextPool
@@ -39,7 +40,7 @@ class Drafter(Protocol):
 class HeadDrafter:
     """A head, or a draft model, that drafts for one text. It has seen what was computed of it."""
 
-    def __init__(self, head: SecondProgram, text: Text, p_min: float) -> None:
+    def __init__(self, head: Program, text: Text, p_min: float) -> None:
         """p_min: see Ask."""
         self._head, self._text, self._p_min, self._last = head, text, p_min, -1
 
@@ -129,7 +130,7 @@ class Speculator:
             lookup = PromptLookup() if wanted.kind == LOOKUP else PromptLookup(LONG)
             yield Source(lookup, DraftLength(most, self._seconds, wanted.fixed))
         if wanted.kind in PROGRAMS:
-            assert isinstance(head, SecondProgram), "whoever asks for its drafts has a plan with it"
+            assert isinstance(head, Program), "whoever asks for its drafts has a plan with it"
             yield Source(HeadDrafter(head, self._text, wanted.p_min), DraftLength(most, self._seconds, wanted.fixed))
 
     def _see(self, tokens: Sequence[int]) -> None:

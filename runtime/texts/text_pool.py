@@ -33,6 +33,10 @@ class TextPool:
 
     A block is shared as soon as it is full and no draft is in it. Where states cannot be cut back, a prefix is adopted
     up to a block's end with a checkpoint; where layers have a window, up to one before which their cells are there.
+
+    Attributes:
+        open_rows: rows of drafts, with the token before them, that all texts of a step can have, where states of any
+            rank cannot be cut back; None: any number.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class TextPool:
         self._prefix_cache = PrefixCache(self._copies, executor, blocks, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
         open_rows = OpenRows(executor)
+        self.open_rows = _agree_rows(executor, open_rows)
         self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower, open_rows)
         self._runner = PieceRunner(executor, blocks, self._commits)
         self._sweeps = SweepRunner(executor, blocks, self._commits, self._runner)
@@ -76,12 +81,6 @@ class TextPool:
     def most_rows(self) -> int:
         """Rows that a step can verify, of all texts."""
         return self.largest_step if self.open_rows is None else min(self.largest_step, self.open_rows)
-
-    @property
-    def open_rows(self) -> int | None:
-        """Rows of drafts, with the token before them, that all texts of a step can have, where states cannot be cut
-        back; None: any number."""
-        return self._commits.open_rows.most
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -278,3 +277,8 @@ class TextPool:
         held = self._checkpoints.shared_nbytes + self._prefix_cache.nbytes
         used, free = pool.blocks - pool.room, pool.room - cached
         return BlockCounts(pool.blocks, used, cached, free, held, self.files_problem or "")
+
+
+def _agree_rows(executor: Executor, own: OpenRows) -> int | None:
+    """Rows that every rank can hold back; a rank of a pipeline may have no state that asks for it."""
+    return min((most for most in executor.group.gather(own.most) if most is not None), default=None)

@@ -87,7 +87,8 @@ class ModelLoader:
             return add_promise(found, variant.workload, self._gap)
 
         if len(variant.ranks) > 1:
-            task = RankTask(self._request.model, opened.profile, variant, self._how, drafts.most if drafts else 0)
+            request, most = self._request, drafts.most if drafts else 0
+            task = RankTask(request.model, opened.profile, variant, self._how, most, request.draft_model)
             return RankMachine.start(task, facts)
         check_fits(opened, variant)
         engine, notes = self._start_engine(variant, drafts.most if drafts else 0)

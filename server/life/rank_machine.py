@@ -19,8 +19,9 @@ from pshard.runtime.ranks.start_ranks import StderrReader, end_ranks, start_rank
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.life.rank_program import CannotRun, RankTask, Stepped
 from pshard.server.life.read_facts import allow_drafts
-from pshard.server.scheduling.served_machine import PlanFacts, Pool, TextDrafter
+from pshard.server.scheduling.served_machine import Asked, PlanFacts, Pool, TextDrafter
 from pshard.session.lead_ranks import Order, Refused
+from pshard.speculation import PROGRAMS
 
 WRITE_SECONDS = 20.0  # that a rank has to write its files at the end
 MODULE = "pshard.server.life.rank_program"
@@ -189,6 +190,19 @@ class RankPool:
         return self._counts
 
 
+class RankDrafter:
+    """What drafts beside the texts of all ranks: a `TextDrafter`."""
+
+    def __init__(self, ranks: Ranks, p_min: float) -> None:
+        """p_min: see `Ask`."""
+        self._ranks, self._p_min = ranks, p_min
+
+    def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
+        """As `TextDrafter.draft`."""
+        sent = tuple((text.number, tuple(ids[len(text.ids) :]), most) for text, ids, most in asked)
+        return self._ranks.ask("draft", sent, self._p_min)
+
+
 class RankMachine:
     """A group of ranks: a `Machine`."""
 
@@ -197,7 +211,8 @@ class RankMachine:
         self.facts = allow_drafts(facts, ranks.ask("count_draft_rows", all_ranks=False))
         self._pool = RankPool(ranks)
         self.pool: Pool = self._pool
-        self.drafter: TextDrafter | None = None
+        drafts = self.facts.drafts
+        self.drafter: TextDrafter | None = RankDrafter(ranks, drafts.p_min) if drafts.kind in PROGRAMS else None
 
     @classmethod
     def start(cls, task: RankTask, facts: Callable[[tuple[str, ...]], PlanFacts]) -> "RankMachine":

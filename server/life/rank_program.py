@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankTask:
-    """The model that ranks load, and under which plan; drafts: of a text's step at most."""
+    """The model that ranks load, with the one that drafts for it, and under which plan; drafts: of a text's step at
+    most."""
 
     model: Path
     profile: MachineProfile
     variant: Variant
     how: HowToRun
     drafts: int = 0
+    draft_model: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def serve_to_the_end(pipe: Connection, serve: Callable[[Connection], None]) -> i
 
 
 def _serve(pipe: Connection) -> None:
-    from pshard.models import open_model
+    from pshard.models.attach_draft import open_drafted
     from pshard.routing.order_experts import order_experts
     from pshard.server.life.local_machine import keep_prefixes
     from pshard.server.life.rehearse_steps import compiles_kernels, rehearse_steps
@@ -79,7 +81,7 @@ def _serve(pipe: Connection) -> None:
     from pshard.session.start_engine import open_group, start_engine
 
     task: RankTask = pickle.loads(pipe.recv_bytes())
-    file = open_model(task.model)
+    file = open_drafted(task.model, task.draft_model)
     file.spec = order_experts(file.spec, task.variant.popularity)
     opened = OpenedPlan(file, task.profile, task.variant, Path())
     group = open_group(opened, len(task.variant.ranks))
@@ -127,6 +129,16 @@ class TextsByNumber:
     def count_draft_rows(self) -> int:
         """As `TextPool.most_rows`; never None, which is no answer."""
         return self._pool.most_rows
+
+    def draft(self, asked: tuple[tuple[int, tuple[int, ...], int], ...], p_min: float) -> list[tuple[int, ...]]:
+        """Tokens that may follow texts of these numbers, behind tokens that they lack: so many each at most. p_min: see
+        `Ask`."""
+        from pshard.runtime.speculation.rank_drafts import Program
+        from pshard.runtime.speculation.second_program import Ask
+
+        drafter = self._engine.drafter
+        assert isinstance(drafter, Program), "a plan by which it drafts has it"
+        return drafter.draft([Ask(self._texts[number], tokens, most, p_min) for number, tokens, most in asked])
 
     def commit(self, number: int, length: int) -> list[int]:
         """As `TextPool.commit`."""

@@ -122,22 +122,10 @@ def test_what_is_recorded_of_the_bundled_head_decides_how_many_drafts_the_next_p
     assert table["chosen"] == best["drafts"] > 0
 
 
-def test_over_ranks_lookup_drafts_and_a_head_is_refused_in_one_line(world: World, capsys) -> None:
-    split = ["-m", str(world.model), "--vram", "64,64", "-sm", "layer", "-c", "256"]
-    assert cli_plan.main([*split, "--spec", "mtp"]) == 2
-    err = capsys.readouterr().err.splitlines()
-    assert (
-        err[-1]
-        == "error: heads and models draft on one device as yet, not over ranks; give --spec lookup, or leave out -sm"
-    )
-    assert cli_plan.main([*split, "--spec", "auto", "--spec-rates", ".9"]) == 0
-    assert "note: lookup alone drafts: over ranks neither heads nor models do as yet" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_two_ranks_that_draft_run_and_bench(world: World, capfd) -> None:
     split, told = ["-m", str(world.model), "--vram", "64,64", "-sm", "tensor", "-c", "256"], list[str]()
-    assert cli_plan.main([*split, "--spec", "auto", "--spec-rates", ".9"]) == 0
+    assert cli_plan.main([*split, "--spec", "lookup", "--spec-rates", ".9"]) == 0
     for spec in ("none", "lookup"):
         capfd.readouterr()
         run = ["-p", "hello hello hello", "-n", "30", "-no-cnv", "--seed", "3"]

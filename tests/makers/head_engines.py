@@ -10,10 +10,11 @@ from engines import pinned_everywhere
 from head_files import write_headed
 from plan_samples import make_tier, make_variant, with_workload
 
+from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models import open_model
-from pshard.plan import TierPlan, Variant
+from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.place_head import place_head
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime.build_engine import build_engine
@@ -74,11 +75,13 @@ def _look_up_on_host(spec: ModelSpec, tier: TierPlan, context: int, sequences: i
 
 
 def add_head(variant: Variant, spec: Any, on_acc: bool) -> Variant:
-    """The variant with a plan for the head."""
-    (rank,) = variant.ranks
-    in_vram = {u.name for u in spec.head.units if (u.name in rank.resident if u.lent else on_acc)}
-    drafter = place_head(spec.head, variant.workload.state_shape, 4, in_vram)
-    return replace(variant, drafter=drafter)
+    """The variant with a plan for the head, of each rank that has some of it."""
+    plans = list[RankPlan]()
+    for rank, part in zip(variant.ranks, cut_ranks(spec, variant.split), strict=True):
+        if head := part.head:
+            in_vram = {u.name for u in head.units if (u.name in rank.resident if u.lent else on_acc)}
+            plans.append(place_head(head, variant.workload.state_shape, 4, in_vram, rank.rank))
+    return replace(variant, drafter=plans[0], drafter_parts=tuple(plans[1:]))
 
 
 def record_logits(engine: Engine) -> list[torch.Tensor]:

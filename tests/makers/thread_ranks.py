@@ -66,7 +66,7 @@ class ThreadGroup(Group):
         for part in rest:
             tensor.add_(part)
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
+    def broadcast(self, value: Any, source: int = 0, soon: bool = False) -> Any:
         self._meeting.said[self.rank] = value
         self._meeting.barrier.wait()
         said = self._meeting.said[source]
@@ -129,11 +129,13 @@ def mixed_tiers(seed: int, context: int) -> Tiers:
     return make
 
 
-Source = Path | Any  # a model file, or one that a test has made in memory
+Source = Path | Any  # a model file, what opens one, or one that a test has made in memory
 
 
 def open_source(source: Source) -> Any:
-    return open_model(source) if isinstance(source, Path) else source
+    if isinstance(source, Path):
+        return open_model(source)
+    return source() if callable(source) else source
 
 
 def split_variant(
@@ -143,11 +145,12 @@ def split_variant(
     tiers: Tiers | None = None,
     reserve_mib: int = 0,
     pools: Callable[[ModelSpec], tuple[ExpertCache, ...]] = lambda _: (),
+    keeps_states: bool = False,
 ) -> Variant:
     """A variant for ranks that hold the model so, each with `tiers` of what it holds (default: everything pinned), and
-    with `pools` of slots for experts that follow use."""
+    with `pools` of slots for experts that follow use. keeps_states: for a head that drafts."""
     make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
-    specs = cut_ranks(open_source(path).spec, split)
+    specs = cut_ranks(replace(open_source(path).spec, keeps_states=keeps_states), split)
     plans = []
     for r, (s, share) in enumerate(zip(specs, split.shares)):
         caches = pools(s)

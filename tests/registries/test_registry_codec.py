@@ -60,6 +60,7 @@ CHOICES = {
     (Workload, "concurrency"): st.sampled_from([0, 1]),
     (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
     (Variant, "speculation"): st.none(),
+    (Variant, "drafter_parts"): st.just(()),  # as `ranks` are, and a search of twice as many takes minutes
     (Workload, "drafting"): st.sampled_from([Drafting(), Drafting("lookup", 3)]),
     (Workload, "acceptance"): st.sampled_from([Acceptance((0.8, 0.5), "recorded", 0.4)]),
     (Registry, "version"): st.just(REGISTRY_VERSION),

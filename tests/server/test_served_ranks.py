@@ -10,6 +10,8 @@ from multiprocessing import Pipe
 import pytest
 from cli_world import made_up_profile
 from engines import pinned_everywhere
+from head_engines import add_head
+from head_files import write_headed
 from model_files import write_gguf
 from plan_samples import make_rank_plan, make_variant
 from served import EngineLoader
@@ -19,6 +21,7 @@ from thread_ranks import Meeting, ThreadGroup
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import KernelRefused, StepFailed
 from pshard.models import open_model
+from pshard.models.attach_draft import open_drafted
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.sampling import Sampling
@@ -29,7 +32,7 @@ from pshard.server.life.rank_program import RankTask, follow_parent, serve_to_th
 from pshard.server.life.read_facts import plan_drafts, read_facts
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
-from pshard.speculation import LOOKUP
+from pshard.speculation import DRAFT, LOOKUP, MTP
 from pshard.workload import Split
 
 TOKENS, CONTEXT, SEQUENCES = (1, 4, 16, 64), 512, 4
@@ -42,14 +45,17 @@ def model(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("ranks") / "m.gguf", arch="llama", qtype="Q8_0", vocab=333)
 
 
-def rank_variant(path, mode):
-    split = Split(mode, (1.0, 1.0))
-    with open_model(path) as file:
-        specs = cut_ranks(file.spec, split)
+def rank_variant(path, mode, draft=None):
+    """draft: the model that drafts; "head": the model's own head does."""
+    split, headed = Split(mode, (1.0, 1.0)), draft == "head"
+    with open_drafted(path, None if headed else draft) as file:
+        whole = replace(file.spec, keeps_states=headed)
+        specs = cut_ranks(whole, split)
     tiers = [pinned_everywhere(spec, TOKENS, CONTEXT, SEQUENCES) for spec in specs]
     plans = tuple(make_rank_plan(s, t, r, 0.5) for r, (s, t) in enumerate(zip(specs, tiers)))
     variant = make_variant(specs[0], tiers[0], CONTEXT, SEQUENCES, plans)
-    return replace(variant, workload=variant.workload.under(split))
+    variant = replace(variant, workload=variant.workload.under(split))
+    return add_head(variant, whole, True) if draft else variant
 
 
 def facts_of(path, variant, drafts=NO_DRAFTS):
@@ -64,19 +70,19 @@ class ThreadLoader:
 
     def look_again(self, budget, plan, stopped): ...
 
-    def __init__(self, path, mode, drafts=NO_DRAFTS):
-        self.path, self.variant, self.drafts = path, rank_variant(path, mode), drafts
+    def __init__(self, path, mode, drafts=NO_DRAFTS, draft=None, kernels="plain"):
+        self.path, self.variant, self.drafts = path, rank_variant(path, mode, draft), drafts
+        self.draft, self.kernels = None if draft == "head" else draft, kernels
 
     def load(self, budget):
         ranks, pairs, meeting = 2, [Pipe() for _ in range(2)], Meeting(2)
 
         def run(rank):
             group = ThreadGroup(rank, meeting)
+            file, device = open_drafted(self.path, self.draft), open_device("cpu")
             with (
                 suppress(EOFError),
-                build_engine(
-                    open_model(self.path), self.variant, open_device("cpu"), kernels="plain", group=group
-                ) as e,
+                build_engine(file, self.variant, device, kernels=self.kernels, group=group) as e,
             ):
                 follow_parent(pairs[rank][1], e, rank == 0)
 
@@ -143,6 +149,22 @@ def test_ranks_with_drafts_tell_what_one_device_tells_without(serve, model, monk
     assert tell_all(thread) == alone
     counters = thread.snapshot().counters
     assert counters.accepted[0][1] > 5 and counters.drafted[0][1] > counters.accepted[0][1]
+    wait_for(lambda: not thread.snapshot().running and not thread.snapshot().blocks.used)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(MTP, "layer"), (MTP, "tensor"), (DRAFT, "layer"), (DRAFT, "tensor")])
+def test_ranks_whose_own_program_drafts_tell_what_they_tell_without(serve, tmp_path, kind, mode):
+    """A head that no text was trained on, whose drafts hold by chance; and the model itself, all of whose hold."""
+    if kind == MTP:
+        write_headed(tmp_path / "m.gguf", "llama")
+    else:
+        write_gguf(tmp_path / "m.gguf", "llama", qtype="Q8_0", n_layers=2, vocab=320)
+    path, draft = tmp_path / "m.gguf", "head" if kind == MTP else tmp_path / "m.gguf"
+    alone = tell_all(serve(ThreadLoader(path, mode, kernels="fast")))
+    thread = serve(ThreadLoader(path, mode, DraftSettings(kind, 3, fixed=True), draft, "fast"))
+    assert tell_all(thread) == alone
+    counters = thread.snapshot().counters
+    assert counters.drafted[0][1] > 5 and (kind == MTP or counters.accepted[0][1] > 5)
     wait_for(lambda: not thread.snapshot().running and not thread.snapshot().blocks.used)
 
 
