@@ -4,12 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_world import World, made_up_profile, tokenizer_metadata, world_in
+from cli_world import World, tokenizer_metadata, world_in, write_profile
 from family_files import RECIPES, write_family
 from hybrid_files import random_hybrid, write_hybrid_gguf
 
 from pshard.commands import cli_bench, cli_plan, cli_run
-from pshard.registries.profile_store import save_profile
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def world(tmp_path: Path) -> World:
         tensors[name] = tensors[name][:258]
     metadata = tokenizer_metadata() | {"qwen35moe.vocab_size": 258}
     write_hybrid_gguf(made.model, "moe", tensors, qtype="Q8_0", metadata=metadata)
-    save_profile(made_up_profile(), made.profile)
+    write_profile(made.profile)
     return made
 
 
@@ -43,7 +42,7 @@ def test_short_convolutions_are_planned_and_kept(
     made.model.parent.mkdir()
     monkeypatch.setitem(RECIPES, "lfm2", replace(RECIPES["lfm2"], vocab=258))
     write_family(made.model, "lfm2", "Q8_0", **tokenizer_metadata())
-    save_profile(made_up_profile(), made.profile)
+    write_profile(made.profile)
     given = ["-m", str(made.model), "--vram", "1"]
     assert cli_plan.main([*given, "-c", "512", "-ub", "16", "-np", "2"]) == 0
     told = []

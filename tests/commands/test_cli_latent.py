@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from cli_world import World, made_up_profile, tokenizer_metadata, world_in
+from cli_world import World, tokenizer_metadata, world_in, write_profile
 from latent_files import random_tensors, write_latent_gguf
 
 from pshard.commands import cli_bench, cli_plan, cli_run
-from pshard.registries.profile_store import save_profile
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def world(tmp_path: Path) -> World:
         tensors[name] = tensors[name][:258]
     metadata = tokenizer_metadata() | {"deepseek2.vocab_size": 258}
     write_latent_gguf(made.model, "v3", tensors, qtype="Q8_0", metadata=metadata)
-    save_profile(made_up_profile(), made.profile)
+    write_profile(made.profile)
     return made
 
 

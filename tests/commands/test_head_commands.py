@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_world import World, made_up_profile
+from cli_world import World, write_profile
 from head_files import make_headed_world
 
 from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.paths import bundled_model
-from pshard.registries.profile_store import save_profile
 from pshard.session.open_plan import open_plan
 from pshard.session.run_request import RunRequest
 from pshard.speculation import AUTO, MTP
@@ -104,7 +103,7 @@ def test_a_heads_plan_that_does_not_fit_the_head_is_refused_before_anything_is_l
 
 def test_what_is_recorded_of_the_bundled_head_decides_how_many_drafts_the_next_plan_has(tmp_path: Path, capsys) -> None:
     """Real acceptance: what published heads of large models reach would ask for more drafts than this one pays for."""
-    save_profile(made_up_profile(), tmp_path / "cache" / "profile.json")
+    write_profile(tmp_path / "cache" / "profile.json")
     words = ["-m", str(bundled_model()), "--registry", str(tmp_path / "plans.json")]
     plan = [*words, "--vram", "64", "-c", "256", "--no-validate", "--json"]
     run = [*words, "-p", "ROMEO:\nGood morrow, cousins.\n", "-n", "60", "-no-cnv", "--temp", "0", "--json"]

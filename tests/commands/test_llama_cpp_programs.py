@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_world import made_up_profile
+from cli_world import write_profile
 
 from pshard.commands import cli_plan
 from pshard.jsonio import from_json
 from pshard.models import open_model
 from pshard.plan import Registry
-from pshard.registries.profile_store import save_profile
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.gguf"
 OVERRIDDEN = re.compile(r"tensor (\S+) \(.*\) buffer type overridden to CPU")
@@ -52,7 +51,7 @@ def program(name: str) -> str:
 
 @pytest.fixture
 def emit(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., Emitted]:
-    profile = save_profile(made_up_profile(), tmp_path / "cache" / "profile.json")
+    profile = write_profile(tmp_path / "cache" / "profile.json")
 
     def run(to: str, *flags: str) -> Emitted:
         argv = ["-m", str(DEMO), "--profile", str(profile), "--registry", str(tmp_path / "r.json"), "--no-validate"]

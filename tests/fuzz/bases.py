@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cli_world import World, made_up_profile, make_world, tokenizer_metadata
+from cli_world import World, made_up_profile, make_world, tokenizer_metadata, write_profile
 from family_files import RECIPES, write_family
 from hybrid_files import LIKE, random_hybrid, write_hybrid_gguf
 from model_files import LLAMA3_ROPE, Shape, write_gguf
@@ -179,7 +179,7 @@ def cached_world(folder: Path) -> tuple[World, RunRequest]:
     """A model with experts, under a plan that has slots for those that follow use, in two pools."""
     sizes = {"n_layers": 2, "d_model": 64, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32, "d_ffn": 64, "n_experts": 6}
     world = make_world(folder, arch="qwen3moe", **sizes, n_used=2, d_expert=64, context=256)
-    save_profile(made_up_profile(), world.profile)
+    write_profile(world.profile)
     flags = ["--vram", "8", "-c", "64", "-ctk", "f32", "-ctv", "f32", "--profile", str(world.profile)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert cli_plan.main(["-m", str(world.model), *flags]) == 0

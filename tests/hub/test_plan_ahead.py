@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from cli_world import made_up_profile, tokenizer_metadata
+from cli_world import made_up_profile, tokenizer_metadata, write_profile
 from head_files import write_headed
 from hub_server import Faults, HubServer
 from model_files import write_gguf
@@ -26,7 +26,7 @@ from pshard.models import open_model
 from pshard.planner.make_plan import plan_roughly
 from pshard.planner.price import host_limits
 from pshard.predicted_times import decode_rate
-from pshard.registries.profile_store import default_profile_path, save_profile
+from pshard.registries.profile_store import default_profile_path
 from pshard.workload import Workload
 
 REPO = "someone/small-GGUF"
@@ -40,19 +40,24 @@ def vocabulary(n: int = 1500) -> dict:
     return kept | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * n}
 
 
-@pytest.fixture
-def files(hub: HubServer, tmp_path: Path) -> dict[str, bytes]:
-    """A repository with a model of 2 layers in three quantisations and with factors of RoPE, and a profile here."""
-    made = {}
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model of 2 layers in three quantisations and with factors of RoPE."""
+    found, path = {}, tmp_path_factory.mktemp("quants") / "made.gguf"
     for qtype in QUANTS:
-        path = write_gguf(
-            tmp_path / "made.gguf", qtype=qtype, n_layers=2, vocab=1500, metadata=vocabulary(),
+        write_gguf(
+            path, qtype=qtype, n_layers=2, vocab=1500, metadata=vocabulary(),
             extra={"rope_freqs.weight": np.linspace(1, 4, 32)},
         )  # fmt: skip
-        made[f"small-{qtype}.gguf"] = path.read_bytes()
-        path.unlink()
+        found[f"small-{qtype}.gguf"] = path.read_bytes()
+    return found
+
+
+@pytest.fixture
+def files(hub: HubServer, made: dict[str, bytes]) -> dict[str, bytes]:
+    """A repository with them, and a profile here."""
     hub.repositories[REPO] = dict(made)
-    save_profile(made_up_profile(), default_profile_path())
+    write_profile(default_profile_path())
     return made
 
 
@@ -259,7 +264,7 @@ def write_quants(folder: Path, *qtypes: str) -> None:
     folder.mkdir()
     for qtype in qtypes:
         write_gguf(folder / f"small-{qtype}.gguf", qtype=qtype, n_layers=1)
-    save_profile(made_up_profile(), default_profile_path())
+    write_profile(default_profile_path())
 
 
 def test_a_folder_of_several_quantisations_is_compared(hub, capsys, tmp_path) -> None:

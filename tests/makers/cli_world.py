@@ -41,9 +41,15 @@ def make_world(folder: Path, **model: Any) -> World:
     world = world_in(folder)
     world.model.parent.mkdir(exist_ok=True)
     write_gguf(world.model, **({"n_layers": 4, "vocab": 258, "metadata": tokenizer_metadata()} | model))
-    world.profile.parent.mkdir(exist_ok=True)
-    world.profile.write_text(_write_out(made_up_profile()), encoding="utf-8")
+    write_profile(world.profile)
     return world
+
+
+def write_profile(path: Path) -> Path:
+    """Write the made-up profile of this machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_write_out(made_up_profile()), encoding="utf-8")
+    return path
 
 
 @cache

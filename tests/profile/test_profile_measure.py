@@ -18,6 +18,7 @@ from pshard.jsonio import from_json, to_json
 from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming, RefusedKernel
 from pshard.model import ModelSpec
 from pshard.model_config import Experts, ModelConfig, Rope
+from pshard.profile import measure
 from pshard.profile.compare_profiles import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
@@ -105,13 +106,6 @@ def test_every_table_that_a_plan_needs_is_there(profile):
         for way in (*((d, m) for d in ("h2d", "d2h") for m in ("pinned", "pageable")), ("h2d", "staged"))
         for nbytes in TINY.copy_sizes
     }
-
-
-@pytest.mark.parametrize(("share", "told"), [(0.04, False), (0.3, True)])
-def test_a_profile_says_that_others_had_the_cores(monkeypatch, share, told):
-    monkeypatch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: share)
-    notes = measure_machine(request(), lambda label, done: None).provenance.notes
-    assert any("30%" in note for note in notes) == told
 
 
 def test_routers_and_experts_are_timed_on_both_sides(profile):
@@ -531,13 +525,25 @@ def test_gpus_differ_by_name_capability_or_memory():
     assert [a.index for a in unlike_links((gpu, *others))] == [1]
 
 
-def test_like_accelerators_with_another_link_have_their_own_copies(monkeypatch, profile):
+@pytest.fixture(scope="module")
+def disturbed() -> MachineProfile:
+    """Of a machine whose second accelerator has another link, and whose cores others had."""
     slow = [replace(a, pcie_width=4) if i % 2 else a for i, a in enumerate(kinds("A", "A", "A", "A"))]
-    monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: tuple(slow))
-    measured = measure_machine(request(), lambda label, share: None)
-    assert {c.device for c in measured.copies} == {"acc", "acc1"}
-    assert {m.device for m in measured.matmuls} == {"host", "acc"}
-    assert [measured.sources(i) for i in range(4)] == [
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: tuple(slow))
+        patch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: 0.3)
+        return measure_machine(request(), lambda label, share: None)
+
+
+def test_a_profile_says_that_others_had_the_cores(disturbed):
+    assert sum("30%" in note for note in disturbed.provenance.notes) == 1
+    assert not measure._describe_disturbance(0.04)
+
+
+def test_like_accelerators_with_another_link_have_their_own_copies(disturbed):
+    assert {c.device for c in disturbed.copies} == {"acc", "acc1"}
+    assert {m.device for m in disturbed.matmuls} == {"host", "acc"}
+    assert [disturbed.sources(i) for i in range(4)] == [
         ("acc",) * 8,
         ("acc", "acc", "acc", "acc1", "acc", "acc", "acc", "acc"),
     ] * 2
@@ -598,8 +604,10 @@ def test_a_full_run_expects_to_take_longer_than_a_quick_one():
     assert expected_seconds(quick) <= 60 < expected_seconds(full) < 1200
 
 
-def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, monkeypatch, capsys):
+def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, monkeypatch, capsys, profile):
+    asked: list[ProfileRequest] = []
     monkeypatch.setattr("pshard.profile.effort.quick_effort", lambda cache, memory: TINY)
+    monkeypatch.setattr("pshard.profile.measure.measure_machine", lambda want, _: asked.append(want) or profile)
     path = tmp_path / "deep" / "machine.json"
     assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "--json", "-o", str(path)]) == 0
     out = capsys.readouterr().out
@@ -609,6 +617,7 @@ def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, 
     assert "Matmuls on the CPU" in out and "since 20" in out and "…" not in out
     assert "Q4_0/Q8_0, 2 of 4, 32x64, CPU" in out
     assert [p.name for p in path.parent.iterdir()] == ["machine.json"]
+    assert [(want.accelerator, want.effort, want.threads) for want in asked] == [("cpu", TINY, 1)] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_world import edit_json, made_up_profile
+from cli_world import edit_json, write_profile
 
 from pshard import file_lock
 from pshard.errors import UserError
@@ -17,7 +17,7 @@ from pshard.file_lock import hold_lock
 from pshard.jsonio import STALE_SECONDS, from_json, write_text_atomically
 from pshard.models import open_model
 from pshard.models.keys import FACTORS, Keys
-from pshard.registries.profile_store import load_profile, save_profile
+from pshard.registries.profile_store import load_profile
 from pshard.registries.routing_file import is_routing, read_routing
 from pshard.registries.store import load_registry, registry_path
 from pshard.reports.inputs import read_nouns
@@ -102,7 +102,7 @@ def test_who_waits_for_a_stopped_writer_is_told(
 
 
 def test_a_profile_of_something_beyond_all_sizes_is_told(tmp_path: Path) -> None:
-    path = save_profile(made_up_profile(), tmp_path / "profile.json")
+    path = write_profile(tmp_path / "profile.json")
     edit_json(path, "experts", 0, "experts", value=1 << 63)
     with pytest.raises(UserError, match=r"experts\[0\]\.experts is 9223372036854775808, not 1 or more, and at most"):
         load_profile(path)
