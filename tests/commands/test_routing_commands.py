@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cli_world import World, edit_json, make_world, tokenizer_metadata
+from cli_world import World, edit_json, make_world, tokenizer_metadata, world_in
 from report_samples import leave_undrawn
 
 from pshard.commands import cli_bench, cli_plan, cli_report, cli_run
@@ -25,6 +28,24 @@ TEXT = [7919 * i % 258 for i in range(1, 60)]
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return make_world(tmp_path, **ROUTED)
+
+
+@pytest.fixture(scope="module")
+def recorded_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A world with a plan and a record of a run, made once and copied by tests, and the run's tokens."""
+    folder, said = tmp_path_factory.mktemp("recorded"), StringIO()
+    world = make_world(folder, **ROUTED)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):  # conftest's own are for one test
+        patch.setenv("PSHARD_CACHE", str(world.profile.parent))
+        patch.setenv("PSHARD_VALIDATE", "0")
+        assert plan(world) == run(world, "--record-routing", world.model.parent / "a.routing") == 0
+    return folder, said.getvalue().splitlines()[-1]
+
+
+@pytest.fixture
+def recorded(recorded_once: tuple[Path, str], tmp_path: Path) -> World:
+    shutil.copytree(recorded_once[0], tmp_path, dirs_exist_ok=True)
+    return world_in(tmp_path)
 
 
 def plan(world: World, *more: object) -> int:
@@ -80,10 +101,10 @@ def test_a_run_records_and_the_next_plan_and_run_start_with_the_right_experts(
 
 
 def test_plans_that_are_made_again_have_the_record_that_they_were_made_by(
-    world: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recorded: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, seen = world.model.parent / "a.routing", list[RoutingRecord | None]()
-    assert plan(world) == run(world, "--record-routing", path) == plan(world, "--routing", path) == 0
+    world, path, seen = recorded, recorded.model.parent / "a.routing", list[RoutingRecord | None]()
+    assert plan(world, "--routing", path) == 0
     record, kept = read_routing(path), world.registry.with_name(f"{world.registry.name}.routing")
     path.unlink()
 
@@ -112,10 +133,9 @@ def refused(code: int, capsys: pytest.CaptureFixture, says: str) -> None:
 
 
 def test_records_that_cannot_be_used_are_refused_in_one_line(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture
+    recorded: World, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    path, before = world.model.parent / "a.routing", None
-    assert plan(world) == run(world, "--record-routing", path) == 0
+    world, path = recorded, recorded.model.parent / "a.routing"
     before = world.registry.read_text()
     (other := tmp_path / "other").mkdir()
     theirs = make_world(other, **ROUTED, seed=1)
@@ -133,9 +153,9 @@ def test_records_that_cannot_be_used_are_refused_in_one_line(
     refused(run(plain, *flags), capsys, "leave out --record-routing")
 
 
-def test_a_registry_with_damaged_popularity_is_refused(world: World, capsys: pytest.CaptureFixture) -> None:
-    path = world.model.parent / "a.routing"
-    assert plan(world) == run(world, "--record-routing", path) == plan(world, "--routing", path) == 0
+def test_a_registry_with_damaged_popularity_is_refused(recorded: World, capsys: pytest.CaptureFixture) -> None:
+    world = recorded
+    assert plan(world, "--routing", world.model.parent / "a.routing") == 0
     text = world.registry.read_text()
     others = json.loads(text)["sets"][0]["variants"][0]["popularity"]["layers"][1:]
     where = ("sets", 0, "variants", 0, "popularity")
@@ -155,12 +175,10 @@ def test_a_registry_with_damaged_popularity_is_refused(world: World, capsys: pyt
 
 
 def test_slots_that_follow_use_are_planned_explained_run_and_measured(
-    world: World, capsys: pytest.CaptureFixture
+    recorded: World, recorded_once: tuple[Path, str], capsys: pytest.CaptureFixture
 ) -> None:
     """By the published strategy, which has them whatever a record says."""
-    path = world.model.parent / "a.routing"
-    assert plan(world) == run(world, "--record-routing", path) == 0
-    text = capsys.readouterr().out.splitlines()[-1]
+    world, (_, text), path = recorded, recorded_once, recorded.model.parent / "a.routing"
     assert plan(world, "--strategy", "expert-lru", "--routing", path, "--explain", "--vram", "26") == 0
     said = capsys.readouterr().out
     assert re.search(
@@ -181,12 +199,11 @@ def test_slots_that_follow_use_are_planned_explained_run_and_measured(
 
 
 def test_a_report_follows_a_runs_hits_over_time(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recorded: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shares of its stretches are those that the run itself has told."""
     leave_undrawn(monkeypatch)
-    path, seen = world.model.parent / "a.routing", list[HitCourse]()
-    assert plan(world) == run(world, "--record-routing", path) == 0
+    world, path, seen = recorded, recorded.model.parent / "a.routing", list[HitCourse]()
     assert plan(world, "--strategy", "expert-lru", "--routing", path, "--vram", "26") == 0
     world.registry.write_text(json.dumps(only_last_variant(json.loads(world.registry.read_text()))))
     capsys.readouterr()
