@@ -12,6 +12,7 @@ from pshard.commands.plan_flags import make_workloads
 from pshard.errors import UserError
 from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
+from pshard.session.packed_models import use_packed
 from pshard.session.planning_bar import planning_bar
 from pshard.session.use_disk import assume_disk, limit_ram
 from pshard.workload import Workload
@@ -30,6 +31,8 @@ def see_machine(
     what plans are for."""
     profile = replace(limit_ram(profile, args.ram), prompt_math=args.prompt_math)
     workloads = make_workloads(args, file.spec, profile)
+    if not elsewhere:
+        use_packed(file, args.disk_cache, False, tell)
     return assume_disk(file, profile, workloads[0], args.profile, elsewhere, tell), workloads
 
 

@@ -21,7 +21,7 @@ from pshard.commands.command_line import (
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.draft_flags import add_draft_flags, read_draft_flags
 from pshard.commands.parsing.math_flags import add_math_flag
-from pshard.commands.parsing.model_flags import add_model_flags
+from pshard.commands.parsing.model_flags import add_cache_flag, add_model_flags
 from pshard.commands.split_flags import (
     add_split_flags,
     check_split_flags,
@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--ram", type=parse_ram, metavar="MIB",
         help="host memory for all that runs, in MiB (6G); the rest of the model stays on disk (default: all there is)",
     )  # fmt: skip
+    add_cache_flag(p, "used where there is one")
     p.add_argument(
         "-c", "--ctx-size", type=parse_context, metavar="N",
         help="KV cells of all sequences (8192); 0: the model's context",

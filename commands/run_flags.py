@@ -15,7 +15,7 @@ from pshard.commands.command_line import (
 from pshard.commands.parsing.card_flags import add_card_flag
 from pshard.commands.parsing.draft_flags import find_draft_model
 from pshard.commands.parsing.math_flags import add_math_flag
-from pshard.commands.parsing.model_flags import add_model_flags, choose_model
+from pshard.commands.parsing.model_flags import add_cache_flag, add_model_flags, choose_model
 from pshard.commands.parsing.spec_flags import read_spec_flags
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 from pshard.registries.profile_store import load_profile
@@ -46,6 +46,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="host memory for all that runs, in MiB (6G); the rest of the model stays on disk (default: all there is)",
     )
+    add_cache_flag(group, "written once there, where a run reads weights from disk")
     context = env_default("CTX_SIZE", parse_context, None)
     group.add_argument(
         "-c", "--ctx-size", type=parse_context, default=context, metavar="N",
@@ -85,6 +86,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None, plans: 
         model=model,
         vram_mib=args.vram,
         ram_mib=args.ram,
+        disk_cache=args.disk_cache,
         prompt_math=args.prompt_math,
         context=args.ctx_size,
         sequences=sequences,

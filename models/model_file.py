@@ -43,6 +43,7 @@ from pshard.models.read_head import find_head_file, may_have_head, read_head, re
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
+from pshard.packed_file import PackedFile
 from pshard.paths import name_in_hub_cache
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ class ModelFile:
     """An open model: its spec, its raw weights (not read), its metadata, tokenizer and chat template.
 
     `metadata` holds the keys of a GGUF file, or the config.json of a folder; `notes` what of the file is not used.
+    `packed`: what is read from disk for every step is read from there, where it is.
     """
+
+    packed: PackedFile | None = None
 
     def __init__(
         self,

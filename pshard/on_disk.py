@@ -1,4 +1,5 @@
-"""Which units a model's files hold as they are used, so that they can be read from disk for every step. No torch."""
+"""Which units a model's files hold as they are used, so that they can be read from disk for every step, and in what
+pieces. No torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +7,12 @@ from typing import Protocol
 
 from pshard.homes import ON_DISK
 from pshard.model import ModelSpec
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, file_nbytes
+from pshard.tensor import TensorSpec
 from pshard.units.unit import Unit, places_of
+
+BLOCK = 4096  # of a file and in memory: no drive asks for more
+PIECE = 512 << 10  # bytes of a read
 
 
 class Located(Protocol):
@@ -33,3 +39,9 @@ def lies_as_used(file: Located, unit: Unit) -> bool:
     """Whether all its matrices lie in the file as they are used."""
     stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
     return all(file.locate(*place) is not None for place in stacks)
+
+
+def piece_rows(tensor: TensorSpec) -> int:
+    """Rows of a matrix, or of each part of a stack, that one read brings: whole records, one at least."""
+    block = ROW_BLOCK if QUANT_TYPES[tensor.qtype].planes else 1
+    return min(tensor.rows, max(1, PIECE // max(1, file_nbytes(tensor.qtype, block, tensor.cols))) * block)

@@ -10,6 +10,7 @@ from pshard.errors import UserError
 from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.registries.known_models import list_known
 from pshard.registries.store import load_registry, registry_path
+from pshard.session.packed_models import list_kept
 
 LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
@@ -28,13 +29,15 @@ class PlannedRate:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model on disk. `name` is what a command takes; `problem`: why its plans cannot be read."""
+    """A model on disk, or a packed file of one. `name` is what a command takes; `problem`: why its plans cannot be
+    read, or why it is not used."""
 
     name: str
     path: Path
     nbytes: int
     plans: tuple[PlannedRate, ...] = ()
     problem: str = ""
+    packed_of: str = ""
 
 
 def list_models(folders: Iterable[Path]) -> list[FoundModel]:
@@ -49,6 +52,14 @@ def list_models(folders: Iterable[Path]) -> list[FoundModel]:
         found.pop(path.absolute(), None)
         found[path] = name
     return [_describe(path, name) for path, name in found.items()]
+
+
+def list_packed_as_found(folder: Path) -> list[FoundModel]:
+    """The packed files of a folder."""
+    return [
+        FoundModel(str(kept.path), kept.path, kept.nbytes, problem=kept.problem, packed_of=kept.model)
+        for kept in list_kept(folder)
+    ]
 
 
 def hub_cache() -> Path:

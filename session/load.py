@@ -27,6 +27,7 @@ def load(
     replan: bool = False,
     plan: bool = True,
     ram: int | None = None,
+    disk_cache: str | Path | None = None,
 ) -> "Engine":
     """Load a model and return its engine; profile this machine and plan the model first, where that was not done.
 
@@ -41,6 +42,7 @@ def load(
         plan: make what is missing, a profile or a plan that fits, as `pshard run` does, and say so on stderr; False: it
             is an error, as where what runs is to be what was planned.
         ram: MiB of host memory for all that runs; the rest of the model stays on disk. None: all there is.
+        disk_cache: folder where what stays on disk is packed once, and read from then on.
 
     Returns:
         Engine with `generate`, `forward`, `plan`, `memory()`, `reset` and `close`.
@@ -66,6 +68,7 @@ def load(
         replan=replan,
         plans=plan,
         ram_mib=ram or 0,
+        disk_cache=Path(disk_cache) if disk_cache else None,
     )
     if plan:
         from pshard.session.readiness.first_profile import ensure_profile

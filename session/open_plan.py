@@ -13,10 +13,11 @@ from pshard.on_disk import mark_made
 from pshard.plan import PlanSet, Variant
 from pshard.registries.known_models import note_model
 from pshard.routing.order_experts import order_experts
+from pshard.session.packed_models import use_packed
 from pshard.session.readiness.unsaved import is_unsaved, place_unsaved
 from pshard.session.run_request import RunRequest, full_workload, places_of, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine, doubt_free_memory, free_host_bytes
-from pshard.session.use_disk import limit_ram, name_least_ram, recall_disk, use_disk
+from pshard.session.use_disk import limit_ram, may_need_disk, name_least_ram, recall_disk, use_disk
 from pshard.speculation import ASSUMED_ACCEPTANCE, AUTO, MTP, PLANNED_DRAFTS, PROGRAMS, DraftQuestion
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Workload
@@ -62,8 +63,7 @@ def open_plan(request: RunRequest) -> Opened:
     machine = replace(limit_ram(profile, request.ram_mib), prompt_math=request.prompt_math or Workload.prompt_math)
     want = wanted_workload(request, machine)
     full = full_workload(request, want, file.spec)
-    profile = use_disk(file, machine, full, request.profile, tell_once)
-    known = profile if profile.disks else recall_disk(file.spec, machine)  # plans of more context may read it
+    profile, known = _see_disk(request, file, machine, full)
     path = registry_path(request.model, request.registry)
     inputs, serving = (fingerprint_inputs(file.fingerprint_inputs(), p) for p in (profile, known))
     if request.draft_model is not None:
@@ -114,6 +114,16 @@ def open_plan(request: RunRequest) -> Opened:
         tell_once(f"note: {note}")
     workload = replace(workload, reduce_dtype=request.reduce_dtype or workload.reduce_dtype)
     return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
+
+
+def _see_disk(
+    request: RunRequest, file: "ModelFile", machine: MachineProfile, full: Workload
+) -> tuple[MachineProfile, MachineProfile]:
+    """The machine as plans for the workload see it, and as those of more context may, with what is known of the disk
+    that they read from; the model's packed file is there if it may be needed and a folder for it was named."""
+    use_packed(file, request.disk_cache, may_need_disk(file.spec, machine, full), tell_once)
+    profile = use_disk(file, machine, full, request.profile, tell_once)
+    return profile, profile if profile.disks else recall_disk(file, machine)
 
 
 def _keep_asked(plans: PlanSet, request: RunRequest, command: str) -> PlanSet:

@@ -4,8 +4,10 @@ import shutil
 from pathlib import Path
 
 from pshard.errors import UserError
+from pshard.packed_file import packed_folder
 from pshard.registries.store import registry_path
 from pshard.session.list_models import FoundModel, hub_cache, list_models, list_parts
+from pshard.session.packed_models import remove_packed
 
 
 def find_removable(name: str) -> FoundModel:
@@ -30,7 +32,9 @@ def find_removable(name: str) -> FoundModel:
 
 
 def remove_model(model: FoundModel) -> int:
-    """Delete a model's files, the bytes that no other one shares, and its plans; returns the bytes that were freed."""
+    """Delete a model's files, the bytes that no other one shares, its plans and its packed file; returns the bytes that
+    were freed."""
+    freed = remove_packed(model.path, packed_folder())
     repository = next(folder for folder in model.path.parents if folder.name.startswith("models--"))
     files = _files_of(model.path)
     registry_path(model.path).unlink(missing_ok=True)
@@ -38,7 +42,6 @@ def remove_model(model: FoundModel) -> int:
     for file in files:
         file.unlink()
     kept = {link.resolve() for link in repository.glob("snapshots/**/*") if link.is_file()}
-    freed = 0
     for blob in blobs - kept:
         if blob.exists():
             freed += blob.stat().st_size

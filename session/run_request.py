@@ -49,6 +49,7 @@ class RunRequest:
     draft_model: Path | None = None  # that drafts
     ram_mib: int = 0  # of host memory in all; 0: what there is
     prompt_math: str | None = None  # how prompts are multiplied; a plan for another way does not serve
+    disk_cache: Path | None = None  # where the model's packed file is written once, and read
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
     @property
@@ -61,7 +62,7 @@ class RunRequest:
 
 def places_of(request: RunRequest) -> tuple[tuple[str, Path | None], ...]:
     """The request's files by their flags."""
-    return ("--registry", request.registry), ("--profile", request.profile)
+    return ("--registry", request.registry), ("--profile", request.profile), ("--disk-cache", request.disk_cache)
 
 
 def count_devices(ratios: tuple[float, ...], auto_ratios: bool, profile: MachineProfile, flag: str) -> int:

@@ -42,13 +42,13 @@ def may_need_disk(spec: "ModelSpec", profile: MachineProfile, workload: Workload
     return ranks == 1 and nbytes > AMPLE * usable_bytes(profile, ranks)
 
 
-def recall_disk(spec: "ModelSpec", profile: MachineProfile) -> MachineProfile:
+def recall_disk(file: "ModelFile", profile: MachineProfile) -> MachineProfile:
     """The profile with what it knows of the disk that holds a model; nothing is timed."""
     if not profile.disks:
         return profile
-    from pshard.profile.timed.time_disk import name_disk
+    from pshard.profile.timed.time_disk import name_source
 
-    return profile.of_disk(name_disk(Path(spec.path)))
+    return profile.of_disk(name_source(file))
 
 
 def use_disk(
@@ -59,12 +59,12 @@ def use_disk(
     given: the profile's file, where one was asked for."""
     if not may_need_disk(file.spec, profile, workload):
         return replace(profile, disks=())
-    from pshard.profile.timed.time_disk import name_disk, time_disk
+    from pshard.profile.timed.time_disk import name_source, time_disk
     from pshard.registries.profile_store import save_profile
     from pshard.runtime.kernels.cpu import native
 
     file.spec = mark_made(file)
-    disk = name_disk(Path(file.spec.path))
+    disk = name_source(file)
     known = profile.of_disk(disk)
     if known.disks or not native.is_available():
         return known

@@ -1,4 +1,5 @@
-"""pshard models: which models there are, how large they are, and how fast their plans are predicted to be."""
+"""pshard models: which models there are, how large they are, and how fast their plans are predicted to be; and which
+packed files, which it also deletes."""
 
 import json
 import os
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.commands.command_line import new_parser, run_cli
+from pshard.commands.parsing.model_flags import add_cache_flag
 from pshard.errors import UserError
+from pshard.packed_file import packed_folder
 
 if TYPE_CHECKING:
     from pshard.session.list_models import FoundModel, PlannedRate
@@ -24,21 +27,27 @@ def make_parser() -> ArgumentParser:
     parser = new_parser("pshard-models", "List models: in FOLDERs (default: here), planned before, in the Hub's cache.")
     parser.usage = f"{parser.prog} [FOLDER...] [flags]"
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look, not below")
+    parser.add_argument(
+        "--unpack", metavar="MODEL", help="delete a model's packed file, or one by its name (all: every one)"
+    )
+    add_cache_flag(parser, "listed after the models")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     return parser
 
 
 def _main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
+    if args.unpack:
+        return _unpack(args.unpack, packed_folder(args.disk_cache))
     for folder in args.folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder; give one that has models, or none for this one")
     beside = Path(os.environ.get("PSHARD_MODEL", "")).expanduser().parent  # it may name a model of the Hub
     folders = args.folders or list(dict.fromkeys((Path(), *([beside] if beside.is_dir() else []))))
 
-    from pshard.session.list_models import list_models
+    from pshard.session.list_models import list_models, list_packed_as_found
 
-    found = list_models(folders)
+    found = list_models(folders) + list_packed_as_found(packed_folder(args.disk_cache))
     if args.json:
         from pshard.jsonio import to_json
 
@@ -50,6 +59,14 @@ def _main(argv: list[str]) -> int:
         )
         return 0
     _print(found)
+    return 0
+
+
+def _unpack(name: str, folder: Path) -> int:
+    from pshard.session.packed_models import remove_kept
+
+    for kept in remove_kept(name, folder):
+        print(f"deleted {kept.path}: {kept.nbytes / (1 << 30):.3g} GiB are free again", file=sys.stderr)
     return 0
 
 
@@ -65,6 +82,8 @@ def _print(found: "list[FoundModel]") -> None:
     table.add_column("plans: budget, context, predicted rate of prompts and of answers", overflow="fold")
     for model in found:
         plans = "\n".join(map(_describe_rate, model.plans)) or model.problem or "none; pshard plan makes one"
+        if model.packed_of and not model.problem:
+            plans = f"packed file of {model.packed_of}"
         table.add_row(model.name, f"{model.nbytes / (1 << 30):.3g}", plans)
     print_whole(table, Console())
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pshard.commands.command_line import find_model
+from pshard.commands.command_line import env_default, find_model
 from pshard.commands.parsing.list_devices import add_list_flag
 from pshard.errors import UserError
 
@@ -19,6 +19,17 @@ def add_model_flags(group: Any) -> None:
     add_list_flag(group)
     group.add_argument(
         "-hf", "--hf-repo", metavar="REPO[:QUANT]", help="a repository of the Hub, as llama.cpp names it"
+    )
+
+
+def add_cache_flag(group: Any, what: str) -> None:
+    """The flag that says where packed files lie. what: becomes of them."""
+    group.add_argument(
+        "--disk-cache",
+        type=Path,
+        default=env_default("DISK_CACHE", Path, None),
+        metavar="DIR",
+        help=f"folder of packed files: {what} (default: that of pshard pack)",
     )
 
 

@@ -17,6 +17,7 @@ COMMANDS = {  # its module, and what it does
     "report": ("cli_report", "draw figures and a page from measurements, plans and profiles"),
     "models": ("everyday.cli_models", "list models that were planned or fetched, with size and predicted rates"),
     "pull": ("everyday.cli_pull", "fetch a model of the Hub"),
+    "pack": ("everyday.cli_pack", "write what runs read from disk as it is computed with, once"),
     "ps": ("everyday.cli_ps", "what servers hold, and what they do now"),
     "rm": ("everyday.cli_rm", "delete a model that was fetched from the Hub"),
     "doctor": ("everyday.cli_doctor", "check this machine, and say what to do about what is wrong"),

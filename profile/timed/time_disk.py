@@ -35,6 +35,11 @@ class ReadModel(WeightSource, Protocol):
     spec: ModelSpec
 
 
+def name_source(file: ReadModel) -> str:
+    """What holds what is read of a model: the disk of its packed file, which needs no packing, or of its own."""
+    return f"{name_disk(file.packed.path)}, packed" if file.packed else name_disk(Path(file.spec.path))
+
+
 def name_disk(path: Path) -> str:
     """What holds a file: device, file system and mount, or what PSHARD_DISK makes up."""
     if fake := read_fake_disk():
@@ -60,8 +65,8 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
     units = [unit for unit in file.spec.units if may_move(unit) and unit.matrices and lies_as_used(file, unit)]
     if not units:
         return ()
-    path = _find_path(file, units[0])
-    disk, rows = name_disk(path), list[DiskTiming]()
+    path = file.packed.path if file.packed else _find_path(file, units[0])
+    disk, rows = name_source(file), list[DiskTiming]()
     by_size: dict[int, list[Unit]] = {}
     for unit in units:
         by_size.setdefault(unit.packed_nbytes, []).append(unit)

@@ -12,6 +12,7 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
+from pshard.packed_file import PackedFile
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels import layout
@@ -30,6 +31,7 @@ class WeightSource(Protocol):
     """What hands out a model file's bytes (pshard.models.ModelFile)."""
 
     spec: ModelSpec
+    packed: PackedFile | None
 
     def tensor_bytes(self, name: str) -> np.ndarray: ...
 

@@ -75,6 +75,7 @@ class Target:
 def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
     """Makers of all targets, by name; each keeps its files in a folder of its own."""
     from fuzz.kept_texts import fuzz_blocks, fuzz_kv_files
+    from fuzz.packed_files import fuzz_packed_files
 
     makers = {
         "gguf": partial(fuzz_gguf, write_gguf_bases),
@@ -91,6 +92,7 @@ def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
         "routing": fuzz_routing,
         "kv-files": fuzz_kv_files,
         "blocks": fuzz_blocks,
+        "packed-files": fuzz_packed_files,
     }
 
     def bind(name: str, make: Callable[[str, Path], Target]) -> Callable[[], Target]:

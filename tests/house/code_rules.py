@@ -49,7 +49,7 @@ NOUNS = (
         "homes",
     ),
     *("times", "machine", "collectives", "units", "model", "workload", "cuts", "plan", "predicted_times"),
-    *("on_host", "on_disk", "routing", "buffers", "steps"),
+    *("on_host", "on_disk", "packed_file", "routing", "buffers", "steps"),
 )
 KINDS = {kind.name for kind in kinds.KINDS}
 DECLARED = {name for name, value in vars(kinds).items() if isinstance(value, UnitKind)}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 30  # as csrc/api.cpp has it
+ABI = 32  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -95,6 +95,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
+    "crc32c": ("u", "pli"),
     "touch": ("v", "pz"),
     "read": ("d", "pzp"),
     "read_seconds": ("d", ""),
@@ -214,6 +215,11 @@ def functions_of(group: str) -> dict[str, Any]:
 def type_number(qtype: str) -> int:
     """How the library calls a quant type."""
     return _TYPE_NUMBERS[qtype]
+
+
+def crc32c(address: int, nbytes: int, plain: bool = False) -> int:
+    """The CRC32C (Castagnoli) of so many bytes at an address. plain: by tables, for tests."""
+    return _function("crc32c")(address, nbytes, int(plain))
 
 
 def guard_map(address: int, nbytes: int) -> None:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pshard.errors import UserError
+from pshard.on_disk import BLOCK, PIECE
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.disk.fake_disk import FAULTS, read_fake_disk
 
-BLOCK = 4096  # of the file and in memory: no drive asks for more
-PIECE = 512 << 10  # bytes of a read
 DEPTH = 16  # reads under way at once
 SLOTS = 64  # of a piece each
 PATIENCE = 60.0  # seconds without an answer, then the step fails
 LEAVE = 5.0  # seconds that closing waits for reads that do not come back
-_COPY, _SKIP = -1, -2  # types of pieces, as csrc/threads/reader.cpp has them
+_COPY, _SKIP, _PACKED = -1, -2, -3  # types of pieces, as csrc/threads/reader.cpp has them
+_UNCHECKED = -1
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Piece:
         row_bytes = self.nbytes // self.rows if self.rows else 0
         at, factor = self.factor or (-1, 0.0)
         bits = int.from_bytes(bytes(ctypes.c_float(factor)), "little")
-        return (self.file, self.offset, self.nbytes, kind, self.rows, self.cols, row_bytes, self.to, 0, at, bits)
+        matrix = (kind, self.rows, self.cols, row_bytes)
+        return (self.file, self.offset, self.nbytes, *matrix, self.to, 0, at, bits, _UNCHECKED)
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,35 @@ class KeptPiece:
     @property
     def words(self) -> tuple[int, ...]:
         """As the C++ library reads it."""
-        return (0, 0, self.nbytes, _COPY, 0, 0, 0, self.to, self.address, -1, 0)
+        return (0, 0, self.nbytes, _COPY, 0, 0, 0, self.to, self.address, -1, 0, _UNCHECKED)
+
+
+@dataclass(frozen=True)
+class PackedPiece:
+    """Bytes of a packed file, with their CRC32C, which is looked at when they are first read."""
+
+    file: int
+    offset: int
+    nbytes: int
+    check: int
+    to: int = 0
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """As the C++ library reads it."""
+        return (self.file, self.offset, self.nbytes, _PACKED, 0, 0, 0, self.to, 0, -1, 0, self.check)
+
+
+AnyPiece = Piece | KeptPiece | PackedPiece
 
 
 class PieceList:
     """The pieces of a job, ready to be asked for again and again."""
 
-    def __init__(self, pieces: Sequence[Piece | KeptPiece]) -> None:
+    def __init__(self, pieces: Sequence[AnyPiece]) -> None:
         words = [word for piece in pieces for word in piece.words]
         self.words, self.count = (ctypes.c_int64 * len(words))(*words), len(pieces)
-        self.nbytes = sum(piece.nbytes for piece in pieces if isinstance(piece, Piece))
+        self.nbytes = sum(piece.nbytes for piece in pieces if not isinstance(piece, KeptPiece))
 
 
 class DiskReader:

@@ -1,5 +1,5 @@
 // One pool of threads of a host that reads a model's files, past the page cache where the file system lets it, and packs
-// what it has read. What is asked for is a job: pieces of files, each whole records of a matrix, and where their packed
+// what it has read, or copies what was packed before. What is asked for is a job: pieces of files, each whole records of a matrix, and where their packed
 // bytes go. Pieces of all jobs are read in turn into slots of memory of the reader's own, also before a job's place is
 // free: that is read-ahead. Who runs a job says that its place is free and waits for it; its pieces come first from then
 // on. Slots that read-ahead may not take are kept for these, so that nobody waits for a slot that waits for him.
@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "packing/crc32c.h"
 #include "packing/pack.h"
 
 namespace pshard {
@@ -32,11 +33,12 @@ constexpr int64_t kBlock = 4096;    // of the file and in memory: no drive asks 
 constexpr int kKept = 2;            // slots that read-ahead leaves
 constexpr double kNoteAfter = 10.0; // seconds without an answer
 
-// As runtime/memory/disk/reader.py writes it. type: of the matrix; kCopy: bytes that lie in memory; kSkip: read, no more.
+// As runtime/memory/disk/reader.py writes it. type: of the matrix; kCopy: bytes that lie in memory; kSkip: read, no more;
+// kPacked: packed before. check: CRC32C of the bytes in the file, until they were found to be so; kUnchecked: none.
 struct Piece {
-  int64_t file, offset, nbytes, type, rows, cols, row_bytes, to, from, factor_at, factor;
+  int64_t file, offset, nbytes, type, rows, cols, row_bytes, to, from, factor_at, factor, check;
 };
-constexpr int64_t kCopy = -1, kSkip = -2;
+constexpr int64_t kCopy = -1, kSkip = -2, kPacked = -3, kUnchecked = -1;
 
 struct File {
   int fd;
@@ -54,7 +56,7 @@ struct Fake {
 enum Fault { kNone, kEio, kDead, kShort, kHang };
 
 struct Job {
-  const Piece* pieces;
+  Piece* pieces;
   int64_t count, next = 0, done = 0;
   uint8_t* to;
   bool begun = false, dropped = false;
@@ -87,7 +89,7 @@ class Reader {
     return static_cast<int>(files_.size()) - 1;
   }
 
-  JobPtr submit(const Piece* pieces, int64_t count, uint8_t* to, bool begun = false) {
+  JobPtr submit(Piece* pieces, int64_t count, uint8_t* to, bool begun = false) {
     auto job = std::make_shared<Job>();
     job->pieces = pieces, job->count = count, job->to = to, job->begun = begun;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -97,7 +99,7 @@ class Reader {
   }
 
   // A job whose place is free, which comes before all that is read ahead; `wait` may be called for it again, or never.
-  int64_t ask(const Piece* pieces, int64_t count, uint8_t* to) {
+  int64_t ask(Piece* pieces, int64_t count, uint8_t* to) {
     const JobPtr job = submit(pieces, count, to, true);
     std::lock_guard<std::mutex> lock(mutex_);
     asked_[++asks_] = job;
@@ -241,6 +243,7 @@ class Reader {
       const int64_t count = ++reads_;
       lock.unlock();
       std::string why = read_piece(file, piece, slot(at), count);
+      if (why.empty() && !check_piece(job->pieces[number], slot(at))) why = "its bytes are not those that were packed (CRC32C)";
       lock.lock();
       last_ = Clock::now();
       if (!why.empty()) {
@@ -269,12 +272,25 @@ class Reader {
     if (++job.done == job.count) done_.notify_all();
   }
 
+  // Whether a piece is as it was packed. It is looked at when it is first read; several threads may do that.
+  static bool check_piece(Piece& p, const uint8_t* read) {
+    const int64_t wanted = __atomic_load_n(&p.check, __ATOMIC_RELAXED);
+    if (wanted == kUnchecked) return true;
+    if (crc32c(read + p.offset % kBlock, p.nbytes) != wanted) return false;
+    __atomic_store_n(&p.check, kUnchecked, __ATOMIC_RELAXED);
+    return true;
+  }
+
   static void pack_piece(const Piece& p, const uint8_t* from, uint8_t* to) {
     if (p.type == kCopy) {
       std::memcpy(to, reinterpret_cast<const void*>(p.from), p.nbytes);
       return;
     }
     from += p.offset % kBlock;
+    if (p.type == kPacked) {
+      std::memcpy(to, from, p.nbytes);
+      return;
+    }
     const Matrix m(to, static_cast<int>(p.type), p.rows, p.cols);
     for (int64_t r = 0; r < m.records(); ++r) {
       uint8_t* record = to + r * m.record;
@@ -366,17 +382,17 @@ PSHARD_API int pshard_reader_file(void* reader, int fd, int direct, int64_t size
   return static_cast<Reader*>(reader)->add_file(fd, direct, size, path);
 }
 // A job that pshard_reader_run is called with later, once; `pieces` live until then.
-PSHARD_API void* pshard_reader_submit(void* reader, const void* pieces, int64_t count, void* to) {
+PSHARD_API void* pshard_reader_submit(void* reader, void* pieces, int64_t count, void* to) {
   auto* r = static_cast<Reader*>(reader);
-  return new Ticket{r, r->submit(static_cast<const Piece*>(pieces), count, static_cast<uint8_t*>(to))};
+  return new Ticket{r, r->submit(static_cast<Piece*>(pieces), count, static_cast<uint8_t*>(to))};
 }
 PSHARD_API void pshard_reader_run(void* ticket) {
   const std::unique_ptr<Ticket> todo(static_cast<Ticket*>(ticket));
   todo->reader->run(todo->job);
 }
 // The number of a job whose place is free, for pshard_reader_wait; `pieces` live until that has returned.
-PSHARD_API int64_t pshard_reader_ask(void* reader, const void* pieces, int64_t count, void* to) {
-  return static_cast<Reader*>(reader)->ask(static_cast<const Piece*>(pieces), count, static_cast<uint8_t*>(to));
+PSHARD_API int64_t pshard_reader_ask(void* reader, void* pieces, int64_t count, void* to) {
+  return static_cast<Reader*>(reader)->ask(static_cast<Piece*>(pieces), count, static_cast<uint8_t*>(to));
 }
 PSHARD_API void pshard_reader_wait(void* reader, int64_t number) { static_cast<Reader*>(reader)->wait(number); }
 PSHARD_API void pshard_reader_cancel(void* reader) { static_cast<Reader*>(reader)->cancel(); }

@@ -1,0 +1,1 @@
+../../pshard/packed_file.py
