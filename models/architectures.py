@@ -75,6 +75,8 @@ class Architecture:
     `short_values`: MiMo-V2's ways: values may be shorter than keys, and layers may have sinks.
     `limited`: Step 3.5's ways: layers may bound what gates give, and may lack gates of heads.
     `uneven`: files say of each layer how many heads and rows of an FFN it has, if any.
+    `streamed`: Qwen3.8-Flash-Next's ways: several residual streams, an index by which attention chooses cells, a table
+    of n-grams (hybrid/many_streams.py).
     """
 
     name: str
@@ -130,6 +132,7 @@ class Architecture:
     gated_heads: bool = False
     short_values: bool = False
     limited: bool = False
+    streamed: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def of_windows(self, window: object) -> "Architecture":
@@ -381,6 +384,7 @@ ARCHITECTURES = (
     _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
     _hybrid("qwen3_5_text", "qwen35", "tiled"),
     _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, norm_fixed=True)),
+    replace(_hybrid("qwen4_exp_text", "qwen4exp", "tiled", _QWEN3_NEXT), norms="none", streamed=True, remote=True),
     Architecture(
         "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
     ),
@@ -733,6 +737,7 @@ _MAMBA = "state-space layers (Mamba-2)"
 _SELECTS = "attention that selects its tokens by an index (DSA)"
 _LACKING = {
     **dict.fromkeys(("deepseek4", "deepseek-v4"), "hyper-connections and compressed attention"),
+    **dict.fromkeys(("qwen4-exp", "qwen4-exp-text"), "hyper-connections that are read from GGUF files alone"),
     **dict.fromkeys(("glm5-next", "glm5next"), "hyper-connections and a delta net that decays by channel"),
     "kimi-linear": "a delta net that decays by channel",
     **dict.fromkeys(("deepseek32", "deepseek-v32", "glm-dsa", "glm-moe-dsa"), _SELECTS),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pshard.errors import UserError
-from pshard.model_config import Delta, Experts, Latent, ModelConfig, ShortConv
+from pshard.model_config import Delta, Experts, Grams, Latent, ModelConfig, ShortConv
 from pshard.models.architectures import Architecture
 from pshard.models.stored import FETCH_AGAIN, StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
@@ -17,6 +17,8 @@ from pshard.units.attention import (
     GATE,
     HEAD_GATE,
     IN_ORDER,
+    INDEX,
+    INDEX_NORMS,
     LENDING_ATTENTION,
     LENDING_WINDOWED,
     MAPPING,
@@ -31,6 +33,7 @@ from pshard.units.embedding import EMBEDDING
 from pshard.units.enter import LAYER_SCALE
 from pshard.units.ffn import FFN
 from pshard.units.ffn import ORDER as FFN_ORDER
+from pshard.units.grams import GRAM_ROWS, GRAMS
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
 from pshard.units.layer_rows import TABLE as ROW_TABLE
@@ -43,19 +46,26 @@ from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
 from pshard.units.ports import (
+    ADDS_GRAMS,
     ENTERS,
     FOLLOWS,
     GIVES_DENSE,
     GIVES_EXPERTED,
     GIVES_SUM,
+    MIXES,
+    MIXES_LAST,
+    MIXES_ON,
     NORMS_WIDE,
     ROUTES,
     SCORES_EARLY,
+    SPREADS,
+    SPREADS_GRAMS,
     TAKES_EARLY,
     Ports,
 )
 from pshard.units.short_conv import PARTS as CONV_PARTS
 from pshard.units.short_conv import SHORT_CONV
+from pshard.units.streams import MIX
 from pshard.units.unit import Cells, Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -80,14 +90,21 @@ def build_units(
     """
     make = UnitMaker(arch, config, stored, where)
     units = [make.unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
-    if config.row_width:  # in front: what stays on the host is looked up before the accelerator begins
+    if config.grams:  # in front: what stays on the host is looked up before the accelerator begins
+        row = Expected(ROW_TABLE, (make.rows_of(ROW_TABLE), config.grams.row))
+        units.insert(0, make.unit("rows", GRAM_ROWS, -1, iter([row])))
+    if config.row_width:
         table = Expected(ROW_TABLE, (config.vocab, config.rows_width))
         units.insert(0, make.unit("rows", TOKEN_ROWS, -1, iter([table])))
         units.append(make.unit("blk.0.mixed_rows", MIXED_ROWS, 0, _mixed_rows(config)))
     for i in range(config.n_layers):
         units += make.layer(i, units)
+    if config.streams:
+        last = config.n_layers - 1
+        units.append(make.unit(f"blk.{last}.last_mix", MIX, last, _mix(config, "output_hc"), MIXES_LAST))
+    norm = () if config.streams else _norm("output_norm", config.d_model, make.biases)
     head = HEAD if HEAD in stored else TABLE
-    output = [*_norm("output_norm", config.d_model, make.biases), Expected(head, (config.vocab, config.d_model))]
+    output = [*norm, Expected(head, (config.vocab, config.d_model))]
     units.append(make.unit("output", OUTPUT, -1, iter(output)))
     refuse_others(arch, units, stored)
     return tuple(units)
@@ -111,6 +128,10 @@ class UnitMaker:
         optional = {*arch.optional_biases, IN_ORDER, OUT_ORDER, FFN_ORDER}
         self.biases = set(arch.biases) | (optional & self._roles)
 
+    def rows_of(self, name: str) -> int:
+        """Rows that a table has in the file, which a key has told of; 1 where it is missing."""
+        return self._stored[name].shape[0] if name in self._stored else 1
+
     def unit(
         self, name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected], ports: Ports | None = None
     ) -> Unit:
@@ -122,18 +143,21 @@ class UnitMaker:
     def layer(self, i: int, before: Sequence[Unit] = ()) -> Iterator[Unit]:
         """Those of a layer, whose attention may read the cells of one before. Raises as `unit`."""
         config, unit, block = self._config, self.unit, f"blk.{i}."
+        yield from self._mixes(i, "attn")
         if config.layer_heads and not config.layer_heads[i][1]:
             if config.layer_heads[i][0]:
                 yield unit(block + "attention", MAPPING, i, _mapping(config.d_model, block, self.biases))
         elif config.latent:
             yield unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block))
         elif config.delta and i not in config.delta.full:
-            yield unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block))
+            ports = FOLLOWS if config.streams else None
+            yield unit(block + "delta", DELTA_NET, i, _delta(config, config.delta, block), ports)
         elif config.conv and i not in config.conv.full:
             yield unit(block + "conv", SHORT_CONV, i, _conv(config.conv, config.d_model, block))
         else:
             kind, ports = _kind(config, i), ENTERS if config.parallel or config.keeps_input else None
             ports = NORMS_WIDE if config.wide_qk_norm else ports
+            ports = FOLLOWS if config.streams else ports
             lender = config.lender(i)
             roles = [role for role in (GATE, HEAD_GATE, SINKS) if block + role in self._stored]
             own = kind.sees(config)
@@ -146,8 +170,9 @@ class UnitMaker:
             yield replace(attention, borrows=_cells_of(lender, before)) if lender != i else attention
         if config.ffn_rows and not config.ffn_rows[i]:
             return
+        yield from self._mixes(i, "ffn")
         if config.experts is None or not config.experts.are_in(i):
-            ports = FOLLOWS if config.parallel else None
+            ports = FOLLOWS if config.parallel or config.streams else None
             scaled = LAYER_SCALE in self._roles
             yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, scaled and not config.row_width), ports)
             if config.row_width:
@@ -155,7 +180,8 @@ class UnitMaker:
             return
         rule, d = config.experts, config.d_model
         ports = {"scores": SCORES_EARLY, "inputs": TAKES_EARLY}.get(rule.early, ROUTES)
-        yield unit(block + "router", ROUTER, i, _router(rule, d, block, ROUTER_FACTORS in self._roles), ports)
+        ports = TAKES_EARLY if config.streams else ports
+        yield unit(block + "router", ROUTER, i, _router(config, rule, block, ROUTER_FACTORS in self._roles), ports)
         if rule.apart or rule.beside:
             yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False), GIVES_DENSE if rule.apart else None)
         if rule.d_shared:
@@ -166,6 +192,18 @@ class UnitMaker:
             yield unit(block + "chunks", CHUNKS, i, _chunks(rule, d, block))
         if rule.apart:
             yield unit(block + "blend", BLEND, i, _blend(d, block, LAYER_SCALE in self._roles))
+
+    def _mixes(self, i: int, before: str) -> Iterator[Unit]:
+        """The mix of streams before a layer's block, and what n-grams add to them before that."""
+        config, block = self._config, f"blk.{i}."
+        if config.streams is None:
+            return
+        ports = SPREADS if i == 0 and before == "attn" else MIXES
+        if config.grams and config.grams.layer == i and before == "attn":
+            adds = SPREADS_GRAMS if i == 0 else ADDS_GRAMS
+            yield self.unit(block + "grams", GRAMS, i, _grams(config, config.grams, block), adds)
+            ports = MIXES_ON
+        yield self.unit(f"{block}{before}_mix", MIX, i, _mix(config, f"{block}hc_{before}"), ports)
 
 
 def _kind(config: ModelConfig, layer: int) -> UnitKind:
@@ -209,6 +247,11 @@ def _attention(
             yield Expected(block + role, (width,))
     if arch.sinks or (arch.short_values and SINKS in roles):
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
+    if rule := config.selection:
+        for role, rows in zip(INDEX, (rule.heads * rule.head, rule.head)):
+            yield Expected(block + role, (rows, d))
+        for role in INDEX_NORMS:
+            yield Expected(block + role, (rule.head,))
     if config.sloped:
         yield Expected(block + "attn_slopes.weight", (config.n_heads,))
     if config.own_head_norms or config.wide_qk_norm:
@@ -254,10 +297,34 @@ def _latent(config: ModelConfig, latent: Latent, block: str) -> Iterator[Expecte
     yield Expected(block + "attn_output.weight", (d, heads * latent.value))
 
 
-def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
+def _mix(config: ModelConfig, name: str) -> Iterator[Expected]:
+    """A mix of streams; the last one says nothing of shares."""
+    assert config.streams is not None
+    count, rank, wide = config.streams.count, config.streams.rank, config.streams.count * config.d_model
+    yield Expected(f"{name}_norm.weight", (wide,))
+    yield Expected(f"{name}_down.weight", (rank, wide))
+    yield Expected(f"{name}_up.weight", (wide, rank))
+    if name.startswith("blk."):
+        yield Expected(f"{name}_inject.weight", (count, wide))
+
+
+def _grams(config: ModelConfig, grams: Grams, block: str) -> Iterator[Expected]:
+    """What a layer makes of the rows of n-grams."""
+    assert config.streams is not None
+    wide = config.streams.count * config.d_model
+    yield Expected(block + "ple_key.weight", (wide, grams.width))
+    yield Expected(block + "ple_value.weight", (config.d_model, grams.width))
+    for part in ("key", "query", "conv"):
+        yield Expected(f"{block}ple_norm_{part}.weight", (wide,))
+    yield Expected(block + "ple_conv1d.weight", (wide * grams.taps,))
+
+
+def _delta(config: ModelConfig, delta: Delta, block: str) -> Iterator[Expected]:
     """A gated delta net. The two vectors of its convolution follow each other, as the kernels read them as one."""
     keys, values, heads = 2 * delta.key_heads * delta.head, delta.value_heads * delta.head, delta.value_heads
-    yield Expected(block + "attn_norm.weight", (d,))
+    d = config.d_model
+    if config.normed_before:
+        yield Expected(block + "attn_norm.weight", (d,))
     yield Expected(block + "delta_qk.weight", (keys, d))
     yield Expected(block + "delta_v.weight", (values, d))
     yield Expected(block + "attn_gate.weight", (values, d))
@@ -324,10 +391,11 @@ def _layer_rows(config: ModelConfig, block: str, scaled: bool) -> Iterator[Expec
         yield Expected(block + LAYER_SCALE, (1,))
 
 
-def _router(experts: Experts, d_model: int, block: str, factors: bool) -> Iterator[Expected]:
+def _router(config: ModelConfig, experts: Experts, block: str, factors: bool) -> Iterator[Expected]:
     """The norm before experts, and what the choice among them takes."""
-    yield Expected(block + ROUTER_NORMS[2 if experts.beside else experts.apart], (d_model,))
-    yield Expected(block + "ffn_gate_inp.weight", (experts.count, d_model))
+    if config.streams is None:
+        yield Expected(block + ROUTER_NORMS[2 if experts.beside else experts.apart], (config.d_model,))
+    yield Expected(block + "ffn_gate_inp.weight", (experts.count, config.d_model))
     if experts.biases:
         yield Expected(block + "ffn_gate_inp.bias", (experts.count,))
     if experts.choice_bias:

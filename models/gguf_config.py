@@ -14,6 +14,7 @@ from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS,
 from pshard.models.families.by_layer import NO_TURN, gguf_uneven, with_rows_beside
 from pshard.models.families.layer_sorts import first_of, gguf_sorts, read_values
 from pshard.models.families.read_numbers import CAPS, gguf_numbers
+from pshard.models.hybrid.many_streams import read_streams
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
 from pshard.models.hybrid.short_convs import gguf_conv
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
@@ -95,6 +96,7 @@ def gguf_config(
     if experts and experts.beside:
         config = with_rows_beside(arch, keys, config, keys.integer("feed_forward_length", experts.d_expert))
     config = gguf_uneven(keys, config) if arch.uneven else config
+    config = read_streams(keys, config, stored) if arch.streamed else config
     config = gguf_numbers(arch, keys, read_values(arch, keys, config))
     return check_config(arch, gguf_sorts(arch, keys, config, stored) if arch.sorted else config, where)
 

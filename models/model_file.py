@@ -33,6 +33,7 @@ from pshard.models.gguf_config import gguf_config, part_gguf_drafters
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import count_hf_drafters, hf_config
 from pshard.models.hybrid.arrange_delta import name_folder, name_gguf, split_hybrid
+from pshard.models.hybrid.many_streams import flatten_streams
 from pshard.models.hybrid.short_convs import rename_experts
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
@@ -291,7 +292,7 @@ def _arrange_file(
     tensors, notes = split_keys(
         config, split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, stored)))
     )
-    tensors = arrange_sorts(config, tensors) if arch.sorted else tensors
+    tensors = arrange_sorts(config, tensors) if arch.sorted else flatten_streams(config, tensors)
     return arrange_layers(config, tensors) if arch.by_layer else tensors, notes
 
 

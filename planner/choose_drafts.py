@@ -17,7 +17,7 @@ from pshard.planner.price.tier_loads import tier_loads
 from pshard.predicted_times import round_seconds, step_bound, step_seconds
 from pshard.routing.followed import under_plan
 from pshard.speculation import NO_DRAFTS, PROGRAMS, Drafting, DraftQuestion, PlannedDrafts, Speculation
-from pshard.units.operations import Convolve, DeltaNet
+from pshard.units.operations import AddGrams, Convolve, DeltaNet
 from pshard.workload import Workload
 
 
@@ -117,13 +117,13 @@ def _settle_seconds(spec: ModelSpec, profile: MachineProfile) -> float:
     that cannot be cut back. Each of these is read and written once, as one token does."""
     tables = find_tables(profile)
 
-    def settle(net: DeltaNet | Convolve) -> float:
+    def settle(net: DeltaNet | Convolve | AddGrams) -> float:
         timed = tables.deltas.seconds("acc", net, 1, 1) if isinstance(net, DeltaNet) else None
         numbers = net.kept_nbytes // 4  # moved twice; a norm moves eight bytes for each number
         return tables.elementwise("acc", "norm", 1, numbers) if timed is None else timed
 
     operations = (operation for unit in spec.units for operation in unit.operations(spec.config))
-    settling = sum(settle(operation) for operation in operations if isinstance(operation, DeltaNet | Convolve))
+    settling = sum(settle(net) for net in operations if isinstance(net, DeltaNet | Convolve | AddGrams))
     return settling + tables.elementwise("acc", "verify", 1, 1)
 
 

@@ -169,7 +169,8 @@ class Delta:
     """A gated delta net (arXiv 2412.06464) in all layers but the `full` ones, which have attention.
 
     Each of `value_heads` heads keeps a matrix of `head` keys times `head` values. It takes queries and keys from one of
-    `key_heads` heads: value head j from number j % key_heads when `tiled`, else from number j // group.
+    `key_heads` heads: value head j from number j % key_heads when `tiled`, else from number j // group. `gate`: what
+    becomes of the product that multiplies a head's normalised output, "silu" or "sigmoid".
     """
 
     key_heads: int
@@ -177,6 +178,7 @@ class Delta:
     head: int
     tiled: bool
     full: tuple[int, ...]
+    gate: str = "silu"
 
     @property
     def group(self) -> int:
@@ -192,6 +194,69 @@ class ShortConv:
     taps: int
     full: tuple[int, ...]
     channels: int
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Gated hyper-connections: in place of one residual stream there are `count`, each as wide as the model.
+
+    A block takes a mix of them, each normalised and multiplied by a gate of every number, which comes from two products
+    with `rank` numbers between them. What the block gives is added to each stream, times a share of its own.
+    """
+
+    count: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An index by which a token chooses the cells that it attends to (Qwen's block selection).
+
+    Tokens stand in blocks of `each`. A complete block has one key of `head` numbers, made of the mean of its tokens';
+    its score is the sum over the `heads` queries of what is above 0 of their products. A token sees those `most`
+    complete blocks that score best, and the tokens of its own one up to itself.
+    """
+
+    heads: int
+    head: int
+    each: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Grams:
+    """Rows of a table that a token's last 2, 3, ... `longest` tokens choose, and what `layer` makes of them.
+
+    Each length has so many `heads`: the tokens, each times one of `multipliers`, are combined by exclusive or, taken
+    modulo the head's one of `sizes`, and moved by that of `offsets`. From the last `end` token or the text's beginning
+    backwards all count as `end`. Rows have `row` numbers. Of what the layer makes of them a convolution sees its last
+    `taps` inputs, each `longest` tokens apart.
+    """
+
+    layer: int
+    longest: int
+    heads: int
+    row: int
+    taps: int
+    end: int
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def each(self) -> int:
+        """Rows of a token."""
+        return len(self.sizes)
+
+    @property
+    def width(self) -> int:
+        """Numbers of them."""
+        return self.each * self.row
+
+    @property
+    def reach(self) -> int:
+        """Inputs before a token's own that the convolution sees."""
+        return (self.taps - 1) * self.longest
 
 
 @dataclass(frozen=True)
@@ -237,7 +302,7 @@ class ModelConfig:
     ungated: bool = False  # FFNs have no gate
     own_head_norms: bool = False  # q and k of every head are normalised by weights of their own, as the stream is
     clamp: float = 0.0  # q, k and v are within +-clamp; 0: as they are
-    norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, or "both"
+    norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, "both", or "none"
     wide_qk_norm: bool = False  # norms of q and k are over all heads at once, not within each
     normed_heads: tuple[int, ...] = ()  # of a rank's slice: query and KV heads of all ranks, over which these norms are
     centred: bool = False  # norms of the residual stream take its mean away first
@@ -261,11 +326,14 @@ class ModelConfig:
     sloped: bool = False  # scores fall with the distance of cells, by a slope of each head (ALiBi, arXiv 2108.12409)
     borrowers: int = 0  # the last so many layers keep no cells, and read those of others: see `lender`
     row_width: int = 0  # numbers that each layer takes of a token's own row of a second table; 0: there is none
+    streams: Streams | None = None
+    selection: Selection | None = None  # by which full attention sees some cells
+    grams: Grams | None = None  # whose rows one layer takes
 
     @property
     def rows_width(self) -> int:
-        """Numbers of a token's own row: what all layers take of it."""
-        return self.n_layers * self.row_width
+        """Numbers of a token's own rows of a second table: what all layers take of them."""
+        return self.grams.width if self.grams else self.n_layers * self.row_width
 
     @property
     def keeps_fixed(self) -> bool:
@@ -280,12 +348,12 @@ class ModelConfig:
     @property
     def normed_before(self) -> bool:
         """Whether attention and FFN take the residual stream as normalised."""
-        return self.norms != "after"
+        return self.norms in ("before", "both")
 
     @property
     def normed_after(self) -> bool:
         """Whether what attention and FFN give is normalised before it is added."""
-        return self.norms != "before"
+        return self.norms in ("after", "both")
 
     @property
     def inner_eps(self) -> float:

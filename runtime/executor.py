@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from pshard.batch import Batch
@@ -208,11 +209,12 @@ class Executor:
         best_only: bool = False,
         chooser: RowChooser | None = None,
         foresee: Foresee | None = None,
+        grams: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Compute one micro-batch under the smallest tier that covers it, or `least`.
 
         Args:
-            ids: of the tokens, all in the vocabulary.
+            ids: of the tokens, all in the vocabulary. grams: see `ReadyWalk.begin`.
             segments: which rows belong to which sequence, in row order.
             batch: the same tokens as spans of texts; it says whose logits are wanted.
             used: tells what every sequence has behind it before this micro-batch, as segments without new tokens.
@@ -221,8 +223,7 @@ class Executor:
             foresee: tells the segments of the next micro-batch, where it can, which is then made ready meanwhile.
 
         Returns:
-            float32 on the host, a fresh tensor: [batch.rows, vocabulary]; with `best_only` [batch.rows, 2],
-            logit and id; no rows with a chooser.
+            float32 on the host, fresh: [batch.rows, vocabulary], or [batch.rows, 2], logit and id; with a chooser none.
         """
         tokens, logit_rows = batch.tokens, list(batch.wanted)
         tier = self.plan.covering(max(tokens, self.least))
@@ -232,7 +233,7 @@ class Executor:
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)
-        walk = self.walks.make(in_force, ids, segments, logit_rows)
+        walk = self.walks.make(in_force, ids, segments, logit_rows, grams)
         best_only = best_only or (chooser is not None and chooser.is_quick)
         walk.logits.ask(best_only, chooser)
         program, ahead = self.program(tier, batch.cells > 0)

@@ -147,6 +147,11 @@ class TierInForce:
         sum comes there later."""
         return self.side.space.tensors["branch"].flatten()[: 2 * filled].view(torch.int64)
 
+    def grams_rows(self, filled: int, each: int) -> torch.Tensor:
+        """The same, behind them, of `each` rows of a table of n-grams that each takes."""
+        flat = self.side.space.tensors["branch"].flatten()
+        return flat[2 * filled : 2 * filled * (1 + each)].view(torch.int64)
+
     def spans_of(self, n: int) -> Any:
         """Where RowIndex.spans lie of all micro-batches of n segments."""
         if n not in self.spans:

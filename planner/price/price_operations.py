@@ -11,19 +11,25 @@ from pshard.quant import QUANT_TYPES
 from pshard.routing.expert_uses import Uses, chosen_share, used_experts
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
+    AddGrams,
     AddRows,
     Attend,
     AttendLatent,
     Bend,
+    ChooseCells,
     Convolve,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateGrams,
     GateRows,
     HeadProducts,
+    InjectStream,
     LookUp,
+    MixStreams,
     Norm,
     NormHeads,
+    NormStreams,
     NormWide,
     Operation,
     PlaceRows,
@@ -32,6 +38,8 @@ from pshard.units.operations import (
     ResizeHeads,
     Rotate,
     Route,
+    SpreadStream,
+    StoreIndex,
     StoreLatent,
     SumSquares,
     Take,
@@ -95,8 +103,8 @@ def price_operations(operations: Iterable[Operation], by: OneSide) -> float:
 def price_operation(operation: Operation, by: OneSide) -> list[Term]:
     """Seconds that one operation is made of. Raises TypeError for one that has no formula."""
     match operation:
-        case LookUp(table):
-            return [(Order.OTHER, _elementwise(by, "embed", table.cols))]
+        case LookUp(table, each=each):
+            return [(Order.OTHER, _elementwise(by, "embed", each * table.cols))]
         case Norm(width=width, adds=adds, count=count):
             added = [(Order.RESIDUAL, _elementwise(by, "residual", count * width))] if adds else []
             seconds = _elementwise(by, "norm", count * width)
@@ -144,7 +152,24 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             by = by if len(by.uses) in (0, operation.of) else replace(by, uses=())  # which say nothing of chunks
             timed = by.tables.routed.experts(by.side, operation, by.apart, by.uses)
             return [(Order.OTHER, _untimed_experts(by, operation) if timed is None else timed)]
-    raise TypeError(f"no formula says what {operation} costs")
+    return _price_streams(operation, by)
+
+
+def _price_streams(operation: Operation, by: OneSide) -> list[Term]:
+    """The same of what models of several streams have. Raises TypeError for another operation."""
+    match operation:
+        case NormStreams() | StoreIndex():
+            seconds = _elementwise(by, "norm", operation.width)
+        case SpreadStream() | InjectStream() | MixStreams() | GateGrams():
+            seconds = _elementwise(by, "silu_mul", operation.count * operation.width)
+        case AddGrams():  # a norm, and a sum over a few inputs of each channel
+            seconds = _elementwise(by, "norm", operation.channels)
+            seconds += _elementwise(by, "silu_mul", operation.each * operation.channels)
+        case ChooseCells():
+            seconds = _choose_cells(by, operation)
+        case _:
+            raise TypeError(f"no formula says what {operation} costs")
+    return [(Order.OTHER, seconds)]
 
 
 def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
@@ -222,6 +247,18 @@ def _attention(by: OneSide, heads: Attend) -> float:
     seen = window + min(each, ATTENDED_AT_ONCE)
     seconds = load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, context)
     return seconds * min(1.0, seen * each / count_pairs(each, context)) if window else seconds
+
+
+def _choose_cells(by: OneSide, index: ChooseCells) -> float:
+    """Products of the queries with the keys of complete blocks, as of a matrix of these; then what is best of the
+    scores, which are read as often as a float has bits, in chunks that caches hold; but nothing where all are seen."""
+    load = by.load
+    each = 1 if load.is_decode else -(-load.tokens // load.sequences)
+    blocks = (load.past + each) // index.each
+    if blocks <= index.most:
+        return 0.0
+    rows = by.rows * index.heads
+    return by.tables.matmul(by.side, "BF16", blocks, index.head, rows) + _elementwise(by, "norm", 4 * blocks)
 
 
 def _attend_latent(by: OneSide, latent: AttendLatent) -> float:

@@ -13,7 +13,7 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.routing.expert_uses import Uses, count_apart, read_nbytes, used_experts, used_nbytes, used_spread
 from pshard.units.divide_unit import DividedUnit, count_shares, divide_operations, divide_unit, joined_width
 from pshard.units.moe.expert_cache import part_sizes
-from pshard.units.operations import Operation, halve
+from pshard.units.operations import LookUp, Operation, halve
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
@@ -171,7 +171,7 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     rows = load.logit_rows if unit.kind.gives_logits else load.tokens
     operations = unit.operations(spec.config)
     acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows)) for s in ("acc", "host"))
-    row = sum(tensor.cols for tensor in unit.tensors)
+    row = sum(o.each * o.table.cols for o in operations if isinstance(o, LookUp))
     reads = load.tokens * row * 4 if unit.kind.is_looked_up else setting.reads(unit)
     fetch = write = 0
     if unit.kind.state and (law := unit.state(spec.config, setting.workload.state_shape)):

@@ -12,17 +12,23 @@ from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.operands import Rows
 from pshard.units.operations import (
+    AddGrams,
     AddRows,
     Attend,
     Bend,
+    ChooseCells,
     Convolve,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateGrams,
     GateRows,
+    InjectStream,
     LookUp,
+    MixStreams,
     Norm,
     NormHeads,
+    NormStreams,
     NormWide,
     Operation,
     Product,
@@ -30,6 +36,8 @@ from pshard.units.operations import (
     ResizeHeads,
     Rotate,
     Route,
+    SpreadStream,
+    StoreIndex,
     SumSquares,
     Take,
     TimesRows,
@@ -88,6 +96,11 @@ class Spread:
 
 
 PORTS = (IDS, HIDDEN, PRIOR, *BESIDE)  # every rank has all of what stands there
+# of which every rank computes all
+WHOLE = (
+    *(StoreIndex, ChooseCells, GateGrams, AddGrams, NormStreams),
+    *(SpreadStream, InjectStream, MixStreams),
+)
 MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
 
 
@@ -145,9 +158,8 @@ class _Flow:
                 for norm in operation.norms:
                     self.head_norm(norm.role)
             case Attend(sinks=sinks, slopes=slopes):
-                q, k, v = (
-                    (*values, *map(self.borrow, ("attn_k.weight", "attn_v.weight"))) if operation.borrows else values
-                )
+                borrowed = map(self.borrow, ("attn_k.weight", "attn_v.weight")) if operation.borrows else ()
+                q, k, v = (*values, *borrowed)[:3]
                 for of_heads in (sinks, slopes):
                     if of_heads:
                         self.cut_with_heads(of_heads.role, q)
@@ -175,7 +187,7 @@ class _Flow:
             case Product():
                 return (_multiply(self, operation, values[0]),)
             case _:
-                self.expect(False, self.unit.tensors[0].role, f"is for {operation}, of which no cut is known")
+                return _keep_all(self, operation, values)
         return values
 
     def expect(self, good: bool, role: str, reason: str) -> None:
@@ -407,6 +419,30 @@ def _norm_wide(flow: _Flow, operation: NormWide, values: tuple[Spread, ...]) -> 
         summed = flow.unit.ports.between == operation.sums.buffer
         flow.expect(sums == MIRRORED or summed, weight.role, "normalises over heads of which a rank has only its own")
     return values[:2]
+
+
+def _keep_all(flow: _Flow, operation: Operation, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
+    """What every rank computes of all streams, or of an index of all cells."""
+    known, role = isinstance(operation, WHOLE), flow.unit.tensors[0].role
+    flow.expect(known, role, f"is for {operation}, of which no cut is known")
+    tensors: tuple[TensorSpec, ...]
+    match operation:
+        case StoreIndex(norms):
+            tensors = norms
+        case GateGrams():
+            tensors = operation.norms
+        case AddGrams():
+            tensors = operation.norm, operation.taps
+        case NormStreams(weight):
+            tensors = (weight,)
+        case _:
+            tensors = ()
+    for tensor in tensors:
+        here = flow.cut(tensor.role).axis == "none"
+        flow.expect(here, tensor.role, "is of what every rank computes whole, but is cut")
+    whole = all(value == MIRRORED for value in values)
+    flow.expect(whole, role, "is of a unit of which every rank must have all, but it is cut")
+    return tuple(MIRRORED for _ in operation.writes)
 
 
 def _resize(flow: _Flow, operation: ResizeHeads, x: Spread) -> Spread:

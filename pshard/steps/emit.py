@@ -40,8 +40,9 @@ from pshard.steps.step import (
 )
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.routed import routed_words
-from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, LAYERED, ROUTED, SQUARES, Ports
+from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, LAYERED, ROUTED, SQUARES, STREAMS, Ports
 from pshard.units.share import Share
+from pshard.units.streams import streams_width
 from pshard.units.unit import Unit
 
 # a search emits the same few steps thousands of times: equal ones are one object
@@ -377,6 +378,7 @@ def size_ports(config: ModelConfig, tokens: int) -> dict[str, int]:
     sizes = dict.fromkeys((HIDDEN, PART, *AS_WIDE), 4 * tokens * config.d_model)
     sizes[SQUARES] = 8 * tokens
     sizes[LAYERED] = 4 * tokens * config.rows_width
+    sizes[STREAMS] = 4 * tokens * streams_width(config) if config.streams else 0
     if config.experts:
         sizes[ROUTED] = 4 * tokens * routed_words(config)
     return sizes

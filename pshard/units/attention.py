@@ -13,11 +13,12 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES
 from pshard.units.enter import bias_of, enter, entered_buffers, leave, order
-from pshard.units.kv_cells import longest_sequence
+from pshard.units.kv_cells import KV_BLOCK, longest_sequence
 from pshard.units.operands import Rows
 from pshard.units.operations import (
     Attend,
     Bend,
+    ChooseCells,
     GateRows,
     NormHeads,
     NormWide,
@@ -26,6 +27,7 @@ from pshard.units.operations import (
     ProductGroup,
     ResizeHeads,
     Rotate,
+    StoreIndex,
     SumSquares,
 )
 from pshard.units.ports import MAPS, SQUARES
@@ -41,6 +43,10 @@ EACH = ("attn_q_norms.weight", "attn_k_norms.weight")  # of every head its own, 
 STRETCH = "attn_q_stretch.weight"  # what each head's query is multiplied by once it is rotated
 GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 HEAD_GATE = "attn_head_gate.weight"  # the same of one number for each head
+# of an index by which cells are chosen (Selection)
+INDEX = INDEX_QUERY, INDEX_KEY = "indexer.q_proj.weight", "indexer.k_proj.weight"
+INDEX_NORMS = ("indexer.q_norm.weight", "indexer.k_norm.weight")
+SEEN, SCORES = "seen", "index_scores"  # scratch: which cells count, a word for each block of the cache; scores
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 SLOPES = "attn_slopes.weight"  # what scores of each head lose for a cell that they lie back: ALiBi (arXiv 2108.12409)
 IN_ORDER, OUT_ORDER = "attn_order.weight", "attn_output_order.weight"  # of columns: of q, k and v, and of the output
@@ -50,6 +56,7 @@ PRODUCTS, MIXED = "qkv", "mixed"  # scratch: q, k and v, and what heads give
 NARROWED = "narrowed"  # scratch: the same of heads whose values are not as long as keys
 TEMPERATURE = "temperature"  # scratch: what queries are multiplied by, by their position
 ATTENTION_PIECES = 64  # most pieces that one decode attention is cut into along the context
+SCORED_ROWS = 64  # rows whose blocks are scored at once
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
 
 
@@ -72,7 +79,7 @@ def group_roles(tensors: Collection[str], config: ModelConfig, borrows: bool = F
         return (q,)
     if config.value_dim:
         return v, q, k
-    return *QKV, *(role for role in (GATE, HEAD_GATE) if role in tensors)
+    return *QKV, *(role for role in (GATE, HEAD_GATE, *INDEX) if role in tensors)
 
 
 def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
@@ -99,6 +106,7 @@ def _operations(
     multiply = ProductGroup(group, biases, out=Rows(PRODUCTS))
     widen, narrow = _resize_values(config, heads, multiply.writes[0], heads_at.beside(q, kv, kv)[2], mixed)
     given = narrow[0].out if narrow else mixed
+    chosen, others = _choose(tensors, config, multiply.writes[3:])
     rotate = Rotate(
         n_heads,
         made,
@@ -119,6 +127,7 @@ def _operations(
         *widen,
         rotate,
         *((Bend("times", q, tensors[STRETCH], x=rotate.writes[0]),) if STRETCH in tensors else ()),
+        *chosen,
         Attend(
             *heads,
             window,
@@ -129,11 +138,36 @@ def _operations(
             slopes=tensors.get(SLOPES),
             chunked=config.chunked and window > 0,
             borrows=borrows,
+            seen=chosen[-1].writes[0] if chosen else None,
         ),
-        *(GateRows(q, mixed, gate, config.gate_curve) for gate in multiply.writes[3:]),
+        *(GateRows(q, mixed, gate, config.gate_curve) for gate in others),
         *narrow,
         *order(tensors, OUT_ORDER, given),
         *leave(tensors[OUT], tensors.get(OUT_BIAS), tensors.get(AFTER), given),
+    )
+
+
+def _choose(
+    tensors: Tensors, config: ModelConfig, products: tuple[Rows, ...]
+) -> tuple[tuple[Operation, ...], tuple[Rows, ...]]:
+    """How cells are chosen by the last two of these products, where the model does so; and the others."""
+    rule = config.selection
+    if rule is None:
+        return (), products
+    *others, query, key = products
+    norms = tensors[INDEX_NORMS[0]], tensors[INDEX_NORMS[1]]
+    stored = StoreIndex(norms, rule.heads, rule.head, rule.each, query, key, "rope")
+    return (stored, ChooseCells(rule.heads, rule.head, rule.each, rule.most, query, Rows(SEEN))), tuple(others)
+
+
+def _index_buffers(config: ModelConfig, tokens: int, longest: int) -> tuple[Buffer, ...]:
+    """Scratch of a choice of cells, in sequences of so many."""
+    rule = config.selection
+    if rule is None:
+        return ()
+    return (
+        Buffer(SEEN, (tokens, -(-longest // KV_BLOCK)), "f32"),
+        Buffer(SCORES, (min(tokens, SCORED_ROWS), -(-longest // rule.each)), "f32"),
     )
 
 
@@ -175,7 +209,8 @@ def _widths(tensors: Tensors, config: ModelConfig) -> dict[str, int]:
 
 def _state(config: ModelConfig, shape: StateShape, window: int = 0) -> CellState:
     """Every layer's cells are as wide as the widest layer's of this rank."""
-    return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v, window)
+    index = config.selection.head if config.selection else 0
+    return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v, window, index)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> tuple[Buffer, ...]:
@@ -186,8 +221,9 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
     gates = (heads if config.gated else 0) + (config.n_heads if config.heads_gated else 0)
-    raw = config.n_kv_heads * config.value_dim
-    width = raw + heads + 2 * kv + gates
+    rule, raw = config.selection, config.n_kv_heads * config.value_dim
+    more = gates + ((rule.heads + 1) * rule.head if rule else 0)
+    width = raw + heads + 2 * kv + more
     return (
         Buffer(PRODUCTS, (tokens, width), "act"),
         Buffer(MIXED, (tokens, heads), "act"),
@@ -197,6 +233,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
         *((Buffer(TEMPERATURE, (longest,), "f32"),) if differs else ()),
         *((Buffer(SQUARES, (tokens, 2), "f32"),) if config.wide_qk_norm else ()),
         Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),
+        *_index_buffers(config, tokens, longest),
     )
 
 
@@ -238,7 +275,7 @@ ATTENTION = UnitKind(
             "attn_k.bias": ("rows", "kv"),
             _V: ("rows", "kv"),
             "attn_v.bias": ("rows", "kv"),
-            **dict.fromkeys((*HEAD_NORMS, STRETCH, IN_ORDER, OUT_ORDER), ("none", "all")),
+            **dict.fromkeys((*HEAD_NORMS, STRETCH, IN_ORDER, OUT_ORDER, *INDEX, *INDEX_NORMS), ("none", "all")),
             EACH[0]: ("rows", "cut"),
             EACH[1]: ("rows", "kv"),
             **dict.fromkeys((SINKS, SLOPES, HEAD_GATE), ("rows", "each")),
@@ -255,7 +292,7 @@ ATTENTION = UnitKind(
     state=_state,
     scratch=_scratch_of("attention"),
     leads=True,
-    llama_cpp="attn_.*",
+    llama_cpp="(attn_|indexer).*",
     strategy="first",
     contends="state",
     phase=0.35,

@@ -10,8 +10,9 @@ from math import lcm
 from pshard.model_config import Delta, ModelConfig
 from pshard.quant import QUANT_TYPES
 from pshard.tensor import TensorSpec
+from pshard.units.enter import enter, entered_buffers
 from pshard.units.operands import Rows
-from pshard.units.operations import DeltaNet, Norm, Operation, Product, ProductGroup
+from pshard.units.operations import DeltaNet, Operation, Product, ProductGroup
 from pshard.units.ranges import Targets, place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import FixedState, StateShape
@@ -52,7 +53,7 @@ def _scan(tensors: Tensors, config: ModelConfig) -> DeltaNet:
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     scan = _scan(tensors, config)
     return (
-        Norm(tensors[NORM], config.d_model),
+        *enter(tensors, NORM, config),
         ProductGroup(tuple(tensors[role] for role in PRODUCTS), (None,) * len(PRODUCTS), out=scan.x),
         scan,
         Product(tensors[OUT], adds=True, x=scan.out),
@@ -81,6 +82,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
         Buffer("delta_in", (tokens, inner), "act"),
         Buffer("delta_out", (tokens, values), "act"),
         Buffer("delta_room", (room,), "act"),
+        *entered_buffers(config, tokens),
         Buffer(OPEN, (layers, min(tokens, shape.open), scan.open_width), "f32"),
     )
 

@@ -15,6 +15,8 @@ LAYER_SCALE = "layer_output_scale.weight"  # [1], by which a layer's last unit m
 def enter(tensors: Tensors, role: str, config: ModelConfig, follows: bool = False) -> tuple[Operation, ...]:
     """The operations by which a unit begins, which leave `NORMED`. role: of the norm's weight; follows: the unit is not
     the first of its layer, which keeps what the layer begins with where that is used later."""
+    if config.streams:  # a mix of them stands there
+        return (Take(TAKEN, config.d_model),)
     if config.keeps_input and not follows:
         return Take(STREAM, config.d_model, TAKEN), *normalise(tensors, role, config)
     if config.parallel:
@@ -53,6 +55,6 @@ def leave(
 
 
 def entered_buffers(config: ModelConfig, tokens: int) -> tuple[Buffer, ...]:
-    """Scratch for what a parallel layer's units take, or for what a layer begins with."""
-    kept = config.parallel or config.keeps_input
+    """Scratch for what a parallel layer's units take, for what a layer begins with, or for a mix of streams."""
+    kept = config.parallel or config.keeps_input or config.streams
     return (Buffer(ENTERED, (tokens, config.d_model), "f32"),) if kept else ()

@@ -13,6 +13,7 @@ from pshard.units.attention import (
 from pshard.units.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.grams import GRAM_ROWS, GRAMS
 from pshard.units.join import JOIN
 from pshard.units.latent_attention import LATENT_ATTENTION
 from pshard.units.layer_rows import LAYER_ROWS, MIXED_ROWS, TOKEN_ROWS
@@ -23,6 +24,7 @@ from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
 from pshard.units.short_conv import SHORT_CONV
+from pshard.units.streams import MIX
 from pshard.units.unit import UnitKind, UnitKinds
 
 KINDS = UnitKinds()
@@ -30,6 +32,7 @@ for _kind in (
     EMBEDDING, JOIN, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, DELTA_NET, SHORT_CONV, FFN,
     ROUTER, SHARED_EXPERTS, EXPERTS, BLEND, OUTPUT, LENDING_ATTENTION, LENDING_WINDOWED, BORROWING_ATTENTION,
     BORROWING_WINDOWED, TOKEN_ROWS, MIXED_ROWS, LAYER_ROWS, MAPPING, CHUNKS,
+    MIX, GRAM_ROWS, GRAMS,
 ):  # fmt: skip
     KINDS.add(_kind)
 

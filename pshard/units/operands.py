@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pshard.units.ports import ENTERED, HIDDEN, IDS, LAYERED, LOGITS, ROUTED
+from pshard.units.ports import ENTERED, HIDDEN, IDS, LAYERED, LOGITS, ROUTED, STREAMS
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,5 @@ NORMED = Rows("normed")  # what products take, in the type of activations
 BRANCH = Rows("branch")  # what a unit adds, before it is normalised; float32
 NOWHERE = Rows("")  # of an operation that only stands for its like in tables
 ROWS = Rows(LAYERED)
+ALL_STREAMS = Rows(STREAMS)
 JOINED = Rows("joined")  # what the CPU has computed of a divided unit

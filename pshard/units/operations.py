@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
 from pshard.tensor import TensorSpec
-from pshard.units.operands import CHOSEN, JOINED, NORMED, NOWHERE, STREAM, TOKENS, Rows
+from pshard.units.operands import ALL_STREAMS, CHOSEN, JOINED, NORMED, NOWHERE, STREAM, TOKENS, Rows
 
 
 class Onward:
@@ -50,11 +50,12 @@ class InPlace:
 
 @dataclass(frozen=True)
 class LookUp:
-    """Rows of a table by token id, times `scale`."""
+    """Rows of a table by token id, times `scale`; or `each` rows by what stands for a token's last ones."""
 
     table: TensorSpec
     scale: float = 1.0
     out: Rows = STREAM
+    each: int = 1
     reads: ClassVar[tuple[Rows, ...]] = (TOKENS,)
 
     @property
@@ -189,7 +190,7 @@ class Attend:
     """Attention of the new tokens over the cells of their sequences: over the last `window` of them, the token's own
     among these (0: all), with a sink of every head beside them where there are some. cap, slopes, chunked: what becomes
     of scores, as in `Scoring` of the kernels' interface. borrows: the cells are another unit's, and the new tokens' own
-    are there already."""
+    are there already. seen: which of the cells count, as `ChooseCells` leaves it; None: all."""
 
     n_heads: int
     n_kv_heads: int
@@ -202,10 +203,11 @@ class Attend:
     slopes: TensorSpec | None = None
     chunked: bool = False
     borrows: bool = False
+    seen: Rows | None = None
 
     @property
     def reads(self) -> tuple[Rows, ...]:
-        return heads_of(self.x, self, self.borrows)
+        return *heads_of(self.x, self, self.borrows), *((self.seen,) if self.seen else ())
 
     @property
     def writes(self) -> tuple[Rows, ...]:
@@ -220,6 +222,46 @@ class Attend:
 def heads_of(x: Rows, of: Rotate | Attend, alone: bool) -> tuple[Rows, ...]:
     """Queries, keys and values, which stand side by side from the first column of x on; or queries alone."""
     return x.beside(of.n_heads * of.head_dim, *(() if alone else 2 * (of.n_kv_heads * of.head_dim,)))
+
+
+@dataclass(frozen=True)
+class StoreIndex:
+    """Of an index of cells: norm and rotation of each of `heads` queries, in place, and what a token's key makes of its
+    block's, into the token's cell. rope: the scratch with sines and cosines."""
+
+    norms: tuple[TensorSpec, TensorSpec]
+    heads: int
+    head: int
+    each: int
+    x: Rows = NOWHERE
+    key: Rows = NOWHERE
+    rope: str = ""
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x, self.key
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return self.x, self.key
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return (self.heads + 1) * self.head
+
+
+@dataclass(frozen=True)
+class ChooseCells(Onward):
+    """Which cells each token sees by an index of them, blocks of `each`, at most `most` of the complete ones: a bit of
+    `out` for each block, see `Kernels.choose_cells`."""
+
+    heads: int
+    head: int
+    each: int
+    most: int
+    x: Rows = NOWHERE
+    out: Rows = NOWHERE
 
 
 @dataclass(frozen=True)
@@ -507,6 +549,124 @@ class Convolve:
 
 
 @dataclass(frozen=True)
+class SpreadStream(Onward):
+    """The residual stream, `width` elements a token, as each of `count` streams."""
+
+    width: int
+    count: int
+    x: Rows = STREAM
+    out: Rows = ALL_STREAMS
+
+
+@dataclass(frozen=True)
+class InjectStream:
+    """What blocks have given, `width` elements a token, added to each of `count` streams by its share."""
+
+    width: int
+    count: int
+    x: Rows = STREAM
+    out: Rows = ALL_STREAMS
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x, self.out
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True)
+class NormStreams(Onward):
+    """Each of `count` streams as normalised by weights of its own, divided by their number."""
+
+    weight: TensorSpec
+    count: int
+    x: Rows = ALL_STREAMS
+    out: Rows = NOWHERE
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return self.weight.cols
+
+
+@dataclass(frozen=True)
+class MixStreams:
+    """The sum over `count` streams, `width` elements a token each, times the sigmoids of gates; clears: the residual
+    stream is all zeros then, for what blocks add up."""
+
+    width: int
+    count: int
+    x: Rows
+    gates: Rows
+    out: Rows
+    clears: bool
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x, self.gates
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out, STREAM) if self.clears else (self.out,)
+
+
+@dataclass(frozen=True)
+class GateGrams:
+    """What n-grams add to each of `count` streams: their value, `width` elements a token, times a gate of each stream,
+    from the product of the stream and of the n-grams' key for it, both normalised. norms: of keys and of streams."""
+
+    width: int
+    count: int
+    norms: tuple[TensorSpec, TensorSpec]
+    key: Rows
+    value: Rows
+    out: Rows
+    streams: Rows = ALL_STREAMS
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.key, self.value, self.streams
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True)
+class AddGrams:
+    """That, and a convolution of it over time as each stream's part is normalised, added to the streams. taps: of all
+    channels, `each` of them for each, which lie `apart` tokens apart."""
+
+    norm: TensorSpec
+    taps: TensorSpec
+    count: int
+    each: int
+    apart: int
+    x: Rows
+    out: Rows = ALL_STREAMS
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        return self.x, self.out
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        return (self.out,)
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token."""
+        return self.norm.cols
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Of one sequence's last inputs, float32."""
+        return 4 * (self.each - 1) * self.apart * self.channels
+
+
+@dataclass(frozen=True)
 class Route(Onward):
     """Which `chosen` of the rows of `router` take each token, and with which weights."""
 
@@ -575,6 +735,14 @@ Operation = (
     | AttendLatent
     | DeltaNet
     | Convolve
+    | StoreIndex
+    | ChooseCells
+    | SpreadStream
+    | InjectStream
+    | NormStreams
+    | MixStreams
+    | GateGrams
+    | AddGrams
     | Route
     | ExpertProducts
 )

@@ -1,4 +1,7 @@
-"""The output: final norm and head; logits of the rows that are wanted. A tied head is the embedding's table."""
+"""The output: final norm and head; logits of the rows that are wanted. A tied head is the embedding's table.
+
+What a mix of several streams leaves is not normalised.
+"""
 
 from dataclasses import replace
 
@@ -6,8 +9,8 @@ from pshard.homes import PINNED
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK
 from pshard.units.enter import normalise
-from pshard.units.operands import FOUND
-from pshard.units.operations import Operation, Product
+from pshard.units.operands import FOUND, STREAM
+from pshard.units.operations import Operation, Product, Take
 from pshard.units.ports import GIVES_LOGITS
 from pshard.units.ranges import Targets, place_rows
 from pshard.units.unit import ANYWHERE, Cut, Tensors, Unit, UnitKind
@@ -17,7 +20,8 @@ NORM, BIAS, HEADS = "output_norm.weight", "output_norm.bias", ("output.weight", 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     heads = (tensors[role] for role in HEADS if role in tensors)  # a rank may have none
-    return *normalise(tensors, NORM, config), *(Product(head, out=FOUND) for head in heads)
+    taken = (Take(STREAM, config.d_model),) if config.streams else normalise(tensors, NORM, config)
+    return *taken, *(Product(head, out=FOUND) for head in heads)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:

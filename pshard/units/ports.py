@@ -14,12 +14,16 @@ ENTERED = "entered"
 ROUTED = "routed"  # what a router leaves to its layer's experts (pshard/units/moe/routed.py)
 PRIOR = "prior"  # the state before each token, float32 [M, d_model], where whoever runs a head has put it
 DENSE, EXPERTED = "dense", "experted"  # what an FFN and the experts beside it give, float32 [M, d_model]: see BLEND
-LAYERED = "layered"  # what each layer takes of its tokens' own rows, float32 [M, rows_width]
+# what layers take of their tokens' own rows, float32 [M, rows_width]
+LAYERED = "layered"
 SQUARES = "squares"  # sums of the squares of a rank's q and of its k, float32 [M, 2]
+# of a model with several residual streams these, side by side, and behind them which share of a block's result each is
+# given, float32 [M, streams_width]; then `hidden` is what blocks add up between two mixes
+STREAMS = "streams"
 SUMMED = (DENSE, EXPERTED)  # of which ranks sum their parts as a unit has left them there
 AS_WIDE = (ENTERED, DENSE, EXPERTED)  # as the residual stream
 # those that stand beside the residual stream until a unit of a later layer writes them anew
-BESIDE = (*AS_WIDE, ROUTED, LAYERED, SQUARES)
+BESIDE = (*AS_WIDE, ROUTED, LAYERED, SQUARES, STREAMS)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,14 @@ ADDS = Ports((HIDDEN,), adds=True)
 NORMS_WIDE = Ports((HIDDEN,), adds=True, between=SQUARES)  # attention whose q and k are normalised over all heads
 ENTERS = Ports((HIDDEN,), (ENTERED,), adds=True)  # the first unit of a parallel layer, which normalises for all
 FOLLOWS = Ports((ENTERED,), adds=True)  # the others
+# of several streams: the first mix makes them of the embedding, others add to them what blocks have given, but for one
+# before which a layer's n-grams have done so, and the last one leaves what the output takes
+SPREADS = Ports((HIDDEN,), (STREAMS, ENTERED, HIDDEN))
+MIXES = Ports((HIDDEN, STREAMS), (STREAMS, ENTERED, HIDDEN))
+MIXES_ON = Ports((STREAMS,), (STREAMS, ENTERED, HIDDEN))
+MIXES_LAST = Ports((HIDDEN, STREAMS), (STREAMS, HIDDEN))
+SPREADS_GRAMS = Ports((HIDDEN, LAYERED), (STREAMS,))
+ADDS_GRAMS = Ports((HIDDEN, STREAMS, LAYERED), (STREAMS,))
 ROUTES = Ports((HIDDEN,), (ROUTED,))
 SCORES_EARLY = Ports((HIDDEN, ENTERED), (ROUTED,))  # routers that take some, or all, of what their layer began with
 TAKES_EARLY = Ports((ENTERED,), (ROUTED,))

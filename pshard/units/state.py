@@ -63,19 +63,27 @@ class State(Protocol):
 @dataclass(frozen=True)
 class CellState:
     """A KV cache: one cell of `width` keys and `width` values a token, in blocks that the sequences share. With a
-    `window` a token sees the last so many cells; those that no further token sees are kept while there is room."""
+    `window` a token sees the last so many cells; those that no further token sees are kept while there is room. index:
+    numbers of a key by which cells are chosen, float32 whatever the types: which cells are seen hangs on them."""
 
     width: int
     type_k: str
     type_v: str
     window: int = 0
+    index: int = 0
     grows: ClassVar[bool] = True
     can_be_cut: ClassVar[bool] = True
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """What a cell has: the type and the numbers of each part, which lie apart."""
+        found = (self.type_k, self.width), (self.type_v, self.width)
+        return (*found, ("f32", self.index)) if self.index else found
 
     @cached_property
     def cell(self) -> int:
         """Bytes of one token's cell."""
-        return kv_nbytes(self.type_k, self.width) + kv_nbytes(self.type_v, self.width)
+        return sum(kv_nbytes(kind, width) for kind, width in self.parts)
 
     def blocks(self, shape: StateShape) -> int:
         """Blocks of the layer: whole ones for every sequence's share, or for the windows."""
@@ -84,9 +92,9 @@ class CellState:
         return kv_blocks(shape.context, shape.sequences)
 
     def nbytes(self, shape: StateShape) -> int:
-        """Keys, then values, which begin where vectors may."""
+        """Keys, then values, then an index, which begin where vectors may."""
         cells = self.blocks(shape) * KV_BLOCK
-        return sum(align(cells * kv_nbytes(kind, self.width), BUFFER_ALIGN) for kind in (self.type_k, self.type_v))
+        return sum(align(cells * kv_nbytes(kind, width), BUFFER_ALIGN) for kind, width in self.parts)
 
     def fetched(self, past: int, sequences: int) -> int:
         """With a window what is seen of all, by the mean length."""

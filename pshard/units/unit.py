@@ -23,10 +23,10 @@ from pshard.units.state import State, StateShape
 Place = tuple[str, str | None]  # the site of weights and the home of the state, by their names
 ANYWHERE: tuple[Place, ...] = ((PINNED, None), (STREAMED, None), (ON_CPU, None))
 ON_ACCELERATOR: tuple[Place, ...] = ((PINNED, None), (STREAMED, None))
-ANYWHERE_WITH_STATE: tuple[Place, ...] = (
-    *((site, home.name) for site in (PINNED, STREAMED) for home in (VRAM, HOST)),
-    (ON_CPU, HOST.name),
+ON_ACCELERATOR_WITH_STATE: tuple[Place, ...] = tuple(
+    (site, home.name) for site in (PINNED, STREAMED) for home in (VRAM, HOST)
 )
+ANYWHERE_WITH_STATE: tuple[Place, ...] = (*ON_ACCELERATOR_WITH_STATE, (ON_CPU, HOST.name))
 Tensors = Mapping[str, TensorSpec]  # a unit's tensors by role
 
 

@@ -8,7 +8,7 @@ from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.kernels.unpack import BY_ROWS
 from pshard.runtime.memory.kv_cache import view_layer
 from pshard.units.attention import AFTER, GATE, HEAD_GATE, NORM, QKV, count_heads
-from pshard.units.state import StateShape
+from pshard.units.state import CellState, StateShape
 from pshard.units.unit import Unit
 
 
@@ -18,10 +18,12 @@ class AttentionBlock(ListedBlock):
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> LayerKV:
         law, config = unit.state(config, shape), unit.kind.sees(config)
         _, n_kv_heads = count_heads(unit.by_role, config)  # a rank's slice may hold fewer than in its widest layer
-        return view_layer(memory, n_kv_heads, config.head_dim, shape, law.window if law else 0)
+        window, index = (law.window, law.index) if isinstance(law, CellState) else (0, 0)
+        return view_layer(memory, n_kv_heads, config.head_dim, shape, window, index)
 
     def state_parts(self, state: LayerKV) -> tuple[torch.Tensor, ...]:
-        return state.k.flatten(0, 1), state.v.flatten(0, 1)
+        parts = (state.k, state.v) if state.index is None else (state.k, state.v, state.index)
+        return tuple(part.flatten(0, 1) for part in parts)
 
     def first_norm(self, weights: Listed) -> torch.Tensor | None:
         m = weights.weights.matrices

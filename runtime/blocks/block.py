@@ -91,13 +91,15 @@ class LogitRows(Protocol):
 class Work:
     """A micro-batch on one side: where its rows stand, its token ids there (int64 [M]; on the accelerator also of rows
     that only fill it, and only where it looks them up), and its logits. exchange: through which ranks that all compute
-    the same may compute a part each; None: they don't."""
+    the same may compute a part each; None: they don't. grams: int64, flat, rows of a table of n-grams, as many of each
+    token, where they are looked up."""
 
     side: Side
     rows: RowIndex
     ids: torch.Tensor
     logits: LogitRows
     exchange: "PeerExchange | None" = None
+    grams: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,15 @@ class DeltaBlock(ListedBlock):
         conv = _join(v[CONV[0]], v[CONV[1]]).view(-1, TAIL + 1)
         delta = delta_of(config)
         scan = DeltaWeights(
-            conv, v[STEP_BIAS], v[DECAY], v[HEAD_NORM], config.norm_eps, *heads, delta.head, delta.tiled
+            conv,
+            v[STEP_BIAS],
+            v[DECAY],
+            v[HEAD_NORM],
+            config.norm_eps,
+            *heads,
+            delta.head,
+            delta.tiled,
+            gate=delta.gate,
         )
         return replace(super().prepare(laid), scan=scan, net=count_before(laid.unit.layer, delta.full))
 

@@ -4,7 +4,7 @@ What is declared of a unit (pshard/units/) is what runs; rewrites of the list ar
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,27 +12,36 @@ import torch
 from pshard.runtime.blocks.block import Block, Laid, Residual, Work, leave, normalise, take
 from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex, Scoring
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.attention import TEMPERATURE
+from pshard.units.attention import SCORES, TEMPERATURE
 from pshard.units.delta_net import OPEN as OPEN_NETS
+from pshard.units.grams import OPEN as OPEN_GRAMS
 from pshard.units.latent_attention import sizes_of
 from pshard.units.operands import JOINED, NORMED, STREAM, Rows
 from pshard.units.operations import (
+    AddGrams,
     Attend,
     AttendLatent,
     Bend,
+    ChooseCells,
     Convolve,
     DeltaNet,
     GatedProduct,
+    GateGrams,
     GateRows,
     HeadProducts,
+    InjectStream,
+    MixStreams,
     Norm,
     NormHeads,
+    NormStreams,
     NormWide,
     PlaceRows,
     Product,
     ProductGroup,
     ResizeHeads,
     Rotate,
+    SpreadStream,
+    StoreIndex,
     StoreLatent,
     SumSquares,
     Take,
@@ -190,7 +199,10 @@ class Course:
         rows, out, partial = self.rows(attend.window > 0), self.at(attend.out), side.space.tensors["partial"]
         scale = side.config.scores_by
         slopes = None if attend.slopes is None else self.vector(attend.slopes.role)
-        bent, given = Scoring(attend.cap, slopes, attend.chunked), (self.heads(attend), attend.heads, self.state, rows)
+        bent = Scoring(attend.cap, slopes, attend.chunked)
+        if attend.seen is not None and (rule := side.config.selection):
+            bent = replace(bent, seen=self.at(attend.seen).view(torch.int32), each=rule.each)
+        given = self.heads(attend), attend.heads, self.state, rows
         side.kernels.attention(*given, scale, out, partial, sinks=sinks, bent=bent)
 
     def rows(self, windowed: bool) -> RowIndex:
@@ -201,7 +213,8 @@ class Course:
 
     def heads(self, operation: Rotate | Attend) -> torch.Tensor:
         """Queries, keys and values side by side."""
-        return self.at(Rows(operation.x.buffer, operation.x.first, sum(rows.width for rows in operation.reads)))
+        beside = (rows.width for rows in operation.reads if rows.buffer == operation.x.buffer)
+        return self.at(Rows(operation.x.buffer, operation.x.first, sum(beside)))
 
     def gate_rows(self, gate: GateRows) -> None:
         self.work.side.kernels.gate_rows(self.at(gate.x), self.at(gate.gate), gate.curve)
@@ -284,6 +297,56 @@ class Course:
         self.work.side.kernels.place(self.at(JOINED), self.at(place.out))
 
 
+def _store_index(course: Course, store: StoreIndex) -> None:
+    side, (q, k) = course.work.side, store.norms
+    norms = course.vector(q.role), course.vector(k.role)
+    given = course.at(store.x), course.at(store.key), norms, store.each, side.config.norm_eps
+    side.kernels.store_index(*given, side.ropes[store.rope], course.work.rows, course.state.index)
+
+
+def _choose_cells(course: Course, choose: ChooseCells) -> None:
+    side, rule = course.work.side, (choose.each, choose.most)
+    seen = course.at(choose.out).view(torch.int32)
+    side.kernels.choose_cells(
+        course.at(choose.x), course.state.index, rule, course.work.rows, side.space.tensors[SCORES], seen
+    )
+
+
+def _spread(course: Course, spread: SpreadStream) -> None:
+    course.work.side.kernels.spread_stream(course.at(spread.x), course.at(spread.out), spread.count)
+
+
+def _inject(course: Course, inject: InjectStream) -> None:
+    course.work.side.kernels.inject_stream(course.at(inject.x), course.at(inject.out), inject.count)
+
+
+def _norm_streams(course: Course, norm: NormStreams) -> None:
+    side, weight = course.work.side, course.vector(norm.weight.role)
+    side.kernels.norm_streams(course.at(norm.x), weight, norm.count, side.config.norm_eps, course.at(norm.out))
+
+
+def _mix_streams(course: Course, mix: MixStreams) -> None:
+    cleared = course.at(STREAM) if mix.clears else None
+    x, gates, out = course.at(mix.x), course.at(mix.gates), course.at(mix.out)
+    course.work.side.kernels.mix_streams(x, gates, mix.count, out, cleared)
+
+
+def _gate_grams(course: Course, gate: GateGrams) -> None:
+    side, norms = course.work.side, (course.vector(gate.norms[0].role), course.vector(gate.norms[1].role))
+    given = course.at(gate.key), course.at(gate.value), course.at(gate.streams), norms, gate.count
+    side.kernels.gate_grams(*given, side.config.norm_eps, course.at(gate.out))
+
+
+def _add_grams(course: Course, add: AddGrams) -> None:
+    side, index, taps = course.work.side, course.work.rows.sequences, course.vector(add.taps.role)
+    assert index is not None
+    given = course.at(add.x), course.vector(add.norm.role), taps.view(-1, add.each), (add.count, add.apart)
+    side.kernels.add_grams(
+        *given, side.config.norm_eps, course.at(add.out), course.state, slots=index.slots, offsets=index.offsets,
+        opened=side.space.tensors[OPEN_GRAMS],
+    )  # fmt: skip
+
+
 ACTS: dict[type, Callable[[Course, Any], None]] = {
     Norm: Course.norm,
     Take: Course.take,
@@ -307,4 +370,12 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     NormHeads: Course.norm_heads,
     SumSquares: Course.sum_squares,
     NormWide: Course.norm_wide,
+    StoreIndex: _store_index,
+    ChooseCells: _choose_cells,
+    SpreadStream: _spread,
+    InjectStream: _inject,
+    NormStreams: _norm_streams,
+    MixStreams: _mix_streams,
+    GateGrams: _gate_grams,
+    AddGrams: _add_grams,
 }

@@ -3,7 +3,7 @@
 import torch
 
 from pshard.buffers import STATES
-from pshard.runtime.blocks.block import ALONE, Block, Residual, Work, normalise
+from pshard.runtime.blocks.block import ALONE, Block, Residual, Work, normalise, take
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.output import BIAS, HEADS, NORM
 
@@ -25,7 +25,10 @@ class OutputBlock(Block):
             torch.index_select(space.tensors["hidden"], 0, rows, out=picked)
             if side.config.centred:
                 k.centre_rows(picked)
-            k.rms_norm(picked, weights.vectors[NORM], side.config.norm_eps, normed)
+            if NORM in weights.vectors:
+                k.rms_norm(picked, weights.vectors[NORM], side.config.norm_eps, normed)
+            else:
+                normed = take(side, picked)
             if BIAS in weights.vectors:
                 k.bend_rows(normed, "plus", weights.vectors[BIAS])
             k.linear(normed, head, logits, space.tile)

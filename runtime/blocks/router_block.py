@@ -25,11 +25,14 @@ class RouterBlock(Block):
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, rule = work.side, work.rows.tokens, rule_of(work.side.config)
         x, routes = view_routed(side, work.rows, filled=True)
-        entered = side.space.rows(ENTERED, n) if rule.early else x
-        if rule.early == "inputs":
-            side.kernels.rms_norm(entered, _find_norm(weights), side.config.norm_eps, x)
+        norm = _find_norm(weights)
+        entered = side.space.rows(ENTERED, n) if rule.early or norm is None else x
+        if norm is None:
+            side.kernels.place(entered, x)
+        elif rule.early == "inputs":
+            side.kernels.rms_norm(entered, norm, side.config.norm_eps, x)
         else:
-            normalise(side, _find_norm(weights), n, residual, x)
+            normalise(side, norm, n, residual, x)
         _route(work, weights, entered if rule.early == "scores" else x, routes)
         if rule.weighs_inputs:
             side.kernels.weigh_rows(x, routes.weights[:n])
@@ -51,5 +54,6 @@ def _route(work: Work, weights: UnitWeights, x: torch.Tensor, routes: Routes) ->
     work.exchange.gather(view_choices(side, work.rows), widths)
 
 
-def _find_norm(weights: UnitWeights) -> torch.Tensor:
-    return next(weights.vectors[role] for role in NORMS if role in weights.vectors)
+def _find_norm(weights: UnitWeights) -> torch.Tensor | None:
+    """None where a mix of streams is taken as it is."""
+    return next((weights.vectors[role] for role in NORMS if role in weights.vectors), None)

@@ -2,7 +2,7 @@
 
 A block is what one layer keeps of one key head after some tokens: the matrices of its value heads, then of the
 convolution's last inputs the columns of its queries, keys and values; of a short convolution the last inputs of PIECE
-channels. float32.
+channels. Behind these, of a layer with n-grams, all of its convolution's last inputs, which every rank has. float32.
 """
 
 import zlib
@@ -18,6 +18,7 @@ from pshard.model import ModelSpec
 from pshard.runtime.checkpoints.checkpoints import Checkpoint
 from pshard.runtime.residents import Snapshot
 from pshard.units.delta_net import QUERY_KEY, TAIL, delta_of
+from pshard.units.grams import KEY, channels_of, grams_of
 from pshard.units.short_conv import PARTS, PIECE, conv_of
 
 
@@ -32,11 +33,13 @@ class StateHead:
     heads: int
 
 
-def find_states(spec: ModelSpec, held: Ranges) -> "SavedStates | None":
-    """The blocks of a model that a rank has; None of one without such states."""
+def find_states(spec: ModelSpec, held: Sequence[Ranges], rank: int) -> "SavedStates | None":
+    """The blocks of a model that a rank has; None of one without such states. held: what of it every rank has."""
     if spec.config.conv:
-        return SavedTails(spec, held)
-    return SavedNets(spec, held) if any(QUERY_KEY in unit.by_role for unit in spec.units) else None
+        return SavedTails(spec, held[rank])
+    if not any(QUERY_KEY in unit.by_role for unit in spec.units):
+        return None
+    return SavedNetsAndGrams(spec, held, rank) if spec.config.grams else SavedNets(spec, held[rank])
 
 
 class SavedStates(ABC):
@@ -62,6 +65,15 @@ class SavedStates(ABC):
     def block_nbytes(self) -> int:
         """Bytes of a block."""
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of every block of a checkpoint."""
+        return [self.block_nbytes] * self.count
+
+    def _is_written(self, place: StateHead) -> bool:
+        """Whether it is this rank that writes a block that it has."""
+        return True
+
     @abstractmethod
     def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
         """Where a block's parts lie in a rank's states."""
@@ -69,7 +81,7 @@ class SavedStates(ABC):
     def write(self, file: BinaryIO, offsets: Sequence[int], states: Sequence[Checkpoint]) -> Iterator[tuple[int, int]]:
         """This rank's blocks of all checkpoints, to where all of them begin; (number, CRC) of each."""
         for i, one in enumerate(states):
-            for place in self._heads:
+            for place in filter(self._is_written, self._heads):
                 number = i * self.count + place.number
                 raw = torch.cat([part.reshape(-1) for part in self._views(one.states, place)]).numpy().tobytes()
                 file.seek(offsets[number])
@@ -127,3 +139,31 @@ class SavedTails(SavedStates):
 
     def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
         yield states[place.unit][0][:, PIECE * place.head : PIECE * (place.head + 1)]
+
+
+class SavedNetsAndGrams(SavedNets):
+    """The same, and behind them one of the layer with n-grams."""
+
+    def __init__(self, spec: ModelSpec, held: Sequence[Ranges], rank: int) -> None:
+        super().__init__(spec, held[rank])
+        unit = next(unit for unit in spec.units if KEY in unit.by_role)
+        name = unit.by_role[KEY].name
+        holders = [r for r, own in enumerate(held) if any(own[unit.name].get(name, (0, 0))[:2])]
+        self._grams, self._nbytes = unit.name, 4 * grams_of(spec.config).reach * channels_of(spec.config)
+        if rank in holders:
+            self._heads = (*self._heads, StateHead(self.count, unit.name, 0, 1))
+        self._writes = rank == holders[0]
+        self.count += 1
+
+    @property
+    def sizes(self) -> list[int]:
+        return [*super().sizes[:-1], self._nbytes]
+
+    def _is_written(self, place: StateHead) -> bool:
+        return self._writes or place.unit != self._grams
+
+    def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
+        if place.unit == self._grams:
+            yield states[place.unit][0]
+        else:
+            yield from super()._views(states, place)

@@ -146,16 +146,19 @@ class RowIndex:
 class Scoring:
     """What attention makes of scores, once they are scaled: they become cap tanh(score / cap) (0: they stay), and lose
     a head's number of `slopes`, float32 [H], for each cell that they lie back (None: nothing). chunked: windows are
-    chunks of the text that follow each other, of which a row sees the cells of its own up to itself."""
+    chunks of the text that follow each other, of which a row sees the cells of its own up to itself. seen: of the cells
+    that a row would see, those that count, `each` in a row by a bit, as `IndexKernels.choose_cells` leaves them."""
 
     cap: float = 0.0
     slopes: torch.Tensor | None = None
     chunked: bool = False
+    seen: torch.Tensor | None = None
+    each: int = 1
 
     @property
     def changes(self) -> bool:
         """Whether anything is other than without it."""
-        return self.cap != 0 or self.slopes is not None or self.chunked
+        return self.cap != 0 or self.slopes is not None or self.chunked or self.seen is not None
 
 
 AS_THEY_ARE = Scoring()
@@ -166,11 +169,13 @@ class LayerKV:
     """KV cache of one layer on the device that attends: k and v are [blocks, n, G, d] float32, float16 or bfloat16, or
     q8_0, q4_0: int8, uint8 [blocks, n, bytes of a cell], see kv_codec. They may be of different types.
 
-    Cell i of a sequence is cell i % n of the block that stands at i // n among the sequence's own.
+    Cell i of a sequence is cell i % n of the block that stands at i // n among the sequence's own. index: float32
+    [blocks, n, m], by which cells are chosen; None where all are seen.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    index: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,8 @@ class DeltaWeights:
 
     conv [C, 4] over the last inputs, the newest last; of dt_bias, decay (<= 0) and norm one number a value head, but of
     norm one of each of its `head` numbers. tiled: value head j uses key head j % key_heads; else
-    j // (value_heads // key_heads). C = (2 key_heads + value_heads) head.
+    j // (value_heads // key_heads). C = (2 key_heads + value_heads) head. gate: "silu" or "sigmoid", of what multiplies
+    normalised outputs.
     """
 
     conv: torch.Tensor
@@ -191,6 +197,7 @@ class DeltaWeights:
     value_heads: int
     head: int
     tiled: bool = False
+    gate: str = "silu"
 
 
 @dataclass(frozen=True)
@@ -333,7 +340,7 @@ class StateKernels(Protocol):
         opened: torch.Tensor | None = None,
     ) -> None:
         """A gated delta net: convolution of qkv [M, C] over its last inputs, silu, L2 norms of q and k, the recurrence,
-        and out [M, Hv d] = RMSNorm(o) * silu(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
+        and out [M, Hv d] = RMSNorm(o) * gate(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
 
         Columns of qkv are all q, all k, all v. Tokens of sequence i, those from offsets[i] to offsets[i + 1], continue
         its state states[slots[i]] [Hv, dk, dv], float32, and its last three inputs tails[slots[i]] [3, C], float32, the
@@ -376,7 +383,106 @@ class StateKernels(Protocol):
         ...
 
 
-class Kernels(RowKernels, StateKernels, Protocol):
+class StreamKernels(Protocol):
+    """What several residual streams take, S of them of D numbers: streams [M, S D + more], float32, side by side; and
+    n-grams, which are added to them. Row strides free."""
+
+    def spread_stream(self, x: torch.Tensor, streams: torch.Tensor, count: int) -> None:
+        """x[M, D], float32, as each of the `count` streams."""
+        ...
+
+    def inject_stream(self, x: torch.Tensor, streams: torch.Tensor, count: int) -> None:
+        """Each stream += x[M, D], float32, times twice the sigmoid of its own of the S numbers behind the streams."""
+        ...
+
+    def norm_streams(
+        self, streams: torch.Tensor, weight: torch.Tensor, count: int, eps: float, out: torch.Tensor
+    ) -> None:
+        """out[M, S D], act_dtype: each stream as RMS-normalised, times weight[S D], divided by S."""
+        ...
+
+    def mix_streams(
+        self, x: torch.Tensor, gates: torch.Tensor, count: int, out: torch.Tensor, cleared: torch.Tensor | None = None
+    ) -> None:
+        """out[M, D], float32: the sum over the S parts of x[M, S D] * sigmoid(gates[M, S D]), act_dtype. cleared
+        becomes all zeros."""
+        ...
+
+    def gate_grams(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        streams: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor],
+        count: int,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """out[M, S D], float32: for each stream value[M, D] times sigmoid(sign(s) sqrt(max(|s|, 1e-6))), where s is the
+        product of the stream and its part of key[M, S D], both RMS-normalised with `norms` [S D], over sqrt(D). key and
+        value act_dtype."""
+        ...
+
+    def add_grams(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        taps: torch.Tensor,
+        sizes: tuple[int, int],
+        eps: float,
+        streams: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        opened: torch.Tensor | None = None,
+    ) -> None:
+        """streams += x[M, S D], float32, and silu(conv(n)), where n is each stream's part of x as RMS-normalised, and
+        conv multiplies a channel's inputs 0, a, 2 a... tokens back by its taps [S D, t], the newest by the last. sizes:
+        (S, a).
+
+        tails [s, (t - 1) a, S D], slots and offsets are as in `delta_net`. opened: float32 [rows, S D], where open rows
+        leave n.
+        """
+        ...
+
+
+class IndexKernels(Protocol):
+    """What an index of cells takes: see `Selection`. index [blocks, n, d], float32, in the blocks of a KV cache: in the
+    last cell of each block of `each` tokens its key, in those before it the sum of raw keys up to their own."""
+
+    def store_index(
+        self,
+        q: torch.Tensor,
+        key: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor],
+        each: int,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        index: torch.Tensor,
+    ) -> None:
+        """q [M, H d]: every head RMS-normalised and rotated by the row's position, in place. key [M, d], raw, goes into
+        the row's cell: added to what is in the cell before it in its block; in the last one the mean, RMS-normalised
+        and rotated by the position of the block's first token. act_dtype; norms, of q and keys, float32 [d]."""
+        ...
+
+    def choose_cells(
+        self,
+        q: torch.Tensor,
+        index: torch.Tensor,
+        rule: tuple[int, int],
+        rows: RowIndex,
+        scores: torch.Tensor,
+        seen: torch.Tensor,
+    ) -> None:
+        """Bit b of word w of a row of seen, int32 [M, W], says whether the row sees its block w n / each + b: those
+        `most` complete ones of the largest sum over the heads of max(q . key, 0), of equal ones the first; and that
+        which follows the complete ones. rule: (each, most). q [M, H d] act_dtype. Cells behind the row's own do not
+        count, whatever bits say. scores: float32 scratch [R, n W / each] for so many rows at a time."""
+        ...
+
+
+class Kernels(RowKernels, StateKernels, StreamKernels, IndexKernels, Protocol):
     """One device's kernels."""
 
     act_dtype: torch.dtype

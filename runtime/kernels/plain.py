@@ -19,8 +19,10 @@ from pshard.runtime.kernels.api import (
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
 from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_chunks, choose_experts
+from pshard.runtime.kernels.plain_index import PlainIndex, spell_seen
 from pshard.runtime.kernels.plain_latent import PlainLatent
 from pshard.runtime.kernels.plain_rows import bend_gate, gate_of, head_norm, product, resize_heads, rotate
+from pshard.runtime.kernels.plain_streams import PlainStreams
 from pshard.runtime.kernels.plain_windows import attend_seen
 from pshard.runtime.kernels.unpack import BY_ROWS, plain_rows, unpack
 from pshard.units.kv_cells import window_start
@@ -28,7 +30,7 @@ from pshard.units.kv_cells import window_start
 LOOKUP_IDS = 64  # looked up at once, as whole records are unpacked: bounds the temporaries
 
 
-class PlainKernels(PlainLatent, PlainDelta):
+class PlainKernels(PlainLatent, PlainDelta, PlainStreams, PlainIndex):
     """Implements `api.Kernels` on float32 with torch operators; slow, and allocates while it runs."""
 
     act_dtype = torch.float32
@@ -269,7 +271,9 @@ class PlainKernels(PlainLatent, PlainDelta):
                 seen = torch.arange(cells, device=q.device) <= torch.arange(s.past, cells, device=q.device)[:, None]
                 mixed = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=seen, scale=scale)
             else:
-                mixed = attend_seen(q.float() * scale, k, v, (s.past, first), rows.window, sinks, bent)
+                chosen = None if bent.seen is None else bent.seen[s.start : s.start + s.tokens]
+                counts = None if chosen is None else spell_seen(chosen, bent.each, cells, kv.k.shape[1])
+                mixed = attend_seen(q.float() * scale, k, v, (s.past, first), rows.window, sinks, bent, counts)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
 
 

@@ -65,7 +65,8 @@ class PlainDelta:
                 mixed, states[slot] = run_recurrent(q, k, v, decay, share, before)
             else:
                 mixed, states[slot] = run_chunked(q, k, v, decay, share, before)
-            gate = F.silu(z[rows].to(states.dtype)).unflatten(1, (-1, weights.head))
+            bend = torch.sigmoid if weights.gate == "sigmoid" else F.silu
+            gate = bend(z[rows].to(states.dtype)).unflatten(1, (-1, weights.head))
             normed = head_norm(mixed.transpose(0, 1), weights.norm, weights.eps)
             out[rows] = (normed * gate).flatten(1).to(out.dtype)
 

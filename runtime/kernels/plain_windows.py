@@ -15,11 +15,12 @@ def attend_seen(
     window: int,
     sinks: torch.Tensor | None,
     bent: Scoring,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float32 [H, n, d]: query i, scaled, over the cells up to its own, at most `window` of them (0: all).
 
     q [H, n, d]; k, v [H, cells, d]; before: cells before the first query's own, and those of them that k and v lack;
-    sinks [H]: one more score of each head, without a value.
+    sinks [H]: one more score of each head, without a value. counts: bool [n, cells], those that may be seen.
     """
     out, (past, gone) = torch.empty_like(q), before
     step = max(16, min(window or 256, 256, SCORES // (q.shape[0] * k.shape[1])))
@@ -34,6 +35,8 @@ def attend_seen(
         if bent.slopes is not None:
             scores -= bent.slopes[:, None, None] * (row - cell)
         scores.masked_fill_((cell > row) | (cell < from_cell), -torch.inf)
+        if counts is not None:
+            scores.masked_fill_(~counts[start : start + step, first - gone : last - gone], -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(row), 1)), -1)
         out[:, start : start + step] = scores.softmax(-1)[..., : last - first] @ v[:, first - gone : last - gone]

@@ -25,7 +25,8 @@ class HostSide:
 
     Attributes:
         side: computes what the plan leaves to the CPU; its hidden rows are those of any micro-batch.
-        ids: int64, tokens of any micro-batch, all in the vocabulary.
+        ids: int64, tokens of any micro-batch, all in the vocabulary. grams: int64, rows of a table of n-grams that they
+            take, as many of each; none where there is no such table.
         index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat, of the micro-batch
             under way; lent: places for those of a token of each sequence, which leave with whoever asked for them.
         rows: float32, flat: what the CPU has computed of a divided unit.
@@ -36,6 +37,7 @@ class HostSide:
 
     side: Side
     ids: torch.Tensor
+    grams: torch.Tensor
     index: torch.Tensor
     logits: torch.Tensor
     lent: LentRows
@@ -54,6 +56,8 @@ class HostSide:
         largest = tiers[-1].tokens
         hidden = self.allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
         self.ids = self.allocate(largest * 8).view(torch.int64)
+        each = config.grams.each if config.grams else 0
+        self.grams = self.allocate(largest * each * 8).view(torch.int64) if each else torch.empty(0, dtype=torch.int64)
         self.index = self.allocate(shared_index_words(spec, largest, shape) * 4).view(torch.int32)
         self.logits = self.allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
         self.lent = LentRows(config.vocab, shape.sequences, self.allocate)

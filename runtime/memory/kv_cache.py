@@ -23,14 +23,16 @@ KV_DTYPES = {
 }
 
 
-def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape, window: int = 0) -> LayerKV:
-    """k and v as views of uint8 memory, as long as CellState says: LayerKV's tensors."""
-    law = CellState(n_kv_heads * head_dim, shape.type_k, shape.type_v, window)
+def view_layer(
+    memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape, window: int = 0, index: int = 0
+) -> LayerKV:
+    """k, v and an index as views of uint8 memory, as long as CellState says: LayerKV's tensors."""
+    law = CellState(n_kv_heads * head_dim, shape.type_k, shape.type_v, window, index)
     views, at, blocks = [], 0, law.blocks(shape)
-    for kind in (shape.type_k, shape.type_v):
-        cell = kv_nbytes(kind, n_kv_heads * head_dim)
+    for number, (kind, width) in enumerate(law.parts):
+        cell = kv_nbytes(kind, width)
         nbytes = blocks * KV_BLOCK * cell
-        extents = (cell,) if kind in CODED else (n_kv_heads, head_dim)
+        extents = (width,) if number > 1 else (cell,) if kind in CODED else (n_kv_heads, head_dim)
         views.append(memory[at : at + nbytes].view(KV_DTYPES[kind]).view(blocks, KV_BLOCK, *extents))
         at += align(nbytes, BUFFER_ALIGN)
     return LayerKV(*views)
@@ -51,21 +53,27 @@ def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
 
 
 def read_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
-    """A copy on the host of the first cells in these blocks of a layer: "k" and "v", [cells, ...] as in LayerKV.
-    Latents are keys, and values of no number."""
-    if isinstance(kv, torch.Tensor):
-        return {"k": gather_cells(kv, blocks, cells).to("cpu", copy=True), "v": torch.empty(cells, 1, 0)}
-    return {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in (("k", kv.k), ("v", kv.v))}
+    """A copy on the host of the first cells in these blocks of a layer: "k", "v" and "index", [cells, ...] as in
+    LayerKV. Latents are keys, and values of no number."""
+    found = {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in _caches(kv).items()}
+    return found | {"v": torch.empty(cells, 1, 0)} if isinstance(kv, torch.Tensor) else found
 
 
 def write_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
     """Fill the first cells in these blocks of a layer with what `read_cells` gave."""
-    caches = ((kv, "k"),) if isinstance(kv, torch.Tensor) else ((kv.k, "k"), (kv.v, "v"))
-    for cache, values in ((cache, cells[what]) for cache, what in caches):
+    for cache, values in ((cache, cells[what]) for what, cache in _caches(kv).items()):
         done = 0
         for start, stop in pool_spans(blocks, 0, len(values)):
             cache.flatten(0, 1)[start:stop] = values[done : done + stop - start].to(cache.device)
             done += stop - start
+
+
+def _caches(kv: LayerKV | torch.Tensor) -> dict[str, torch.Tensor]:
+    """What cells lie in."""
+    if isinstance(kv, torch.Tensor):
+        return {"k": kv}
+    index = {} if kv.index is None else {"index": kv.index[:, :, None]}
+    return {"k": kv.k, "v": kv.v, **index}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells). Its parts
     for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 and q4_0 for
         each cell the head's codes (of 8 or 4 bits) and then its scales (f16, one for 32 codes). Latents are the K of
         one head, whose V has no number. Of a layer with a window the last cells only: from the block of KV_BLOCK cells
-        on where what the next token sees begins
+        on where what the next token sees begins. Of a layer that chooses cells then the index: [cells, numbers], f32
     of a model with a gated delta net, whose fields have `states`: the lengths of checkpoints, the last one the text's;
         of each for every such layer and key head a part, see checkpoints/saved_states.py
     with who drafted beside the text, whose fields have `drafter`, its name, and `drafter_cells`, of how many of the
@@ -67,7 +67,7 @@ def fingerprint_model(source: WeightSource) -> str:
 @dataclass(frozen=True)
 class HeadCells:
     """One head's keys or values of one layer: number of its part, its unit, "k" or "v", head among this rank's, of so
-    many numbers."""
+    many numbers. Or what "index" says of the layer's cells, of which every rank has all."""
 
     number: int
     unit: str
@@ -88,7 +88,8 @@ class KVStore:
         caches = (law for law in laws if isinstance(law, CellState | LatentState))
         self._heads = tuple(heads for _, *heads in _list_caches(source.spec, kv))
         self._held = held[group.rank]
-        self._states = find_states(source.spec, self._held)
+        self._index = source.spec.config.selection.head if source.spec.config.selection else 0
+        self._states = find_states(source.spec, held, group.rank)
         self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
 
     def save(
@@ -205,15 +206,14 @@ class KVStore:
             "type_v": self._kv.type_v,
             "tokens": list(tokens),
         }
-        sizes = [
-            self._block_bytes(window, what, len(tokens), dim)
-            for window, (heads, dim) in zip(self._windows, self._heads, strict=True)
-            for what in "kv"
-            for _ in range(heads)
-        ]
+        sizes = list[int]()
+        for window, (heads, dim) in zip(self._windows, self._heads, strict=True):
+            for what in "kv":
+                sizes += heads * [self._block_bytes(window, what, len(tokens), dim)]
+            sizes += [kv_nbytes("f32", self._index) * len(tokens)] if self._index else []
         if self._states:
             fields["states"] = list(states)
-            sizes += [self._states.block_nbytes] * (self._states.count * len(states))
+            sizes += self._states.sizes * len(states)
         if config.rope.long_factors:  # keys of a short context are turned by other angles
             longest = longest_sequence(config, self._kv.context)
             fields["angles"] = "long" if longest > config.rope.original_context else "short"
@@ -232,7 +232,7 @@ class KVStore:
     @property
     def _first_state(self) -> int:
         """The number of the first part behind the cells'."""
-        return sum(2 * heads for heads, _ in self._heads)
+        return sum(2 * heads + (self._index > 0) for heads, _ in self._heads)
 
     def _write_parts(
         self, path: Path, held: Segment, outline: Outline, states: Sequence[Checkpoint]
@@ -373,3 +373,8 @@ def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], ran
             for i, what in enumerate("kv"):
                 yield HeadCells(before + i * heads + head, unit.name, what, at, d, first == rank)
         before += 2 * heads
+        if rule := spec.config.selection:
+            if held[rank]:
+                first = next(r for r, mine in enumerate(held) if mine)
+                yield HeadCells(before, unit.name, "index", 0, rule.head, first == rank)
+            before += 1

@@ -12,6 +12,7 @@ from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.texts.commit_texts import Commits
+from pshard.runtime.texts.gram_rows import list_gram_rows
 from pshard.runtime.texts.split_pieces import split_at_borders, split_by_tables
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
@@ -90,9 +91,9 @@ class PieceRunner:
 
     def _compute(self, batch: NewTokens, chooser: RowChooser | None = None, best_only: bool = False) -> torch.Tensor:
         follow = partial(self._blocks.foresee, batch.segments)
-        found = self._executor.run(
-            batch.ids, batch.segments, batch.batch, self._blocks.used, best_only, chooser=chooser, foresee=follow
-        )
+        grams = list_gram_rows(self._executor.spec.config.grams, batch)
+        given = batch.ids, batch.segments, batch.batch, self._blocks.used, best_only
+        found = self._executor.run(*given, chooser=chooser, foresee=follow, grams=grams)
         batch.append()
         self._commits.follower.follow(batch)
         return found

@@ -8,6 +8,7 @@ import torch
 
 from pshard.runtime.executor import Executor, join_logits
 from pshard.runtime.texts.commit_texts import Commits, DueStates
+from pshard.runtime.texts.gram_rows import list_gram_rows
 from pshard.runtime.texts.run_pieces import PieceRunner
 from pshard.runtime.texts.text import Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
@@ -78,7 +79,8 @@ class SweepRunner:
         for one, waiting in zip(taken, in_force.carved.waiting):
             ready = executor.walks.prepare(in_force, one.new.segments, list(one.new.batch.wanted))
             ready.walk.logits.ask(best_only, None)
-            turns.append(make_turn(ready, one.new.ids, waiting))
+            grams = list_gram_rows(executor.spec.config.grams, one.new)
+            turns.append(make_turn(ready, one.new.ids, waiting, grams))
 
         def keep_states(number: int, units: frozenset[str]) -> None:
             for due in taken[number].due:

@@ -43,12 +43,15 @@ class ReadyWalk:
         """Whether this is the walk."""
         return self.tier is tier and self.logit_rows == logit_rows and self.segments == segments
 
-    def begin(self, ids: Sequence[int]) -> Walk:
-        """The walk, for these token ids. The micro-batch before it has been computed."""
+    def begin(self, ids: Sequence[int], grams: np.ndarray | None = None) -> Walk:
+        """The walk, for these token ids, and rows of a table of n-grams [tokens, each]. The micro-batch before it has
+        been computed."""
         (written, index), (numbers, spans) = self.index, self.spans
         index.numbers[:] = written.numbers
         spans[:] = numbers
         self.walk.batch.ids.numpy()[:] = ids
+        if grams is not None and self.walk.batch.grams is not None:
+            self.walk.batch.grams.numpy()[:] = grams.ravel()
         return self.walk
 
 
@@ -61,17 +64,24 @@ class WalkMaker:
 
     def __init__(self, context: RunContext, residents: Residents, states: StateShape, graphs: PromptGraphs) -> None:
         self._context, self._residents, self._states, self._graphs = context, residents, states, graphs
-        self._ids = context.host.ids
+        self._ids, self._grams = context.host.ids, context.host.grams
         self._next: ReadyWalk | None = None
         self._chain: tuple[TierInForce, Chain | None] | None = None
         self.exact = False
 
-    def make(self, tier: TierInForce, ids: Sequence[int], segments: tuple[Segment, ...], logit_rows: list[int]) -> Walk:
-        """The walk of a micro-batch under a tier."""
+    def make(
+        self,
+        tier: TierInForce,
+        ids: Sequence[int],
+        segments: tuple[Segment, ...],
+        logit_rows: list[int],
+        grams: np.ndarray | None = None,
+    ) -> Walk:
+        """The walk of a micro-batch under a tier. grams: see `ReadyWalk.begin`."""
         ready, self._next = self._next, None
         if ready is None or not ready.is_for(tier, segments, logit_rows):
             ready = self.prepare(tier, segments, logit_rows)
-        return ready.begin(ids)
+        return ready.begin(ids, grams)
 
     def make_next(self, tier: TierInForce, foresee: Foresee, logit_rows: list[int], ahead: Program | None) -> None:
         """Make what will probably be asked for next, where it is known, while the walk before it is on its way.
@@ -118,7 +128,13 @@ class WalkMaker:
         if tier.looks_up:
             acc_ids = tier.ids_rows(filled[0])
             unsent.append((acc_ids, self._ids[: filled[0]]))
-        batch = MicroBatch(ids, acc_ids, segments, *rows, tuple(unsent))
+        grams = acc_grams = None
+        if each := config.grams.each if config.grams else 0:
+            grams = acc_grams = self._grams[: tokens * each]
+            if tier.looks_up:
+                acc_grams = tier.grams_rows(filled[0], each)
+                unsent.append((acc_grams, self._grams[: filled[0] * each]))
+        batch = MicroBatch(ids, acc_ids, segments, *rows, tuple(unsent), grams, acc_grams)
         logits = Logits(self._context, tier, (here.wanted, there.wanted), len(logit_rows))
         walk = Walk(self._context, self._residents, tier, batch, logits, self._graphs)
         numbers = [number for span in list_spans(segments) for number in span]

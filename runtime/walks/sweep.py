@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from pshard.runtime.devices.device import Device
@@ -34,11 +35,13 @@ def _compile(step: Step) -> tuple[Program | Step, frozenset[str]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One micro-batch of a sweep: its walk, which begins anew in each round, its token ids, and where its rows wait."""
+    """One micro-batch of a sweep: its walk, which begins anew in each round, its token ids and their rows of a table of
+    n-grams, and where its rows wait."""
 
     ready: ReadyWalk
     ids: Sequence[int]
     waiting: Mapping[str, torch.Tensor]
+    grams: np.ndarray | None = None
 
     @property
     def walk(self) -> Walk:
@@ -55,11 +58,13 @@ class Turn:
         side.kernels.forget()
 
 
-def make_turn(ready: ReadyWalk, ids: Sequence[int], waiting: Mapping[str, torch.Tensor]) -> Turn:
+def make_turn(
+    ready: ReadyWalk, ids: Sequence[int], waiting: Mapping[str, torch.Tensor], grams: np.ndarray | None = None
+) -> Turn:
     """A turn whose index stays as it was written while others are."""
     written, place = ready.index
     kept = replace(written, memory=written.memory.clone())
-    return Turn(replace(ready, index=(kept, place)), ids, waiting)
+    return Turn(replace(ready, index=(kept, place)), ids, waiting, grams)
 
 
 def sweep(
@@ -79,7 +84,7 @@ def sweep(
         for number, turn in enumerate(turns):
             if turn.walk.batch.unsent:  # as in the first round
                 device.host_wait(device.mark())  # the turn before sends the same buffers of the host
-            turn.ready.begin(turn.ids)
+            turn.ready.begin(turn.ids, turn.grams)
             for one in item.body:
                 if isinstance(one, Move) and isinstance(one.portion, WaitingRows):
                     turn.put_aside(one.portion)

@@ -30,7 +30,7 @@ from pshard.steps.step import AllReduce, Compute, Free, Gather, Receive, Send
 class MicroBatch:
     """What is to be computed: token ids (int64 [M] on either side), where their rows stand there (on the accelerator
     maybe more, that only fill it), and what the first launch brings, as places on the device and on the host: the index
-    that says so, and the ids where it looks them up."""
+    that says so, and the ids where it looks them up. grams: as of `Work`, of either side."""
 
     ids: torch.Tensor
     acc_ids: torch.Tensor
@@ -38,6 +38,8 @@ class MicroBatch:
     host_rows: RowIndex
     acc_rows: RowIndex
     unsent: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    grams: torch.Tensor | None = None
+    acc_grams: torch.Tensor | None = None
 
 
 class PromptGraphs:
@@ -79,8 +81,9 @@ class Walk:
         self._tokens, self._filled = batch.ids.shape[0], batch.acc_rows.tokens
         self._host_space, self._acc_space = context.host.side.space, tier.side.space
         peers = context.group.peers if context.sums else None
-        acc = Work(tier.side, batch.acc_rows, batch.acc_ids, logits, peers)
-        work = {"cpu": Work(context.host.side, batch.host_rows, batch.ids, logits), "acc": acc}
+        acc = Work(tier.side, batch.acc_rows, batch.acc_ids, logits, peers, batch.acc_grams)
+        host = Work(context.host.side, batch.host_rows, batch.ids, logits, grams=batch.grams)
+        work = {"cpu": host, "acc": acc}
         self._units = UnitRuns(context, residents, tier, work)
         self._copies = CopiesBeside(context, residents, tier, batch.segments)
         self._side = CPU  # which computed last
@@ -181,7 +184,9 @@ class Walk:
     def _key(self, stretch: Stretch) -> tuple:
         """Equal for work whose kernels, addresses and launch sizes are."""
         rows, told = self.batch.acc_rows, stretch.gives_logits or self.batch.unsent
-        cells = rows.cells if self._tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
+        # a prompt's launches do not depend on them, but where some of them are chosen
+        chooses = self._context.spec.config.selection is not None
+        cells = rows.cells if self._tokens <= SMALL_BATCH or chooses else 0
         wanted = self.logits.made if told else 0  # the others' work is the same
         return id(self._context), self._tier.tokens, stretch.name, self._filled, wanted, cells, rows.longest
 

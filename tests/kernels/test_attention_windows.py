@@ -87,15 +87,32 @@ def reference(
             place = s.past + i
             first = max(0, place + 1 - window) if window else 0
             seen = slice(place // window * window if bent.chunked else first, place + 1)
+            counts = slice(None) if bent.seen is None else spell(bent, s.start + i)[seen]
             for h in range(n):
                 scores = k[seen, h // (n // groups)] @ q[s.start + i, h] / np.sqrt(d)
                 if bent.cap:
                     scores = bent.cap * np.tanh(scores / bent.cap)
                 scores = scores - slopes[h] * (place - np.arange(seen.start, seen.stop))
+                scores, values = scores[counts], v[seen, h // (n // groups)][counts]
                 everything = scores if sinks is None else np.append(scores, sinks[h])
                 p = np.exp(everything - everything.max())
-                out[s.start + i, h] = (p / p.sum())[: len(scores)] @ v[seen, h // (n // groups)]
+                out[s.start + i, h] = (p / p.sum())[: len(scores)] @ values
     return out.reshape(rows.tokens, -1)
+
+
+def choose(tokens: int, each: int, device: str) -> Scoring:
+    """A row sees its first cells, and of all others a third, `each` in a row."""
+    drawn = torch.rand(tokens, POOL, KV_BLOCK // each, generator=torch.Generator().manual_seed(5)) < 1 / 3
+    drawn[:, 0, 0] = True
+    words = (drawn.long() << torch.arange(KV_BLOCK // each)).sum(2).to(torch.int32)
+    return Scoring(seen=words.to(device), each=each)
+
+
+def spell(bent: Scoring, row: int) -> np.ndarray:
+    """Which cells count, bit by bit."""
+    assert bent.seen is not None
+    words = [int(word) for word in bent.seen[row].cpu()]
+    return np.array([bool(words[cell // KV_BLOCK] >> (cell % KV_BLOCK // bent.each) & 1) for cell in range(64 * POOL)])
 
 
 def check(
@@ -132,6 +149,14 @@ BENT = {"cap": (Scoring(1.5), 0), "cap, window": (Scoring(1.5), 128), "slopes": 
 @pytest.mark.parametrize("kernels", [PlainKernels(), HostKernels()], ids=["plain", "host"])
 def test_scores_are_capped_and_fall_with_distance(kernels, parts, bent: Scoring, window: int) -> None:
     check(kernels, parts, window, False, ("f32", "f32"), 1e-5, bent=bent)
+
+
+@pytest.mark.parametrize("each", [2, 4, 64])
+@pytest.mark.parametrize("parts", ON_HOSTS.values(), ids=list(ON_HOSTS))
+@pytest.mark.parametrize("kernels", [PlainKernels(), HostKernels()], ids=["plain", "host"])
+def test_rows_see_the_cells_that_were_chosen(kernels, parts, each: int) -> None:
+    bent = choose(sum(tokens for tokens, _ in parts), each, "cpu")
+    check(kernels, parts, 0, False, ("f32", "f32"), 1e-5, bent=bent)
 
 
 @pytest.mark.skipif(not native.is_available(), reason="the C++ library is not built")
@@ -173,3 +198,13 @@ def test_kernels_of_gpus_bend_scores(name: str, bent: Scoring, window: int) -> N
     slopes = None if bent.slopes is None else bent.slopes.to(DEVICE)
     bent = Scoring(bent.cap, slopes, bent.chunked)
     check(CudaKernels(DEVICE, 64), PARTS[name], window, False, ("bf16", "bf16"), 0.02, DEVICE, bent)
+
+
+@pytest.mark.skipif(not HAS_TRITON or not (INTERPRETED or DEVICE == "cuda"), reason="runs in the interpreter")
+@pytest.mark.parametrize("each", [2, 4])
+@pytest.mark.parametrize("name", ["tokens", "some", "prompts"])
+def test_kernels_of_gpus_see_the_cells_that_were_chosen(name: str, each: int) -> None:
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    bent = choose(sum(tokens for tokens, _ in PARTS[name]), each, DEVICE)
+    check(CudaKernels(DEVICE, 64), PARTS[name], 0, False, ("bf16", "bf16"), 0.02, DEVICE, bent)

@@ -5,6 +5,7 @@ own; without Triton everything here is skipped.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,14 @@ def test_few_tokens_are_computed_one_by_one(kernels: cuda.CudaKernels, lengths: 
 @pytest.mark.parametrize("lengths", [(64,), (17,), (130, 0, 1, 70), (65, 2, 63), (33, 128)])
 def test_many_tokens_are_computed_in_chunks(kernels: cuda.CudaKernels, lengths: tuple[int, ...], tiled: bool) -> None:
     compare(kernels, make_case(lengths, tiled=tiled, padding=3, device=DEVICE), CLOSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [(1, 1), (65, 2)])
+def test_gates_may_be_sigmoids(kernels: cuda.CudaKernels, lengths: tuple[int, ...]) -> None:
+    case = make_case(lengths, device=DEVICE)
+    case = replace(case, weights=replace(case.weights, gate="sigmoid"))
+    compare(kernels, case, CLOSE)
 
 
 @needs_kernels

@@ -9,24 +9,33 @@ from gemma4_files import SMALL, make_gemma4, write_gemma4
 from hybrid_files import random_hybrid, write_hybrid_gguf
 from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
+from qwen4exp_files import RECIPES as SEVERAL_STREAMS
+from qwen4exp_files import make_weights, write_qwen4exp
 
 from pshard.models import open_model
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.units.grams import TAKEN_ROWS
 from pshard.units.moe.chunks import SCORED
 from pshard.units.operations import (
+    AddGrams,
     AddRows,
     Attend,
     AttendLatent,
     Bend,
+    ChooseCells,
     Convolve,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateGrams,
     GateRows,
     HeadProducts,
+    InjectStream,
     LookUp,
+    MixStreams,
     Norm,
     NormHeads,
+    NormStreams,
     NormWide,
     Operation,
     Product,
@@ -34,12 +43,14 @@ from pshard.units.operations import (
     ResizeHeads,
     Rotate,
     Route,
+    SpreadStream,
+    StoreIndex,
     StoreLatent,
     SumSquares,
     Take,
     TimesRows,
 )
-from pshard.units.ports import ENTERED
+from pshard.units.ports import ENTERED, ROUTED
 
 CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they carry out
     LookUp: (),  # of the weights, not of the kernels
@@ -65,12 +76,20 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     Route: ("route",),
     AddRows: (),
     ExpertProducts: ("experts",),
+    StoreIndex: ("store_index",),
+    ChooseCells: ("choose_cells",),
+    SpreadStream: ("spread_stream",),
+    InjectStream: ("inject_stream",),
+    NormStreams: ("norm_streams",),
+    MixStreams: ("mix_streams",),
+    GateGrams: ("gate_grams",),
+    AddGrams: ("add_grams",),
 }
 
 
 def list_calls(operation: Operation) -> tuple[str, ...]:
     """What one operation calls."""
-    if isinstance(operation, Take) and operation.out.buffer == ENTERED:  # a copy
+    if isinstance(operation, Take) and operation.out.buffer in (ENTERED, ROUTED, TAKEN_ROWS):  # a copy
         return ("place",)
     if isinstance(operation, Route) and operation.out.buffer == SCORED:
         return ("route", "choose_chunks")
@@ -108,7 +127,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
         *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker", "laguna", "mimo2"),
-        "grovemoe",
+        *("grovemoe", "qwen4exp"),
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:
@@ -119,6 +138,8 @@ def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: l
         write_gemma4(path, SMALL, make_gemma4(SMALL))
     elif like in ("next", "dense"):
         write_hybrid_gguf(path, like, random_hybrid(like))
+    elif like == "qwen4exp":
+        write_qwen4exp(path, SEVERAL_STREAMS["plain"], make_weights(SEVERAL_STREAMS["plain"]))
     elif like in RECIPES:
         write_family(path, like)
     else:

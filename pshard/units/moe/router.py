@@ -2,7 +2,7 @@
 
 Every rank has all of it and must choose as the others do, to the last bit: see `places_of`.
 
-Some take what their layer began with instead, see `Experts.early`.
+Some take what their layer began with instead, see `Experts.early`; of several streams a mix, which has no other norm.
 
 What it finds stands in `routed`, for the layer's units that follow; the residual stream stays as it is.
 """
@@ -11,7 +11,7 @@ from pshard.model_config import ModelConfig
 from pshard.units.enter import entered_buffers
 from pshard.units.moe.routed import routed_buffer, rule_of
 from pshard.units.operands import CHOSEN, STREAM, TAKEN
-from pshard.units.operations import Norm, Operation, Route
+from pshard.units.operations import Norm, Operation, Route, Take
 from pshard.units.ports import ROUTES
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
@@ -24,10 +24,11 @@ WEIGHT, BIAS, CHOICE_BIAS = "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_pro
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     biases = tuple(tensors[role] for role in (BIAS, CHOICE_BIAS, FACTORS) if role in tensors)
-    norm = next(tensors[role] for role in NORMS if role in tensors)
+    norm = next((tensors[role] for role in NORMS if role in tensors), None)
     rule = rule_of(config)
     x, scored = TAKEN if rule.early == "inputs" else STREAM, TAKEN if rule.early == "scores" else CHOSEN
-    return Norm(norm, config.d_model, x=x, out=CHOSEN), Route(tensors[WEIGHT], rule.used, biases, scored)
+    taken = Norm(norm, config.d_model, x=x, out=CHOSEN) if norm else Take(TAKEN, config.d_model, CHOSEN)
+    return taken, Route(tensors[WEIGHT], rule.used, biases, scored)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:

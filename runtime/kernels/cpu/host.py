@@ -246,6 +246,9 @@ class HostKernels(HostRows, StatesOnHost):
         sinks: torch.Tensor | None = None,
         bent: Scoring = AS_THEY_ARE,
     ) -> None:
+        if bent.seen is not None:
+            super().attention(qkv, heads, kv, rows, scale, out, partial, sinks=sinks, bent=bent)
+            return
         spans = list_spans(rows.segments) if rows.spans is None else rows.spans
         kinds, blocks = _kinds(kv), (rows.blocks, kv.k.shape[1])
         strides, seen = (qkv.stride(0), out.stride(0)), (rows.window, sinks)

@@ -1,5 +1,6 @@
 """Attention's launches: few rows with their cells cut into splits, also beside prompts; those segment by segment."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,14 +81,14 @@ def attend_prompts(
     for new, index in runs:
         assert partial is not None
         given = qkv[new], heads, kv, index, scale, out[new], partial
-        attend_rows(*given, picker=picker, activations=None, sinks=sinks, bent=bent)
+        attend_rows(*given, picker=picker, activations=None, sinks=sinks, bent=_of_rows(bent, new))
     n_heads, groups, d = heads
     padded = max(16, triton.next_power_of_2(d))
     kind, each = _cells_of(kv)
     key = f"prompt {padded}", kind, ANY_BATCH
     ways = picker.ways(key, lambda: prompt_tiles(picker.limits, padded, each))
     cells = (kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2])
-    sees = {"WINDOW": rows.window, "SINKS": sinks is not None, **_scores(bent)}
+    sees = {"WINDOW": rows.window, "SINKS": sinks is not None}
 
     def start(tile: Tile) -> None:
         for new, begin in prompts:
@@ -95,8 +96,8 @@ def attend_prompts(
             triton_attention.prefill_kernel[(triton.cdiv(tokens, tile.rows), n_heads)](
                 qkv[new], qkv.stride(0), *cells, rows.blocks, begin, rows.position[new], out[new], out.stride(0),
                 sinks=sinks, tokens=tokens, scale=scale, HEADS=n_heads, GROUPS=groups, D=d, DP=padded, BM=tile.rows,
-                BN=tile.depth, CELLS=kv.k.shape[1], **sees, PIECE=sum_piece(tile, tile.rows, padded, picker.limits),
-                num_warps=tile.warps, num_stages=tile.stages,
+                BN=tile.depth, CELLS=kv.k.shape[1], **sees, **_scores(_of_rows(bent, new)),
+                PIECE=sum_piece(tile, tile.rows, padded, picker.limits), num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
     if prompts:
@@ -106,7 +107,18 @@ def attend_prompts(
 def _scores(bent: Scoring) -> dict[str, Any]:
     """What kernels take of scores that change, and what they are compiled for."""
     forms = {"CAPPED": bent.cap != 0, "SLOPED": bent.slopes is not None, "CHUNKED": bent.chunked}
-    return {"cap": bent.cap, "slopes": bent.slopes, **forms}
+    chosen = {"EACH": 0 if bent.seen is None else bent.each, "words": bent.seen}
+    return {"cap": bent.cap, "slopes": bent.slopes, **forms, **chosen, "words_stride": _width(bent)}
+
+
+def _width(bent: Scoring) -> int:
+    """Words of a row."""
+    return 0 if bent.seen is None else bent.seen.stride(0)
+
+
+def _of_rows(bent: Scoring, rows: slice) -> Scoring:
+    """The same of some rows."""
+    return bent if bent.seen is None else replace(bent, seen=bent.seen[rows])
 
 
 def _cells_of(kv: LayerKV) -> tuple[str, float]:

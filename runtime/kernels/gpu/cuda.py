@@ -26,6 +26,7 @@ from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.gpu.products.int8_rows import Target
+from pshard.runtime.kernels.gpu.streams_on_gpu import StreamsOnGpu
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.kv_codec import CODES
 from pshard.runtime.kernels.unpack import BY_ROWS
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu):
+class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for

@@ -32,19 +32,28 @@ def _bend_scores(scores, scale, cap, slope, back, CAPPED: tl.constexpr, SLOPED: 
     return scores
 
 
+@triton.jit
+def _are_chosen(words, cell, there, CELLS: tl.constexpr, EACH: tl.constexpr):
+    """Whether bits say so of cells: a word of a row for each block of CELLS, a bit of it for EACH."""
+    bits = tl.load(words + cell // CELLS, mask=there, other=0)
+    return ((bits >> (cell % CELLS // EACH)) & 1) != 0
+
+
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
     q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits, cap, slopes,
+    words, words_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
-    CHUNKED: tl.constexpr, STAGES: tl.constexpr,
+    CHUNKED: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
 
     The share follows from the row's own length, read here, so one captured launch serves any length. Writes
     partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
     cells are a tile, CELLS a block of the cache. With a WINDOW the row sees its last so many cells, CHUNKED
-    those of its chunk; the shares begin with the block where these do. Scores are as `Scoring` has them.
+    those of its chunk; the shares begin with the block where these do. Scores are as `Scoring` has them; of EACH cells,
+    where that is not 0, a bit of `words` says if the row sees them.
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
@@ -88,12 +97,14 @@ def decode_kernel(
         visible = cell < last
         if WINDOW:
             visible = visible & (cell >= seen)
+        if EACH:
+            visible = visible & _are_chosen(words + m.to(tl.int64) * words_stride, cell, visible, CELLS, EACH)
         scores = _bend_scores(scores, scale, cap, slope, (length - 1 - cell)[None, :], CAPPED, SLOPED)
         scores = tl.where(visible[None, :], scores, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - top)
         p = tl.exp2(scores - top[:, None])
-        if WINDOW:  # a tile may have nothing that the row sees
+        if WINDOW or EACH:  # a tile may have nothing that the row sees
             p = tl.where(visible[None, :], p, 0.0)
         weight = weight * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(kind), vs, acc * shrink[:, None])
@@ -146,13 +157,13 @@ def decode_combine_kernel(
 @triton.jit
 def _attend(
     sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell, blocks, row, first, last, cells,
-    scale, cap, slope, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CELLS: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
-    PIECE: tl.constexpr,
+    scale, cap, slope, words, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CELLS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, CHUNKED: tl.constexpr,
+    EACH: tl.constexpr, MASKED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own, and with
-    a WINDOW only the last so many of these, CHUNKED those of its chunk. sums: of values, PIECE numbers of
-    each at once."""
+    a WINDOW only the last so many of these, CHUNKED those of its chunk, and of EACH in a row those of which its `words`
+    say so. sums: of values, PIECE numbers of each at once."""
     one, two = find_blocks(blocks, first, cells, BN, CELLS)
     for start in tl.range(first, last, BN):
         cell = start + tl.arange(0, BN)
@@ -168,10 +179,12 @@ def _attend(
                 visible = visible & (cell[None, :] >= (row // WINDOW * WINDOW)[:, None])
             elif WINDOW:
                 visible = visible & (row[:, None] < cell[None, :] + WINDOW)
+            if EACH:
+                visible = visible & _are_chosen(words[:, None], cell[None, :], visible, CELLS, EACH)
             scores = tl.where(visible, scores, -1e30)
             top = tl.maximum(peak, tl.max(scores, axis=1))
             p = tl.exp2(scores - top[:, None])
-            if WINDOW:  # a tile may have nothing that a row sees
+            if WINDOW or EACH:  # a tile may have nothing that a row sees
                 p = tl.where(visible, p, 0.0)
         elif bends:
             top = tl.maximum(peak, tl.max(scores, axis=1))
@@ -199,15 +212,16 @@ def _attend(
 @triton.jit(do_not_specialize=["begin", "position", "tokens"])
 def prefill_kernel(
     q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, position, out, out_stride, sinks, tokens, scale,
-    cap, slopes,
+    cap, slopes, words, words_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CELLS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
-    CHUNKED: tl.constexpr, PIECE: tl.constexpr,
+    CHUNKED: tl.constexpr, EACH: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i, with a WINDOW the last so many of
-    these, and with SINKS the head's. `blocks` of the segment start at `begin`; position[0] is `past`, read here so that
-    a captured launch serves every micro-batch of a prompt. Of a value PIECE numbers are summed at once: no more than
-    BM, so that weights of cells stay with the warp that made them (see `attention_tiles.prompt_piece`)."""
+    these, with EACH those that its words say, and with SINKS the head's. `blocks` of the segment start at `begin`;
+    position[0] is `past`, read here so that a captured launch serves every micro-batch of a prompt. Of a value PIECE
+    numbers are summed at once: no more than BM, so that weights of cells stay with the warp that made them (see
+    `attention_tiles.prompt_piece`)."""
     blocks += begin
     past = tl.load(position)
     head = tl.program_id(1)
@@ -234,19 +248,24 @@ def prefill_kernel(
     slope = 0.0
     if SLOPED:
         slope = tl.load(slopes + head)
+    own = words
+    if EACH:
+        own = words + tl.minimum(token, tokens - 1).to(tl.int64) * words_stride
     if WINDOW:  # some row or other lacks cells of nearly every tile
         first = past + block * BM
         first = first // WINDOW * WINDOW if CHUNKED else tl.maximum(first + 1 - WINDOW, 0)
         seen = first // CELLS * CELLS
+    elif EACH:
+        seen = 0
     else:
         seen = (past + block * BM) // BN * BN  # every row of the block sees these
         sums, weight, peak = _attend(sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
-                                     blocks, row, 0, seen, cells, scale, cap, slope, D, DP, BM, BN, CELLS, 0, CAPPED,
-                                     SLOPED, False, False, PIECE)  # fmt: skip
+                                     blocks, row, 0, seen, cells, scale, cap, slope, own, D, DP, BM, BN, CELLS, 0,
+                                     CAPPED, SLOPED, False, 0, False, PIECE)  # fmt: skip
     last = tl.minimum(past + (block + 1) * BM, cells)
     sums, weight, peak = _attend(sums, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
-                                blocks, row, seen, last, cells, scale, cap, slope, D, DP, BM, BN, CELLS, WINDOW,
-                                CAPPED, SLOPED, CHUNKED, True, PIECE)  # fmt: skip
+                                blocks, row, seen, last, cells, scale, cap, slope, own, D, DP, BM, BN, CELLS, WINDOW,
+                                CAPPED, SLOPED, CHUNKED, EACH, True, PIECE)  # fmt: skip
     shrink = tl.full((BM,), 1.0, tl.float32)
     if SINKS:
         sink = tl.load(sinks + head) * LOG2_E

@@ -85,7 +85,8 @@ class DeltaOnGpu:
         triton_delta.delta_steps_kernel[(weights.value_heads, slots.shape[0])](
             *rows, *vectors, states, tails, **ends, **kept,
             **dict(zip(("words", "scale", "sums"), ready or NOT_QUANTISED)), **heads,
-            QUANTISE=ready is not None, ONLY_OPEN=in_chunks, num_warps=_step_warps(weights.head),
+            QUANTISE=ready is not None, ONLY_OPEN=in_chunks, SIGMOID=weights.gate == "sigmoid",
+            num_warps=_step_warps(weights.head),
         )  # fmt: skip
 
     def settle_states(self, nets: Sequence[OpenNet], slot: int, rows: slice) -> None:
@@ -153,7 +154,7 @@ def _run_chunks(
         )  # fmt: skip
     triton_delta.gate_rows_kernel[(triton.cdiv(out.shape[0], GATE_ROWS), weights.value_heads)](
         out, out_stride, z, z_stride, weights.norm, weights.eps, offsets, sequences, D=weights.head, ROWS=GATE_ROWS,
-        num_warps=4,
+        SIGMOID=weights.gate == "sigmoid", num_warps=4,
     )  # fmt: skip
     triton_delta.store_tails_kernel[(triton.cdiv(qkv.shape[1], TAIL_CHANNELS), sequences)](
         qkv, qkv_stride, tails, slots, offsets, qkv.shape[1], BLOCK=TAIL_CHANNELS, num_warps=4

@@ -19,6 +19,12 @@ def _silu(x):
 
 
 @triton.jit
+def _bend_gate(x, SIGMOID: tl.constexpr):
+    """What multiplies normalised outputs."""
+    return 1.0 / (1.0 + tl.exp(-x)) if SIGMOID else _silu(x)
+
+
+@triton.jit
 def _softplus(x):
     """log(1 + e^x), as exact where it is tiny: log(1 + e) = 2 atanh(e / (2 + e)) of an e that is at most 1."""
     e = tl.exp(-tl.abs(x))
@@ -59,12 +65,12 @@ def delta_steps_kernel(
     qkv, qkv_stride, z, z_stride, beta, beta_stride, alpha, alpha_stride, conv, dt_bias, decay, norm, eps, states,
     tails, slots, offsets, out, out_stride, opened, opened_stride, counters, words, scale, sums,
     KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, QUANTISE: tl.constexpr,
-    ONLY_OPEN: tl.constexpr,
+    ONLY_OPEN: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """Program (value head, sequence): its tokens one after the other, the state in registers meanwhile. The last of a
     key head's programs to come writes the tails of q and k, which all of them read. counters: 0, one a key head of a
     sequence. QUANTISE: rows of out are also quantised for `matvec_kernel`. ONLY_OPEN: only sequences whose rows are
-    open. A row of opened: its channels, k of every key head, u and `left` of every value head."""
+    open. A row of opened: its channels, k of every key head, u and `left` of every value head. SIGMOID: gates are."""
     head, i = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
     number = tl.load(slots + i).to(tl.int64)
@@ -115,7 +121,7 @@ def delta_steps_kernel(
                 tl.store(row + CHANNELS + (KEYS + VALUES) * D + head, left)
             o = tl.sum(state * q[:, None], axis=0)
             gate = tl.load(z + m * z_stride + head * D + dim).to(tl.float32)
-            o *= tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * weight * _silu(gate)
+            o *= tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * weight * _bend_gate(gate, SIGMOID)
             rounded = o.to(out.dtype.element_ty)
             tl.store(out + m * out_stride + head * D + dim, rounded)
             if QUANTISE:
@@ -349,8 +355,11 @@ def advance_states_kernel(
 
 
 @triton.jit
-def gate_rows_kernel(out, out_stride, z, z_stride, norm, eps, offsets, sequences, D: tl.constexpr, ROWS: tl.constexpr):
-    """Program (ROWS rows, value head): out = RMSNorm(out) * silu(z), in place, of rows that belong to a sequence."""
+def gate_rows_kernel(
+    out, out_stride, z, z_stride, norm, eps, offsets, sequences, D: tl.constexpr, ROWS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS rows, value head): out = RMSNorm(out) * gate(z), in place, of rows that belong to a sequence."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < tl.load(offsets + sequences)
     dim = tl.arange(0, D)
@@ -358,7 +367,7 @@ def gate_rows_kernel(out, out_stride, z, z_stride, norm, eps, offsets, sequences
     at = out + row.to(tl.int64)[:, None] * out_stride + column
     o = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
     gate = tl.load(z + row.to(tl.int64)[:, None] * z_stride + column, mask=live[:, None], other=0.0).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None] * tl.load(norm + dim)[None, :] * _silu(gate)
+    o *= tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None] * tl.load(norm + dim)[None, :] * _bend_gate(gate, SIGMOID)
     tl.store(at, o.to(out.dtype.element_ty), mask=live[:, None])
 
 
