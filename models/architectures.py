@@ -15,7 +15,8 @@ class Routing:
     `scores`, `normed`, `early`, `beside` and what follows `choice_bias` are as in `Experts`; files of latent attention
     are V3's where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
     `norm_fixed`: `normed` is so whatever files say. `shared_unsaid`: shared experts where a GGUF file has no number of
-    them; None: it must have one. `sizes_as_dense`: experts have as many rows as the FFN of its dense
+    them; None: it must have one. `shared_sized`: it says how many rows they have, whatever their number.
+    `sizes_as_dense`: experts have as many rows as the FFN of its dense
     relative. `listed`: files say of each layer whether it has experts. `beside` says how many rows the FFN beside
     experts has: as many as an expert ("expert"), which then is the expert that all tokens share, or as the stream is
     wide ("width").
@@ -31,6 +32,7 @@ class Routing:
     biases: bool = False
     norm_fixed: bool = False
     shared_unsaid: int | None = None
+    shared_sized: bool = False
     early: str = ""
     beside: str = ""
     weighs_inputs: bool = False
@@ -265,7 +267,7 @@ _MIMO2 = _defaults(  # MiMoV2FlashConfig of transformers
 )
 _ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
 _GRANITE = ("embedding", "residual", "score", "1/logits")
-_DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
+_DEEPSEEK_V3 = Routing(scores="sigmoid", normed=False, shared=True, choice_bias=True)
 _ERNIE_MOE = _defaults(
     **_ERNIE, moe_num_experts=64, moe_k=6, moe_num_shared_experts=2, moe_layer_start_index=1, moe_intermediate_size=1536
 )
@@ -342,7 +344,7 @@ ARCHITECTURES = (
         optional_qk_norm=True,
         rotated=0.5,
         ffn_norm="post_attention_norm.weight",
-        routing=Routing(scores="sigmoid", choice_bias=True, shared=True),
+        routing=Routing(scores="sigmoid", normed=False, choice_bias=True, shared=True),
     ),
     Architecture("deepseek_v2", "deepseek2", "adjacent", latent=True, routing=Routing(normed=False, shared=True)),
     Architecture("deepseek_v3", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
@@ -350,7 +352,12 @@ ARCHITECTURES = (
     Architecture("glm4_moe_lite", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3, defaults=_GLM_LITE),
     Architecture("dots1", "dots1", "halves", qk_norm=True, routing=_DEEPSEEK_V3),
     Architecture(
-        "hy_v3", "hy_v3", "halves", qk_norm=True, routing=replace(_DEEPSEEK_V3, shared_unsaid=1), defaults=_HY_V3
+        "hy_v3",
+        "hy_v3",
+        "halves",
+        qk_norm=True,
+        routing=replace(_DEEPSEEK_V3, shared_unsaid=1, shared_sized=True),
+        defaults=_HY_V3,
     ),
     Architecture(
         "ernie4_5_moe",
@@ -484,7 +491,7 @@ ARCHITECTURES = (
         full_every=4,
         still_every=4,
         may_lack_windows=True,
-        routing=_DEEPSEEK_V3,
+        routing=replace(_DEEPSEEK_V3, shared_unsaid=1, shared_sized=True),
         defaults=_EXAONE_MOE,
     ),
     Architecture(
@@ -622,7 +629,7 @@ ARCHITECTURES = (
         optional_biases=(*_QKV, "attn_output.bias"),
         qk_norm=True,
         turned_norms=True,
-        routing=Routing(norm_fixed=True, sizes_as_dense=True, shared=True, shared_unsaid=1),
+        routing=Routing(norm_fixed=True, sizes_as_dense=True, shared=True, shared_unsaid=1, shared_sized=True),
         defaults=_defaults(rms_norm_eps=1e-5, num_shared_experts=1),
     ),
     Architecture("maincoder", "maincoder", "adjacent", qk_norm=True, turned_norms=True, remote=True),

@@ -61,7 +61,8 @@ def gguf_config(
         raise UserError(f"{where}: keys and values of different lengths are not supported yet; {ANOTHER}")
     routing = arch.routing
     if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
-        routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
+        silent = keys.get("expert_gating_func") in (None, 0)  # of what says that weights are normed, too
+        routing = replace(routing, scores="sigmoid", normed=silent, choice_bias=True)
     experts = gguf_experts(routing, keys) if routing else None
     n_layers = keys.integer("block_count") - count_drafters(arch, metadata, where)
     arch = arch.of_layers(n_layers)

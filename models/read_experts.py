@@ -76,6 +76,8 @@ def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
         keys.refuse_unless("expert_shared_count", 0, int(routing.beside == "expert"))
         return 0
     count, length = "expert_shared_count", "expert_shared_feed_forward_length"  # ERNIE's files may have a wrong length
+    if routing.shared_sized and keys.get(length):
+        return keys.integer(length)
     if not routing.shared_gate and (keys.get(count) is not None or not keys.get(length)):
         return keys.integer(count, routing.shared_unsaid, least=0) * d_expert
     if keys.get(length):
@@ -91,7 +93,7 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
     if routing.weighs_inputs:
         keys.refuse_unless("num_experts_per_tok", 1)
     keys.refuse_unless("moe_layer_end_index", -1, keys.integer("num_hidden_layers") - 1)
-    if routing.shared and not (routing.normed or routing.shared_gate):
+    if routing.shared and routing.scores == "softmax" and not (routing.normed or routing.shared_gate):
         # DeepSeek-V2: its own code then leaves the scale out, that of transformers the norm
         keys.refuse_unless("norm_topk_prob", False)
     d_expert = keys.integer("intermediate_size" if routing.sizes_as_dense else "moe_intermediate_size")

@@ -55,7 +55,7 @@ def gguf_layers(keys: Keys, config: ModelConfig) -> ModelConfig:
         _with_heads(keys, "attention.head_count_kv", config, windows, kv),
         window_head_dim=dim,
         window_rope=local,
-        logit_cap=keys.factor("final_logit_softcapping"),
+        logit_cap=30.0 if keys.get("final_logit_softcapping") is None else keys.factor("final_logit_softcapping"),
         row_width=keys.integer("embedding_length_per_layer_input", 0, least=0),
     )
     return _check(keys, "attention.head_count", _with_borrowers(keys, "attention.shared_kv_layers", config))

@@ -47,7 +47,7 @@ def gguf_sorts(arch: Architecture, keys: Keys, config: ModelConfig, stored: dict
     kv = _list_numbers(keys, _KV_HEADS, layers, config.n_heads)
     local = Rope(
         keys.integer("rope.dimension_count_swa", config.rope.dims),
-        keys.real("rope.freq_base_swa", config.rope.base, BASES),
+        keys.real("rope.freq_base_swa", 1e4 if arch.short_values or arch.limited else config.rope.base, BASES),
         config.rope.pairing,
     )
     if arch.short_values:  # whose layers with a window are turned as the others, but by another base

@@ -51,14 +51,14 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
     if arch.capped:  # as llama.cpp has it where files do not say
         scores, logits = (keys.real(key, cap, FACTORS) for key, cap in zip(CAPS, (50.0, 30.0)))
         config = replace(config, score_cap=scores, logit_cap=logits)
-    if arch.first_full and not arch.still_every:
+    if (arch.first_full and not arch.still_every) or arch.window_every > 1:
         keys.refuse_unless("rope.freq_base_swa", config.rope.base)
     elif arch.full_every and not arch.still_every:
         base = keys.real("rope.freq_base_swa", arch.window_base or config.rope.base, BASES)
         return replace(config, window_rope=Rope(config.rope.dims, base, config.rope.pairing))
     if arch.chunked and config.sliding_window:  # as llama.cpp has it, whatever files say
         config = replace(config, temperature=Temperature(0.1, 8192, counts=True, still=True))
-    if arch.still_every:  # where windows are in all layers that are rotated
+    if arch.still_every and config.sliding_window:  # where windows are in all layers that are rotated
         base = keys.real("rope.freq_base_swa", config.rope.base, BASES)
         config = replace(config, rope=replace(config.rope, base=base))
     if not arch.warmed:

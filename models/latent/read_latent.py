@@ -19,8 +19,11 @@ def gguf_latent(keys: Keys) -> Latent:
     rope, query = keys.length("rope.dimension_count"), keys.length(key)
     if query <= rope:
         keys.refuse(key, f"is {query}, of which {rope} are rotated: none is left for the latent")
-    scale = 1.0
-    if keys.get("rope.scaling.type") == "yarn" and keys.get(LOG_MULTIPLIER):
+    keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)  # which would multiply scores too
+    scale, by_yarn = 1.0, keys.get("rope.scaling.type") == "yarn"
+    if not by_yarn:
+        keys.refuse_unless(LOG_MULTIPLIER, 0.0)
+    elif keys.get(LOG_MULTIPLIER):
         scale = scale_scores(keys.real("rope.scaling.factor", 1.0), 10 * keys.real(LOG_MULTIPLIER))
     q_rank = keys.integer("attention.q_lora_rank") if keys.get("attention.q_lora_rank") else 0
     rank = keys.length("attention.kv_lora_rank")

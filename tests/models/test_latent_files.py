@@ -203,6 +203,7 @@ def test_what_a_folder_has_that_is_not_computed_is_named(tmp_path: Path, like: s
         ({"rope.dimension_count": 2**31}, "rope.dimension_count is 2147483648, where heads have a few hundred"),
         ({"attention.kv_lora_rank": 2**31}, "kv_lora_rank is 2147483648, where heads have a few hundred dimensions"),
         ({"rope.dimension_count": 16}, "has shape"),
+        ({"rope.scaling.type": "linear", "rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
         ({"expert_group_count": 4, "expert_group_used_count": 2}, "scored by a softmax are not supported yet"),
     ],
 )
@@ -218,6 +219,13 @@ def test_where_a_file_does_not_say_how_it_scores_a_bias_tells(tmp_path: Path, li
     with open_model(write_latent_gguf(tmp_path / "m.gguf", like, random_tensors(like), metadata=silent)) as file:
         rule = file.spec.config.experts
         assert (rule.scores, rule.normed, rule.choice_bias) == (scores, like == "v3", like == "v3")
+
+
+def test_a_file_that_does_not_say_that_weights_are_normed_has_them_as_they_are(tmp_path: Path) -> None:
+    silent = {"deepseek2.expert_weights_norm": None}
+    with open_model(write_latent_gguf(tmp_path / "m.gguf", "v3", random_tensors("v3"), metadata=silent)) as file:
+        rule = file.spec.config.experts
+        assert (rule.scores, rule.normed, rule.choice_bias) == ("sigmoid", False, True)
 
 
 def test_a_folder_of_kimi_is_a_v3(tmp_path: Path) -> None:

@@ -216,6 +216,46 @@ def test_every_placement_gives_the_same_logits(family: str, tmp_path: Path) -> N
         assert difference(got, expected) < 1e-5, weights_at
 
 
+UNSAID = {  # keys that a file lacks, with what it then means as llama.cpp b11549 reads it
+    "dots1": ("expert_weights_norm", {"normed": False}),
+    "hy_v3": ("expert_weights_norm", {"normed": False}),
+    "exaone-moe": ("expert_weights_norm", {"normed": False}),
+    "laguna": ("expert_weights_norm", {"normed": False}),
+    "olmo": ("attention.clamp_kqv", {"clamp": 0.0}),
+    "mimo2": ("attention.value_scale", {"value_scale": 1.0}),
+    "step35": ("rope.freq_base_swa", {"thetas": (5e6, 1e4)}),
+}
+
+
+def test_a_theta_of_windows_is_left_to_models_that_have_some(tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "smollm3", **{"smollm3.rope.freq_base_swa": 7e4})
+    with open_engine(path, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), family_logits(recipe, weights, IDS)) < 1e-5
+    with pytest.raises(UserError, match=r"gpt-oss.rope.freq_base_swa is 70000.0, which is not supported yet"):
+        open_model(write_gguf(tmp_path / "oss.gguf", "gpt-oss", metadata={"gpt-oss.rope.freq_base_swa": 7e4}))
+
+
+@pytest.mark.parametrize("family", UNSAID)
+def test_what_a_file_leaves_out_counts_as_llama_cpp_has_it(family: str, tmp_path: Path) -> None:
+    key, means = UNSAID[family]
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family, **{f"{family}.{key}": None})
+    other = replace(recipe, **({"experts": recipe.experts._replace(**means)} if "normed" in means else means))
+    with open_engine(path, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), family_logits(other, weights, IDS)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["hunyuan-moe", "hy_v3", "exaone-moe"])
+def test_shared_experts_have_as_many_rows_as_the_file_says(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = RECIPES[family]
+    monkeypatch.setitem(RECIPES, family, replace(recipe, experts=recipe.experts._replace(shared=96)))
+    said = {f"{family}.expert_shared_feed_forward_length": 96}
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family, **said)
+    with open_engine(path, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), family_logits(recipe, weights, IDS)) < 1e-5
+
+
 @pytest.mark.parametrize("on_cpu", ["attention", "ffn", "turns"])
 def test_units_of_a_parallel_layer_hand_over_what_both_take(on_cpu: str, tmp_path: Path) -> None:
     """Wherever the one is that normalises, the other finds it, and adds to the same residual stream."""

@@ -132,6 +132,15 @@ def test_ranks_give_the_same_logits(
             assert difference(found, expected) < CLOSE
 
 
+def test_logits_are_capped_at_30_where_a_file_does_not_say(tmp_path: Path) -> None:
+    recipe = GEMMAS["mixed"]
+    weights = make_gemma4(recipe)
+    path = write_gemma4(tmp_path / "m.gguf", recipe, weights, **{"gemma4.final_logit_softcapping": None})
+    expected = gemma4_logits(replace(recipe, cap=30.0), weights, IDS)
+    with open_engine(path, context=LONG) as engine:
+        assert difference(run(engine), expected) < CLOSE
+
+
 def test_several_texts_of_a_file_of_small_types_stay_apart(tmp_path: Path) -> None:
     recipe = GEMMAS["dense"]
     path = write_gemma4(tmp_path / "m.gguf", recipe, make_gemma4(recipe), "Q8_0")
