@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pshard.errors import UserError
+from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.ranks import group as parallel
 from pshard.runtime.ranks import watch
@@ -286,6 +287,37 @@ def careless(group: Group, out: Path) -> None:
 
 def user_error(group: Group, out: Path) -> None:
     raise UserError("the budget is too small")
+
+
+def wide_norms(group: Group, out: Path) -> None:
+    """Logits of every family in `out` whose norms go over all heads, with attention on the accelerator and on the CPU
+    of every second rank: a prompt in two micro-batches, and tokens one by one."""
+    from plan_samples import make_tier
+    from thread_ranks import split_variant
+
+    from pshard.models import open_model
+    from pshard.runtime.build_engine import build_engine
+    from pshard.runtime.devices.device import open_device
+    from pshard.workload import Split
+
+    device = "cuda" if group.backend in ("peers", "nccl") else "cpu"
+    found = {}
+    for path in sorted(out.glob("*.gguf")):
+        for on_cpu in (False, True):
+
+            def tiers(spec, on_cpu=on_cpu):
+                here = on_cpu and group.rank % 2
+                where = {u.name: ("cpu" if here and u.kind.state else "pinned", "host" if here else "vram")
+                         if u.kind.state else ("pinned", None) for u in spec.units}  # fmt: skip
+                return tuple(make_tier(spec, n, where, 2, 256, 1, batch=64) for n in (1, 64))
+
+            reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
+            variant = split_variant(path, Split("tensor", (1.0,) * group.size), 256, tiers, reserve)
+            with build_engine(open_model(path), variant, open_device(device), kernels="fast", group=group) as engine:
+                ids = [1 + 7 * i % 300 for i in range(90)]
+                parts = [engine.forward(ids[:80], all_logits=True), *(engine.forward([i]) for i in ids[80:])]
+            found[path.stem, on_cpu] = torch.cat([part.view(-1, part.shape[-1]) for part in parts])
+    torch.save(found, out / f"wide_norms-{group.rank}.pt")
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_program import partial
-from test_parallel_group import processes_of, run_ranks
+from test_parallel_group import expect_wide_norms, processes_of, run_ranks
 
 from pshard.profile.timed.collective_times import measure_collectives
 
@@ -32,6 +32,12 @@ def test_sums_are_right_and_the_same_bits_on_every_rank_and_every_time(backend: 
         if algorithm in ("rows", "many-rows", "one-shot"):  # parts are rounded, sums are not
             rounded = [p.to(WIRES[dtype]).float() for p in parts]
             assert torch.equal(sums[0], rounded[0] + rounded[1]), (shape, dtype, algorithm)
+
+
+@pytest.mark.parametrize("backend", ["peers", "nccl"])
+def test_norms_over_all_heads_are_of_sums_over_gpus(backend: str, tmp_path: Path) -> None:
+    """Wherever attention is, within what bfloat16 costs, the same on both ranks."""
+    expect_wide_norms(backend, tmp_path, rounded=2e-2)
 
 
 def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from family_files import write_family
+from family_forward import family_logits
 from warm_python import WarmProcess, run_warm
 
 from pshard.errors import UserError
@@ -48,6 +50,28 @@ def run_ranks(scenario: str, ranks: int, out: Path) -> subprocess.CompletedProce
     if not scenario.startswith("gpu") and not scenario.endswith(("@peers", "@nccl")):
         return run_warm(command(scenario, ranks, out), environment(), out)
     return subprocess.run(command(scenario, ranks, out), env=environment(), capture_output=True, text=True, timeout=100)
+
+
+def expect_wide_norms(backend: str, folder: Path, rounded: float) -> None:
+    """Two ranks give the logits of float64 forwards of models whose norms go over all heads, up to so much of the
+    logits' mean square."""
+    ids, families = [1 + 7 * i % 300 for i in range(90)], ("olmo2", "olmo3", "minimax-m2")
+    wanted = {}
+    for family in families:
+        recipe, weights, _ = write_family(folder / f"{family}.gguf", family, "Q8_0" if rounded > 1e-6 else "F32")
+        wanted[family] = family_logits(recipe, weights, ids)
+    done = run_ranks(f"wide_norms@{backend}", 2, folder)
+    assert done.returncode == 0, done.stderr
+    first, other = (torch.load(folder / f"wide_norms-{rank}.pt") for rank in range(2))
+    assert len(first) == 2 * len(families)
+    for (family, on_cpu), logits in first.items():
+        missed = ((logits.double().numpy() - wanted[family]) ** 2).mean() / (wanted[family] ** 2).mean()
+        assert missed < rounded, (family, on_cpu, missed)
+        assert torch.equal(logits, other[family, on_cpu])
+
+
+def test_norms_over_all_heads_are_of_sums_over_processes(tmp_path: Path) -> None:
+    expect_wide_norms("shm", tmp_path, rounded=1e-9)
 
 
 def wait_for_sums(starter: subprocess.Popen | WarmProcess, out: Path) -> None:
