@@ -40,6 +40,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     keys.refuse_unless("swiglu_limit", 7.0)
     if not (arch.optional_qk_norm or arch.qk_norm or arch.own_head_norms):
         keys.refuse_unless("use_qk_norm", False)
+    if arch.unweighted:  # what its layer norms add is written out in transformers
+        keys.refuse_unless("layer_norm_eps", 1e-5)
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     latent = hf_latent(keys, position_keys(config, where)) if arch.latent else None
     head_dim = latent.cell if latent else keys.length("head_dim", d_model // n_heads)

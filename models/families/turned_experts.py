@@ -37,27 +37,38 @@ def arrange_turned(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict
     if config.experts is None:
         return stored
     found: dict[str, StoredTensor] = {}
+    by_shape = _are_turned(config, config.experts, stored)
     for name, tensor in stored.items():
         match = _EXPERTS.fullmatch(name) or _LINEAR.fullmatch(name) or _BESIDE.fullmatch(name)
         if match is None:
             found[name] = tensor
             continue
         roles = ("gate", "up") if match[2] in ("gate_up", "input") else ("down",)
-        turned = None if match.re is _EXPERTS else config.experts.weighs_inputs  # Llama 4's
+        turned = by_shape if match.re is _EXPERTS else config.experts.weighs_inputs  # Llama 4's
         for place, role in enumerate(roles):
             stack = _stack(config, config.experts, tensor, roles, place, turned)
             found[f"blk.{match[1]}.ffn_{role}_exps.weight"] = stack
     return found
 
 
+def _are_turned(config: ModelConfig, rule: Experts, stored: dict[str, StoredTensor]) -> bool:
+    """Whether inputs come first in experts of a folder, as their shapes say. Where one kind is square, the other is
+    not."""
+    for name, tensor in stored.items():
+        if match := _EXPERTS.fullmatch(name):
+            gates = match[2] == "gate_up"
+            straight = (2 * rule.d_expert, config.d_model) if gates else (config.d_model, rule.d_expert)
+            if straight[0] != straight[1]:
+                return tensor.shape[1:] != straight
+    return True
+
+
 def _stack(
-    config: ModelConfig, rule: Experts, tensor: StoredTensor, roles: tuple[str, ...], place: int, turned: bool | None
+    config: ModelConfig, rule: Experts, tensor: StoredTensor, roles: tuple[str, ...], place: int, turned: bool
 ) -> StoredTensor:
-    """The matrices of one role, [experts, outputs, inputs]. turned: if inputs come first; None: as the shape says."""
+    """The matrices of one role, [experts, outputs, inputs]. turned: if inputs come first."""
     rows, cols = (config.d_model, rule.d_expert) if roles == ("down",) else (rule.d_expert, config.d_model)
     straight = rule.count, len(roles) * rows, cols
-    if turned is None:
-        turned = tensor.shape != straight or rows * len(roles) == cols  # a square one lies as published
     tensor.check_shape((rule.count, cols, len(roles) * rows) if turned else straight)
     tensor.check_type()
     if tensor.qtype not in _NUMBERS:

@@ -219,6 +219,7 @@ def test_what_metadata_says_and_is_not_computed_is_refused(
         ("smollm3", {"no_rope_layer_interval": 2}, "no_rope_layer_interval is 2"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor is no list"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial"),
+        ("olmo", {"layer_norm_eps": 1e-6}, "layer_norm_eps is 1e-06"),
     ],
 )
 def test_what_a_folder_says_and_is_not_computed_is_refused(

@@ -297,6 +297,17 @@ def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None
     assert difference(got, family_logits(short, weights, IDS[:100])) < 1e-5
 
 
+@pytest.mark.parametrize("rows", [64, 128], ids=["gate and up", "down"])
+def test_square_experts_of_a_folder_lie_as_the_others_do(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers saves them, where the shape of one kind does not say which way round they are."""
+    monkeypatch.setitem(RECIPES, "qwen3vlmoe", replace(RECIPES["qwen3vlmoe"], ffn=rows))
+    (recipe, weights, folder), _ = write_family_folder(tmp_path / "hf", "qwen3vlmoe")
+    with open_engine(folder, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), family_logits(recipe, weights, IDS)) < 1e-5
+
+
 @pytest.mark.parametrize("weights_at", ["pinned", "streamed", "cpu"])
 def test_phi3_4k_sees_a_window_in_every_layer(weights_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "phi3", replace(RECIPES["phi3"], windows=(48, 48)))
