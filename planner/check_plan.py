@@ -70,7 +70,7 @@ def _check_drafter(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
     for rank, spec in enumerate(specs):
         plan = variant.drafter_on(rank)
         if (plan is None) != (spec.head is None):
-            raise PlanError(f"rank {rank} has {'no ' * (plan is None)}plan of what drafts")
+            raise PlanError(f"rank {rank} has {'a' if plan else 'no'} plan of what drafts")
         if spec.head and plan:
             for tier in plan.tiers:
                 _check_tier(spec.head, variant, plan, tier, kind, sums)

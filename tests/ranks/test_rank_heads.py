@@ -29,6 +29,7 @@ from pshard.speculation import DRAFT, LOOKUP_DRAFT, LOOKUP_MTP, MTP, AcceptanceR
 from pshard.workload import Limits, Split
 
 CONTEXT, TOKENS = 128, 24
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RNG = random.Random(3)
 IDS = [RNG.randrange(90) for _ in range(100)]
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(seed=5, temperature=0.8, penalties=Penalties(1.2, 0.3, 0.1, 16))
@@ -213,6 +214,29 @@ def test_a_draft_model_is_whole_on_rank_0(tmp_path: Path, mode: str, on_acc: boo
 
         first, second = run_variant(open_both, variant, talk, kernels="fast")
         assert first == second and (draft == small or sum(first[0][1]) > 12)
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize("kind", [MTP, DRAFT])
+def test_bundled_drafters_bring_as_many_tokens_a_step_over_ranks(mode: str, kind: str) -> None:
+    """At least those of one device (tests/runtime/test_bundled_drafters.py)."""
+
+    def open_both() -> Any:
+        return open_drafted(EXAMPLES / "demo.gguf", EXAMPLES / "demo-draft.gguf" if kind == DRAFT else None)
+
+    variant = split_variant(open_both, Split(mode, (1.0, 1.0)), CONTEXT, keeps_states=kind == MTP)
+    variant = add_head(with_workload(variant, type_k="f32", type_v="f32"), open_both().spec, True)
+
+    def talk(engine: Engine) -> tuple[list[int], float]:
+        ids, told, record = engine.tokenizer.encode("First Citizen:\n"), [], AcceptanceRecord(kind)
+        for wanted in (None, DraftSettings(kind, 3, fixed=True, record=record)):
+            engine.reset()
+            told.append(list(engine.generate(ids, 80, GREEDY, False, None, wanted)))
+        assert told[0] == told[1]
+        return told[0], 80 / record.steps
+
+    first, second = run_variant(open_both, variant, talk, kernels="fast")
+    assert first == second and first[1] > 2.0
 
 
 def test_a_plan_says_of_each_rank_whether_it_has_some_of_what_drafts(tmp_path: Path) -> None:
