@@ -9,6 +9,7 @@ from pshard.planner.shown.machine_words import Words
 from pshard.planner.shown.memory_use import MemoryUse, show_bytes
 from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.print_table import new_table, print_whole
+from pshard.speculation import MTP, PROGRAMS
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -33,16 +34,26 @@ def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console"
 
 
 def describe_reads(variant: Variant) -> str:
-    """How often the expected prompt reads what is on disk."""
+    """How often the expected prompt reads what is on disk, and in which runs it does so more often."""
     w, tier = variant.workload, variant.ranks[0].tiers[-1]
     batches = -(-w.prompt_tokens // tier.tokens)
-    passes = -(-batches // tier.most_swept)
-    if passes == 1:
-        return f"a prompt of {w.prompt} tokens reads them once"
+    passes, prompt = -(-batches // tier.most_swept), f"a prompt of {w.prompt} tokens reads them"
     if tier.sweep is None:
-        return f"a prompt of {w.prompt} tokens reads them {passes} times, for every {tier.tokens} tokens"
-    swept = f"of {tier.sweep.batches} micro-batches, as many as there is room for"
-    return f"a prompt of {w.prompt} tokens reads them {passes} times, in sweeps {swept}"
+        return (
+            f"{prompt} {passes} times, for every {tier.tokens} tokens{_why_apart(w)}"
+            if passes > 1
+            else f"{prompt} once"
+        )
+    swept = f", in sweeps of {tier.sweep.batches} micro-batches, as many as there is room for"
+    often = f"{prompt} {passes} times{swept}" if passes > 1 else f"{prompt} once"
+    return f"{often}; {batches} times where routing is recorded or played"
+
+
+def _why_apart(w: Workload) -> str:
+    """Why micro-batches of a prompt cannot go through the model together; empty where they can."""
+    if w.drafting.kind in PROGRAMS:
+        return f", as the {'head' if PROGRAMS[w.drafting.kind] == MTP else 'draft model'} follows each micro-batch"
+    return ", as a server's steps hold one micro-batch" if w.concurrency else ""
 
 
 def print_budgets(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from plan_samples import make_tier, make_variant, with_workload
 from planner_cases import DESKTOP
 from toy_kinds import ToyFile
 
@@ -21,6 +22,7 @@ from pshard.planner.time_steps import time_steps
 from pshard.predicted_times import first_token_seconds
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
+from pshard.speculation import Acceptance, Drafting
 from pshard.workload import Workload
 
 MIB = 1 << 20
@@ -55,7 +57,7 @@ def test_a_prompt_is_priced_by_one_pass_over_the_disk(kind: str, budget: int, ra
     far = [SPEC.unit(p.unit).packed_nbytes for p in last.placements if p.site.is_beyond_host]
     assert first_token_seconds(variant) == pytest.approx(sum(far) / RATE, rel=0.05)
     assert last.prediction.seconds > 0.95 * sum(far) / RATE  # a micro-batch alone reads as much
-    assert "reads them once" in describe_reads(variant)
+    assert describe_reads(variant).endswith(f"reads them once; {batches} times where routing is recorded or played")
     (sheet,) = time_steps(SPEC, profile, variant, WORKLOAD.prompt)
     reads = [step for step in sheet.steps if step.lane == READ.name]
     computed = [step for step in sheet.steps if step.step == "Compute" and step.what == "blk.0.ffn"]
@@ -66,6 +68,22 @@ def test_a_prompt_is_priced_by_one_pass_over_the_disk(kind: str, budget: int, ra
     assert decode_registry(text).variants == (variant,)
     with pytest.raises(ValueError, match="no sweep of 2"):
         decode_registry(text.replace(f'"batches": {batches}', '"batches": 1'))
+
+
+def test_a_plan_says_why_its_prompts_read_the_disk_for_each_micro_batch() -> None:
+    drafted, places = {"acceptance": Acceptance((0.5,))}, {u.name: ("pinned", "vram") for u in SPEC.units}
+    tiers = tuple(make_tier(SPEC, n, places, 0, 256, 1, batch=64) for n in (1, 64))
+    for more, why in (
+        ({}, ""),
+        ({"drafting": Drafting("mtp", 1)} | drafted, ", as the head follows each micro-batch"),
+        ({"drafting": Drafting("lookup,draft", 1)} | drafted, ", as the draft model follows each micro-batch"),
+        ({"drafting": Drafting("lookup", 1)} | drafted, ""),
+        ({"concurrency": 1}, ", as a server's steps hold one micro-batch"),
+    ):
+        variant = with_workload(make_variant(SPEC, tiers, 256, 1), prompt=200, **more)
+        assert describe_reads(variant) == f"a prompt of 200 tokens reads them 4 times, for every 64 tokens{why}"
+    once = with_workload(variant, prompt=64)
+    assert describe_reads(once) == "a prompt of 64 tokens reads them once"
 
 
 def without_sweep(variant: Variant):
