@@ -180,7 +180,7 @@ class StepEmitter:
                 if after is not None:
                     body.append(after)
                 n_copied += 1
-        body += _deliver(self.spec, at.hidden, self.shape, self._hidden)
+        body += _deliver(self.spec, at, self.shape)
         return StepList(tuple(copies[:slots]), tuple(body))
 
     def _number_forms(self, tier: TierPlan) -> list[int]:
@@ -384,17 +384,23 @@ def size_ports(config: ModelConfig, tokens: int) -> dict[str, int]:
     return sizes
 
 
-def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[Step]:
-    """What follows the units: logits to the host, or hidden states to the next rank of a pipeline."""
+def _deliver(spec: ModelSpec, at: _At, shape: StepShape) -> list[Step]:
+    """What follows the units: logits to the host, or hidden states and what stands beside them to the next rank of a
+    pipeline, all of it from the accelerator."""
     links, logits = spec.neighbours, shape.logit_rows * spec.config.vocab * 4
     steps: list[Step] = []
     if links and not spec.output.tensors:
         logits = 0
         if links.target is not None:
-            steps += [_hand_over("acc", hidden)] if side == "cpu" else []
-            nbytes = handed_nbytes(spec, shape.tokens, links.handed)
-            steps.append(Send(links.target, nbytes, (HIDDEN, *links.handed)))
-    elif side == "acc":
+            sizes, ports = size_ports(spec.config, shape.tokens), (HIDDEN, *links.handed)
+            lacking = tuple(port for port in links.handed if (port, "acc") not in at.beside)
+            carries = (HIDDEN, *lacking) if at.hidden == "cpu" else lacking
+            if carries == (HIDDEN,):
+                steps.append(_hand_over("acc", sizes[HIDDEN]))
+            elif carries:
+                steps.append(_hand_over("acc", sum(sizes[port] for port in carries), carries))
+            steps.append(Send(links.target, handed_nbytes(spec, shape.tokens, links.handed), ports))
+    elif at.hidden == "acc":
         steps.append(_hand_over("cpu", logits))
     if shape.ranks > 1:
         steps.append(_gather(spec.output.name, logits))

@@ -59,7 +59,7 @@ def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     name = next(name for name in BLOCKS if name + NORM in tensors)
     norm, down, up = (tensors[name + part] for part in (NORM, DOWN, UP))
     count, d, last = streams_of(config).count, config.d_model, name == BLOCKS[-1]
-    normed, narrow, gates = Rows(NORMED_STREAMS), Rows(NARROW), Rows(GATES)
+    normed, narrow, gates = Rows(NORMED_STREAMS), Rows(NARROW, 0, down.rows), Rows(GATES)
     out = STREAM if last else TAKEN
     return (
         *_begin(config, norm, name),

@@ -20,6 +20,7 @@ from qwen4exp_files import (
     read_tensors,
     write_qwen4exp,
 )
+from thread_ranks import mixed_tiers, random_tiers, run_ranks
 
 from pshard.errors import UserError
 from pshard.models import open_model
@@ -127,6 +128,16 @@ def test_several_texts_at_once_give_what_each_gives(
                 own.append(logits)
         for text, own in zip(texts, found):
             assert difference(torch.cat(own), qwen4exp_logits(recipe, weights, text)) < CLOSE
+
+
+@pytest.mark.parametrize(("shares", "mode"), [((3.0, 0.0, 1.0), "tensor"), ((3.0, 1.0, 2.0), "layer")], ids=str)
+def test_ranks_give_the_same_logits(
+    shares: tuple[float, ...], mode: str, recipe: Recipe, weights: Weights, path: Path, ids: list[int]
+) -> None:
+    expected = qwen4exp_logits(recipe, weights, ids)
+    for tiers in (random_tiers(5, LONG), mixed_tiers(1, LONG)):
+        for found in run_ranks(path, shares, lambda engine: run(engine, ids), LONG, tiers, mode=mode):
+            assert difference(found, expected) < CLOSE
 
 
 def test_logits_of_quantised_files_equal_those_of_their_numbers(tmp_path: Path, ids: list[int], recipe: Recipe) -> None:
