@@ -61,7 +61,7 @@ def test_experts_as_fast_as_memory_and_dense_products_would_bring_prompts_sooner
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [ROWS[n] for n in (0, 3, 5, 6)], ids=lambda row: row["row"])
+@pytest.mark.parametrize("row", [ROWS[n] for n in (3, 5)], ids=lambda row: row["row"])
 def test_what_the_page_predicts_of_experts_is_what_the_code_predicts(published: ModuleType, row: dict) -> None:
     wanted = next(r for r in published.list_rows() if r.name == row["row"])
     assert published.predict(wanted) == pytest.approx((row["first_token"][1], row["rate"][1]), rel=CLOSE)
