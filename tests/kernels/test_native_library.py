@@ -43,8 +43,9 @@ def test_a_library_without_our_interface_number(tmp_path: Path) -> None:
 def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "_PATH", tmp_path / "_native.so")
     assert native.why_stale() is None  # an installed package has no sources
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "api.cpp").write_text("another text")
+    monkeypatch.setattr(native, "_PATH", tmp_path / "clone" / "_native.so")
+    (tmp_path / "clone" / "csrc").mkdir(parents=True)
+    (tmp_path / "clone" / "csrc" / "api.cpp").write_text("another text")
     said = native.why_stale()
     assert said is not None and "_native.so was built from other sources" in said and "pip install" in said
 

@@ -85,8 +85,7 @@ class ExpertsFile(ToyFile):
                 gated = activate(y @ own[SHARED_GATE].T, y @ own[SHARED_UP].T, "silu")
                 x = x + scale * (gated @ own[SHARED_DOWN].T)
             elif unit.kind is EXPERTS:
-                rows = [_mix(row, pick, own, config.experts) for row, pick in zip(y, picks)]
-                x = x + torch.stack(rows)
+                x = x + _mix(y, picks, own, config.experts)
         return norm(x, w["output_norm.weight"]) @ w["output.weight"].T
 
 
@@ -109,12 +108,15 @@ def _choose(row: torch.Tensor, own: dict[str, torch.Tensor], rule: Experts) -> d
     return dict(zip(taken, (weights * rule.scale).tolist()))
 
 
-def _mix(row: torch.Tensor, pick: dict[int, float], own: dict[str, torch.Tensor], rule: Experts) -> torch.Tensor:
-    total = torch.zeros_like(row)
-    for expert, weight in pick.items():
+def _mix(x: torch.Tensor, picks: list[dict[int, float]], own: dict[str, torch.Tensor], rule: Experts) -> torch.Tensor:
+    total = torch.zeros_like(x)
+    for expert in set().union(*picks):
+        rows = [i for i, pick in enumerate(picks) if expert in pick]
+        weights = torch.tensor([picks[i][expert] for i in rows], dtype=x.dtype)[:, None]
         gate, up, down = (own[role].unflatten(0, (rule.count, -1))[expert] for role in (GATE, UP, DOWN))
         biases = [own[role].view(rule.count, -1)[expert] if rule.biases else 0.0 for role in BIASES]
-        total += weight * (down @ activate(gate @ row + biases[0], up @ row + biases[1], rule.activation) + biases[2])
+        bent = activate(x[rows] @ gate.T + biases[0], x[rows] @ up.T + biases[1], rule.activation)
+        total[rows] += weights * (bent @ down.T + biases[2])
     return total
 
 

@@ -5,6 +5,7 @@ arXiv 1706.03762, rotation 2104.09864, RMS norm 1910.07467, gated FFNs 2002.0520
 multipliers, temperatures and norms after as the models' classes in transformers 5 have them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -316,29 +317,36 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
         shares = np.exp(logits - logits.max(1, keepdims=True))
         shares /= shares.sum(1, keepdims=True)
     chosen = np.argsort(-(shares + own["exp_probs_b.bias"] if rule.bias else shares), 1)[:, : rule.used]
+    weights = np.take_along_axis(shares, chosen, 1)
+    weights = rule.scale * weights / (weights.sum(1, keepdims=True) if rule.normed else 1)
     added = np.zeros_like(h)
-    for i, row in enumerate(h):
-        weights = rule.scale * shares[i, chosen[i]] / (shares[i, chosen[i]].sum() if rule.normed else 1)
-        for number, weight in zip(chosen[i], weights):
-            matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
-            if rule.inner:
-                added[i] += _expert(recipe, *matrices, weight * row, _limit(recipe, own, 0))
-            else:
-                added[i] += weight * _expert(recipe, *matrices, row, _limit(recipe, own, 0))
+    for number, rows, weight in _tokens_by_expert(chosen, weights):
+        matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
+        if rule.inner:
+            added[rows] += _expert(recipe, *matrices, weight * h[rows], _limit(recipe, own, 0))
+        else:
+            added[rows] += weight * _expert(recipe, *matrices, h[rows], _limit(recipe, own, 0))
     if rule.chunk:
         taken, few = (added if rule.chunk_input else h), min(rule.used, rule.count // rule.chunk)
-        follow = np.zeros_like(h)
-        for i, row in enumerate(taken):
-            own_chunks = chosen[i, :few] // rule.chunk
-            weights = shares[i, own_chunks if rule.chunk_scores else chosen[i, :few]]
-            for number, weight in zip(own_chunks, weights / max(weights.sum(), 2.0**-14)):
+        follow, chunks = np.zeros_like(h), chosen[:, :few] // rule.chunk
+        weights = np.take_along_axis(shares, chunks if rule.chunk_scores else chosen[:, :few], 1)
+        weights = rule.scale * rule.chunk_scale * weights / np.maximum(weights.sum(1, keepdims=True), 2.0**-14)
+        for place in range(few):  # a token may have a chunk twice
+            for number, rows, weight in _tokens_by_expert(chunks[:, [place]], weights[:, [place]]):
                 matrices = (own[f"ffn_{role}_chexps.weight"][number] for role in ("gate", "up", "down"))
-                follow[i] += rule.scale * rule.chunk_scale * weight * _expert(recipe, *matrices, row, np.inf)
+                follow[rows] += weight * _expert(recipe, *matrices, taken[rows], np.inf)
         added = added + follow
     if rule.shared:
         matrices = (own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down"))
         added = added + _expert(recipe, *matrices, h, _limit(recipe, own, 1))
     return added + beside
+
+
+def _tokens_by_expert(chosen: np.ndarray, weights: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Each expert that some tokens have, which these are, and the expert's weight for each of them, [tokens, 1]."""
+    for number in np.unique(chosen):
+        rows, places = np.nonzero(chosen == number)
+        yield number, rows, weights[rows, places][:, None]
 
 
 def gelu(x: np.ndarray) -> np.ndarray:

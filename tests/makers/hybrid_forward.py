@@ -101,18 +101,18 @@ def _delta(
     g = -g if "decay's sign" in mistakes else g
     out = np.zeros((n, delta.value_heads, d))
     tiled = tiled != ("heads the other way" in mistakes)
-    for j in range(delta.value_heads):
-        key = j % delta.key_heads if tiled else j // delta.group
-        state = np.zeros((d, d))
-        for _ in range(2 if "state not reset" in mistakes else 1):
-            for i in range(n):
-                here = np.exp(g[i, j])
-                state = state if "update before decay" in mistakes else here * state
-                state = state + np.outer(k[i, key], beta[i, j] * (v[i, j] - k[i, key] @ state))
-                if "padding in the state" in mistakes:  # a row of zeros after each token
-                    state = state * np.exp(own["ssm_a"][j] * np.log1p(np.exp(own["ssm_dt.bias"][j])))
-                state = here * state if "update before decay" in mistakes else state
-                out[i, j] = q[i, key] @ state
+    number = np.arange(delta.value_heads)
+    key = number % delta.key_heads if tiled else number // delta.group
+    state = np.zeros((delta.value_heads, d, d))
+    for _ in range(2 if "state not reset" in mistakes else 1):
+        for i in range(n):
+            asked, known, here = q[i, key, None], k[i, key, None], np.exp(g[i])[:, None, None]
+            state = state if "update before decay" in mistakes else here * state
+            state = state + known.swapaxes(1, 2) * (beta[i][:, None, None] * (v[i][:, None] - known @ state))
+            if "padding in the state" in mistakes:  # a row of zeros after each token
+                state = state * np.exp(own["ssm_a"] * np.log1p(np.exp(own["ssm_dt.bias"])))[:, None, None]
+            state = here * state if "update before decay" in mistakes else state
+            out[i] = (asked @ state)[:, 0]
     z = z.reshape(n, -1, d)
     if "gate before norm" in mistakes:
         out = _norm(out * _silu(z), own["ssm_norm.weight"], config.norm_eps)
@@ -137,10 +137,10 @@ def _attend(config: ModelConfig, own: Weights, x: np.ndarray, mistakes: Collecti
     if "all of a head rotated" in mistakes:
         config = replace(config, rope=replace(config.rope, dims=d))
     q, k = _rotate(config, q), _rotate(config, k)
-    mixed = np.zeros_like(q)
+    mixed, ahead = np.zeros_like(q), np.arange(n) > np.arange(n)[:, None]
     for head in range(heads):
-        for i in range(n):
-            scores = k[: i + 1, head // (heads // config.n_kv_heads)] @ q[i, head] / np.sqrt(d)
-            mixed[i, head] = _softmax(scores) @ v[: i + 1, head // (heads // config.n_kv_heads)]
+        of_head = head // (heads // config.n_kv_heads)
+        scores = np.where(ahead, -np.inf, q[:, head] @ k[:, of_head].T / np.sqrt(d))
+        mixed[:, head] = _softmax(scores) @ v[:, of_head]
     gate = np.ones_like(gate) if "no gate of attention" in mistakes else _sigmoid(gate)
     return (mixed.reshape(n, -1) * gate) @ own["attn_output.weight"].T

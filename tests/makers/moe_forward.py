@@ -98,14 +98,13 @@ def _attention(config: ModelConfig, own: Weights, x: np.ndarray, window: int) ->
             heads[part] = _norm(heads[part], own[f"attn_{part}_norm.weight"], config.norm_eps)
     q, k, v = _rotate(config, heads["q"]), _rotate(config, heads["k"]), heads["v"]
     mixed = np.zeros_like(q)
-    group = config.n_heads // config.n_kv_heads
+    group, sinks = config.n_heads // config.n_kv_heads, own.get("attn_sinks.weight", np.zeros((config.n_heads, 0)))
+    place = np.arange(n)
+    seen = (place <= place[:, None]) & (place > place[:, None] - window)
     for head in range(config.n_heads):
-        for i in range(n):
-            seen = slice(max(0, i + 1 - window), i + 1)
-            scores = k[seen, head // group] @ q[i, head] / np.sqrt(d)
-            sinks = own["attn_sinks.weight"][[head]] if "attn_sinks.weight" in own else np.zeros(0)
-            p = _softmax(np.append(scores, sinks))[: len(scores)]
-            mixed[i, head] = p @ v[seen, head // group]
+        scores = np.where(seen, q[:, head] @ k[:, head // group].T / np.sqrt(d), -np.inf)
+        beside = np.broadcast_to(sinks[head], (n, np.size(sinks[head])))
+        mixed[:, head] = _softmax(np.hstack((scores, beside)))[:, :n] @ v[:, head // group]
     return mixed.reshape(n, -1) @ own["attn_output.weight"].T + own.get("attn_output.bias", 0.0)
 
 
@@ -146,12 +145,12 @@ def _frequencies(config: ModelConfig) -> tuple[list[float], float]:
 def _mixture(rule: Experts, own: Weights, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What experts and shared experts add to the residual stream, and which were chosen."""
     added = np.zeros_like(x)
-    chosen = np.zeros((len(x), rule.used), int)
     logits = x @ own["ffn_gate_inp.weight"].T + own.get("ffn_gate_inp.bias", 0.0)
-    for i, row in enumerate(logits):
-        chosen[i], shares = _route(rule, row, own.get("exp_probs_b.bias"))
-        for number, share in zip(chosen[i], shares):
-            added[i] += share * _expert(rule, own, number, x[i])
+    routes = [_route(rule, row, own.get("exp_probs_b.bias")) for row in logits]
+    chosen, shares = (np.stack(parts) for parts in zip(*routes))
+    for number in np.unique(chosen):
+        rows, places = np.nonzero(chosen == number)
+        added[rows] += shares[rows, places][:, None] * _expert(rule, own, number, x[rows])
     if rule.d_shared:
         shared = _swiglu(x, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")))
         if rule.shared_gate:
@@ -161,14 +160,14 @@ def _mixture(rule: Experts, own: Weights, x: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _expert(rule: Experts, own: Weights, number: int, x: np.ndarray) -> np.ndarray:
-    """One expert's result for one token; gpt-oss clamps both factors, and the gate's sigmoid is steeper."""
+    """One expert's results for some tokens; gpt-oss clamps both factors, and the gate's sigmoid is steeper."""
     gate, up, down = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
     if rule.activation == "silu":
         return _swiglu(x, gate, up, down)
     biases = (own[f"ffn_{role}_exps.bias"].reshape(rule.count, -1) for role in ("gate", "up", "down"))
     of_gate, of_up, of_down = (bias[number] for bias in biases)
-    g, u = np.minimum(gate @ x + of_gate, CLAMP), np.clip(up @ x + of_up, -CLAMP, CLAMP)
-    return down @ (g * _sigmoid(1.702 * g) * (u + 1)) + of_down
+    g, u = np.minimum(x @ gate.T + of_gate, CLAMP), np.clip(x @ up.T + of_up, -CLAMP, CLAMP)
+    return (g * _sigmoid(1.702 * g) * (u + 1)) @ down.T + of_down
 
 
 def _route(rule: Experts, logits: np.ndarray, choice_bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

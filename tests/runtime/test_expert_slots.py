@@ -98,8 +98,7 @@ def walk_text(engine: Engine, text: list[int]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("way", [IN_PLACE, KEPT], ids=str)
+@pytest.mark.parametrize(("way", "kernels"), [(IN_PLACE, "plain"), (KEPT, "fast")], ids=str)
 def test_slots_change_no_bit_where_one_side_computes_all_experts(way: tuple, kernels: str) -> None:
     file, text, found = skew_routers(ExpertsFile(RULES["of the chosen"]), 1.0), draw_text(TEXT), []
     for caches in ((), (cache_of(file, 6),)):
@@ -227,7 +226,7 @@ def test_with_slots_that_are_kept_greedy_text_is_the_same_after_any_requests(way
     file, found = skew_routers(ExpertsFile(), 1.0), []
     variant, prompt, greedy = make_cached(file, way, (cache_of(file, 5),)), draw_text(18), Sampling(temperature=0.0)
     for kept in (True, False):
-        for earlier in ((), (9, 3), (3, 16, 1)):
+        for earlier in ((), (3, 16, 1)):
             with open_cached(file, keep_slots(variant) if kept else variant, "fast") as engine:
                 for seed, size in enumerate(earlier):
                     list(engine.generate(draw_text(size, seed=seed + 7), 12, greedy, text=False))
@@ -237,13 +236,12 @@ def test_with_slots_that_are_kept_greedy_text_is_the_same_after_any_requests(way
                 rows = [engine.forward(prompt), *(engine.forward([token]) for token in tokens)]
                 found.append((tokens, torch.stack(rows)))
                 assert (engine.expert_hits.admitted == 0) == kept and engine.expert_hits.hits > 0
-    assert all(tokens == found[0][0] and torch.equal(rows, found[0][1]) for tokens, rows in found[:3])
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
     if way == SHARED:  # without it the cache decides
-        assert not all(torch.equal(rows, found[3][1]) for _, rows in found[3:])
+        assert not torch.equal(found[2][1], found[3][1])
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("way", [SHARED, PINNED], ids=str)
+@pytest.mark.parametrize(("way", "kernels"), [(SHARED, "plain"), (PINNED, "fast")], ids=str)
 def test_tokens_of_a_trial_use_the_experts_that_a_record_says(way: tuple, kernels: str) -> None:
     """Whatever they are: so slots find what a replay of the record finds."""
     file, record = ExpertsFile(Experts(16, 2, 16)), make_drifting_record(200)
@@ -261,8 +259,7 @@ def test_tokens_of_a_trial_use_the_experts_that_a_record_says(way: tuple, kernel
     assert hits.share == pytest.approx(replay.share, abs=0.05) and 0.2 < hits.share < 0.95
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
+@pytest.mark.parametrize(("way", "kernels"), [(IN_PLACE, "plain"), (SHARED, "fast")], ids=str)
 def test_a_router_that_finds_no_numbers_spoils_its_own_text_and_no_other(way: tuple, kernels: str) -> None:
     """Beside it in prompts and in single tokens, with experts in slots."""
     file, spoilt = ExpertsFile(), 7

@@ -71,17 +71,16 @@ def check_talk(engine, file: ExpertsFile, sequences: int, seed: int) -> None:
         torch.testing.assert_close(torch.cat(rows).double(), file.logits(text), **CLOSE)
 
 
-@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_placement_gives_the_logits_of_a_plain_forward(way: tuple, sequences: int) -> None:
+def test_every_placement_gives_the_logits_of_a_plain_forward(way: tuple) -> None:
     file = ExpertsFile()
-    for slots in (1, 2):
+    for sequences, slots in ((1, 2), (3, 1)):
         tiers = tuple(make_toy_tier(file, n, [way] * 3, slots, sequences) for n in (sequences, 16))
         with open_toy(file, tiers, sequences) as engine:
             check_talk(engine, file, sequences, slots)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 def test_every_rule_of_a_router_holds_wherever_router_and_experts_are(rule: Experts, seed: int) -> None:
     """The normed hidden states and the choice are handed to the side that lacks them."""
@@ -145,9 +144,8 @@ def test_bytes_that_kernels_read_over_the_link_are_counted() -> None:
     assert read_nbytes(unit, Share(3), config, 1) < unit.packed_nbytes // 4
 
 
-@pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
-def test_kept_parts_stay_where_they_are_when_tiers_are_switched(seed: int, sequences: int) -> None:
+@pytest.mark.parametrize(("sequences", "seed"), [(1, 0), (3, 1), (1, 2), (3, 3)])
+def test_kept_parts_stay_where_they_are_when_tiers_are_switched(sequences: int, seed: int) -> None:
     file, rng = ExpertsFile(layers=4), random.Random(seed)
     kept = [rng.randrange(1, N_EXPERTS) for _ in range(4)]
     small = [

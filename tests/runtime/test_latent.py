@@ -50,8 +50,9 @@ def check_talk(engine, file: ModelFile, sequences: int, seed: int, close: float 
     assert of(far) < close
 
 
-@pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("place", LATENT_ATTENTION.places, ids=str)
+@pytest.mark.parametrize(
+    ("place", "sequences"), [(place, 3 - i % 2 * 2) for i, place in enumerate(LATENT_ATTENTION.places)], ids=str
+)
 def test_every_placement_gives_the_logits_of_a_float64_forward(path: Path, place: tuple, sequences: int) -> None:
     with open_model(path) as file:
         places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in file.spec.units}
@@ -61,7 +62,7 @@ def test_every_placement_gives_the_logits_of_a_float64_forward(path: Path, place
             check_talk(engine, file, sequences, 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_placements_of_all_units_give_the_same_in_every_tier(path: Path, seed: int) -> None:
     rng = random.Random(seed)
     with open_model(path) as file:
@@ -88,9 +89,9 @@ def test_the_host_s_fast_kernels_give_them_too(path: Path, sequences: int) -> No
 @pytest.mark.parametrize(("kind", "close"), [("bf16", 0.04), ("f16", 0.005), ("q8_0", 0.1)])
 def test_cells_of_other_types_lose_only_their_rounding(path: Path, kind: str, close: float) -> None:
     """Of most tokens: a few choose another expert."""
-    for kernels in ("plain", "fast"):
-        with open_model(path) as file, open_engine(path, None, kernels, CONTEXT, kv_types=(kind, kind)) as engine:
-            check_talk(engine, file, 1, 4, close, np.median)
+    kernels = "plain" if kind == "f16" else "fast"
+    with open_model(path) as file, open_engine(path, None, kernels, CONTEXT, kv_types=(kind, kind)) as engine:
+        check_talk(engine, file, 1, 4, close, np.median)
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
@@ -145,6 +146,7 @@ OF_V3 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("like", "mistake"), [*((n, m) for n in LIKE for m in OF_CONFIG), *(("v3", m) for m in OF_V3)])
 def test_another_rule_gives_other_logits(tmp_path: Path, like: str, mistake: str) -> None:
     with open_model(write_latent_gguf(tmp_path / "m.gguf", like, random_tensors(like))) as file:

@@ -54,9 +54,15 @@ def record_text(file: ExpertsFile, text: list[int]) -> RoutingRecord:
         return engine.record_routing("ab")
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("way", WAYS[:1] + WAYS[2:3] + WAYS[6:7], ids=str)
-@pytest.mark.parametrize("router", ["pinned", "streamed", "cpu"])
+@pytest.mark.parametrize(
+    ("way", "router", "kernels"),
+    [
+        (WAYS[0], "pinned", "plain"), (WAYS[0], "cpu", "fast"), (WAYS[2], "streamed", "fast"),
+        (WAYS[2], "cpu", "plain"),
+        (WAYS[6], "pinned", "fast"), (WAYS[6], "streamed", "plain"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_record_has_the_experts_that_a_plain_forward_chooses(way: tuple, router: str, kernels: str) -> None:
     """Wherever router and experts are, in prompts of several micro-batches and in single tokens that are replayed."""
     file, text, chosen = ExpertsFile(RULES["with shared experts"]), draw_text(60), list[list[list[int]]]()
@@ -107,13 +113,12 @@ def test_experts_in_an_order_of_popularity_give_the_logits_of_the_model(way: tup
             values = file.values[tensor.name]
             if len(values) == N_EXPERTS:
                 values[5] = values[2]
-    popularity = measure_popularity(replace(record_text(file, draw_text(60)), fingerprint="x"))
+    popularity = measure_popularity(replace(record_text(file, draw_text(40)), fingerprint="x"))
     assert popularity.order_of(0) != tuple(range(N_EXPERTS))
     text = draw_text(30, seed=1)
-    for slots in (1, 2):
-        tiers = tuple(make_toy_tier(file, n, [way] * 3, slots, 1) for n in (1, 16))
-        with open_recorder(file, tiers, popularity) as engine:
-            torch.testing.assert_close(read_text(engine, text, 20).double(), file.logits(text), **CLOSE)
+    tiers = tuple(make_toy_tier(file, n, [way] * 3, 2, 1) for n in (1, 16))
+    with open_recorder(file, tiers, popularity) as engine:
+        torch.testing.assert_close(read_text(engine, text, 20).double(), file.logits(text), **CLOSE)
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fast"])

@@ -65,9 +65,11 @@ def check_talk(engine: Engine, file: ToyFile, sequences: int, seed: int = 0) -> 
         torch.testing.assert_close(torch.cat(rows).double(), file.logits(whole), **CLOSE)
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(
+    ("place", "sequences", "kernels"),
+    [(p, 1 + 2 * (i != at), k) for k, at in (("plain", 1), ("fast", 2)) for i, p in enumerate(PLACES)],
+    ids=str,
+)
 def test_every_placement_gives_the_logits_of_a_plain_forward(place, sequences: int, kernels: str) -> None:
     file = make_file()
     with open_toy(file, make_tiers(file, place, sequences), sequences, kernels) as engine:
@@ -81,7 +83,7 @@ def test_micro_batches_of_any_size_see_their_windows(tokens: tuple[int, ...]) ->
         check_talk(engine, file, 1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_windows_stay_whole_when_tiers_are_switched(seed: int) -> None:
     file, rng = make_file(), random.Random(seed)
     decode = random_places(file.spec, rng)
@@ -107,8 +109,8 @@ def test_a_layer_with_a_window_holds_the_window_and_a_micro_batch() -> None:
 
 
 # kept: what the pool has room for behind the window; else the text is computed again
-FEW = [485, 385, 100]
-CUTS = [499, 480, 440, 420, 320, 200, 130, 129, 128, 127, 64, 1]
+FEW = [485, 100]
+CUTS = [499, 440, 320, 129, 128, 127, 64, 1]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +210,13 @@ def test_bytes_of_a_bench_are_those_of_its_tests_and_not_of_windows_computed_aga
 def test_windows_of_every_type_of_cells(kind: str, bound: float) -> None:
     file, whole = make_file(), text(400)
     expected = file.logits(whole)
-    for place in PLACES:
-        with open_toy(file, make_tiers(file, place), kernels="fast", kv_types=(kind, kind)) as engine:
-            found = torch.cat([engine.forward(part, all_logits=True) for part in (whole[:390], *zip(whole[390:]))])
-        assert (found - expected).abs().max() < bound * expected.abs().max()
+    place = PLACES[("bf16", "f16", "q8_0").index(kind)]
+    with open_toy(file, make_tiers(file, place), kernels="fast", kv_types=(kind, kind)) as engine:
+        found = torch.cat([engine.forward(part, all_logits=True) for part in (whole[:390], *zip(whole[390:]))])
+    assert (found - expected).abs().max() < bound * expected.abs().max()
 
 
-@pytest.mark.parametrize("mode", ["tensor", "layer"])
-@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 0.0)], ids=str)
+@pytest.mark.parametrize(("mode", "shares"), [("tensor", (1.0, 0.0)), ("layer", (1.0, 1.0)), ("layer", (1.0, 0.0))])
 def test_ranks_have_their_windows_and_sinks(monkeypatch: pytest.MonkeyPatch, mode: str, shares: Any) -> None:
     """A rank without attention cuts back with the others."""
     file, whole = make_file(), text(300)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,9 +198,15 @@ def why_missing() -> str | None:
     return _WHY_MISSING
 
 
+@cache
+def _digest_once(folder: Path) -> int:
+    """Of sources at hand, for every engine of this process: its library is loaded once too."""
+    return digest_sources(folder)
+
+
 def why_stale() -> str | None:
     """What to say of a library that works but was built from other sources than are at hand; None of any other."""
-    here = digest_sources(_PATH.with_name("csrc"))
+    here = _digest_once(_PATH.with_name("csrc"))
     if not is_available() or here in (0, _function("sources")()):
         return None
     return f"{_PATH.name} was built from other sources than those beside it: run {BUILD}"

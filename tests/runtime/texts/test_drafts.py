@@ -67,7 +67,7 @@ def settle(engine: Engine, text: Text, length: int) -> None:
 
 
 @pytest.mark.parametrize(  # drafts end within a block, or go over its end
-    ("length", "holds"), [(30, 0), (30, 3), (30, 4), *((62, holds) for holds in range(5)), (126, 1), (126, 3)]
+    ("length", "holds"), [(30, 0), (30, 3), (62, 1), (62, 2), (62, 4), (126, 3)]
 )
 def test_a_text_goes_on_as_if_what_does_not_hold_had_never_been_there(start: Open, length: int, holds: int) -> None:
     ids, found = some_ids(length), list[np.ndarray]()
