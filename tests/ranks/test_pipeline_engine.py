@@ -68,8 +68,16 @@ def wanted(models: dict[str, Path]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("shares", [s if s in QUICK else slow(s) for s in SHARES], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        (n, s) if s in QUICK and (n == "qwen2" or i == j % 3) else slow(n, s)
+        for i, n in enumerate(MODELS)
+        for j, s in enumerate(SHARES)
+        if (i + j) % 2 == 0 or s in QUICK
+    ],
+    ids=str,
+)
 def test_logits_are_those_of_one_rank(
     models: dict[str, Path], wanted: dict[str, torch.Tensor], name: str, shares: tuple[float, ...]
 ) -> None:
@@ -77,7 +85,7 @@ def test_logits_are_those_of_one_rank(
         assert torch.equal(logits, wanted[name])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=16, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), shares=st.sampled_from(SHARES), name=st.sampled_from(sorted(MODELS)))
 def test_each_rank_may_place_its_layers_as_it_likes(
     models: dict[str, Path], wanted: dict[str, torch.Tensor], seed: int, shares: tuple[float, ...], name: str

@@ -66,13 +66,16 @@ def count_walks_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ahead
 
 
-@pytest.mark.parametrize("attention", ["pinned", "cpu"])
-@pytest.mark.parametrize(
-    "way",
-    [WAYS[2], pytest.param(WAYS[3], marks=pytest.mark.slow), WAYS[4], pytest.param(WAYS[6], marks=pytest.mark.slow)],
-    ids=str,
+@pytest.mark.parametrize(  # quick: each group with the CPU in one unit of the two kinds
+    ("mode", "shares", "way", "attention"),
+    [
+        pytest.param(*group, way, attention, marks=[] if (i + n + m) % 2 and n % 2 == 0 else pytest.mark.slow)
+        for i, group in enumerate(GROUPS)
+        for n, way in enumerate((WAYS[2], WAYS[3], WAYS[4], WAYS[6]))
+        for m, attention in enumerate(("pinned", "cpu"))
+        if n % 2 == 0 or m == i % 2
+    ],
 )
-@pytest.mark.parametrize(("mode", "shares"), GROUPS)
 def test_ranks_that_run_ahead_give_the_bits_and_bytes_of_the_plain_walk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shares: tuple[float, ...], way: tuple, attention: str
 ) -> None:

@@ -85,7 +85,9 @@ def sound_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[to
         return path, [reference.forward(ids) for ids in STEPS]
 
 
-@pytest.mark.parametrize(("lane", "sound"), [("in", n) for n in range(36)] + [("out", n) for n in range(12)])
+@pytest.mark.parametrize(
+    ("lane", "sound"), [("in", n) for n in range(0, 36, 2)] + [("out", n) for n in range(1, 12, 2)]
+)
 def test_a_failed_copy_never_leads_to_wrong_logits(
     sound_steps: tuple[Path, list[torch.Tensor]], lane: str, sound: int
 ) -> None:

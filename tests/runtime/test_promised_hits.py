@@ -82,10 +82,10 @@ def test_slots_find_in_other_text_what_the_replay_of_a_record_promised() -> None
 
 def test_popular_experts_serve_of_other_text_what_a_plan_expects() -> None:
     """Of text without a memory, in which some words are common."""
-    _, spec, variant = plan_by_text(write_text(1500, 1, 0.0))
+    _, spec, variant = plan_by_text(write_text(900, 1, 0.0))
     (experts,) = map_experts(spec, variant)
     tier = experts.tiers[0]
-    record = decode(variant, write_text(1000, 2, 0.0)).record
+    record = decode(variant, write_text(600, 2, 0.0)).record
     found, (course,) = measure_hits(record, spec, tier), follow_hits(FILE.spec, variant, record, "")
     assert np.mean(course.stay) == pytest.approx(found, abs=0.005) and set(course.slots) == {0.0}
     assert found == pytest.approx(tier.served[0], abs=MOST)
