@@ -71,8 +71,7 @@ def emit_with_hand_offs_apart(before: str, *given) -> StepList:
     return StepList(steps.enter, tuple(body))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("before", ["ffn", "experts"])
+@pytest.mark.parametrize(("before", "ahead"), [("ffn", True), ("experts", False), ("experts", True)])
 def test_the_cpu_gets_two_hand_offs_between_what_the_accelerator_computes(
     tmp_path: Path, monkeypatch, before: str, ahead: bool
 ) -> None:

@@ -122,7 +122,7 @@ def test_ranks_that_hold_whole_layers_write_and_take_the_same_file(model: Path, 
     assert layers.read_bytes() == first.read_bytes()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_does_not_matter_where_the_cache_lies(model: Path, tmp_path: Path, seed: int) -> None:
     file = tmp_path / "cache"
     kept = run_ranks(model, (1.0, 1.0), start_and_save(file), CONTEXT, random_tiers(seed, CONTEXT))
