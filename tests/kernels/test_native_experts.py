@@ -124,7 +124,11 @@ def slow(tokens: int) -> object:
 
 
 @pytest.mark.parametrize("qtype", TYPES)
-@pytest.mark.parametrize("tokens", [1, slow(2), slow(5), slow(16), 64])
+@pytest.mark.parametrize(  # few tokens take no tiles
+    ("tokens", "tiles"),
+    [(1, ""), (64, ""), (64, "emulated"), *(pytest.param(n, "", marks=pytest.mark.slow) for n in (2, 5, 16))],
+    indirect=["tiles"],
+)
 def test_experts_are_those_of_plain_torch(qtype: str, tokens: int, tiles: str) -> None:
     torch.manual_seed(tokens)
     case = make_case((qtype, qtype, qtype), tokens, absent=ABSENT)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from engines import open_engine
-from family_files import FAMILIES, RECIPES, write_family
+from family_files import COMPOSED, RECIPES, write_family
 from family_forward import family_logits
 from quantised_folders import write_quantised
+from test_parallel_group import slow
 from thread_ranks import random_tiers, run_ranks
 
 pytestmark = pytest.mark.usefixtures("exact_gelu")
@@ -57,8 +58,23 @@ def test_columns_in_an_order_of_their_own_are_put_in_order_on_every_rank(tmp_pat
         assert float((found - alone).abs().max() / alone.std()) < CLOSE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("shares", "mode"), [((1.0, 0.0, 3.0), "tensor"), ((2.0, 1.0), "layer")], ids=str)
+def layers_differ(family: str) -> bool:
+    """Or hand on more than the residual stream."""
+    own = RECIPES[family]
+    return bool(own.windows or own.still or own.layer_heads or own.convs or own.limits or own.parallel or own.experts)
+
+
+@pytest.mark.parametrize(
+    ("family", "shares", "mode"),
+    [
+        *((f, (1.0, 0.0, 3.0), "tensor") if f not in COMPOSED else slow(f, (1.0, 0.0, 3.0), "tensor") for f in RECIPES),
+        *(
+            (f, (2.0, 1.0), "layer") if f not in COMPOSED and layers_differ(f) else slow(f, (2.0, 1.0), "layer")
+            for f in RECIPES
+        ),
+    ],
+    ids=str,
+)
 def test_every_family_gives_a_float64_forward_s_logits(
     family: str, shares: tuple[float, ...], mode: str, tmp_path: Path
 ) -> None:

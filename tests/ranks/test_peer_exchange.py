@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,10 +36,23 @@ def run_ranks(scenario: str, ranks: int, folder: Path) -> None:
             errors.close()
 
 
-@pytest.mark.parametrize(("scenario", "ranks"), [("sums", 2), ("rounds", 3)])
-def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(scenario: str, ranks: int, tmp_path: Path) -> None:
-    run_ranks(scenario, ranks, tmp_path)
-    results = [torch.load(tmp_path / f"sums-{r}.pt") for r in range(ranks)]
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder in which so many ranks, started once, left what they found in all scenarios."""
+
+    @cache
+    def start(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
+        run_ranks({2: "sums+norms+many+slices+pushes+late", 3: "rounds+gathers"}[ranks], ranks, folder)
+        return folder
+
+    return start
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(ranks: int, left: Callable[[int], Path]) -> None:
+    """Those of three ranks by one program, which takes several rounds."""
+    results = [torch.load(left(ranks) / f"sums-{r}.pt") for r in range(ranks)]
     for seed, (shape, algorithm, wire) in enumerate(SUMS):
         parts = [summand(r, shape, seed).to(WIRES[wire]).float() for r in range(ranks)]
         total = torch.zeros(shape)
@@ -52,20 +67,20 @@ def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(scenario: str, r
             assert all(torch.equal(found[i], results[0][i]) for found in results), f"{shape} {algorithm} {wire}"
 
 
-def test_a_sum_may_add_and_normalise_at_once(tmp_path: Path) -> None:
-    run_ranks("norms", 2, tmp_path)
+def test_a_sum_may_add_and_normalise_at_once(left: Callable[[int], Path]) -> None:
+    folder = left(2)
     hidden = summand(9, (3, 96), 1) + (summand(0, (3, 96), 0) + summand(1, (3, 96), 0))
     normed = hidden.double() * (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * summand(9, (96,), 2)
     for rank in range(2):
-        got, got_normed = torch.load(tmp_path / f"norms-{rank}.pt")
+        got, got_normed = torch.load(folder / f"norms-{rank}.pt")
         assert torch.equal(got, hidden)
         torch.testing.assert_close(got_normed[:, :96].double(), normed, rtol=1e-5, atol=1e-5)
         assert not got_normed[:, 96:].any()
 
 
-def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
-    run_ranks("many", 2, tmp_path)
-    found = [torch.load(tmp_path / f"many-{rank}.pt") for rank in range(2)]
+def test_sums_of_many_rows_normalise_as_they_go(left: Callable[[int], Path]) -> None:
+    folder = left(2)
+    found = [torch.load(folder / f"many-{rank}.pt") for rank in range(2)]
     for seed, (rows, cols, wire, dtype) in enumerate(MANY):
         parts = [summand(rank, (rows, cols), seed).to(dtype).to(WIRES[wire]).float() for rank in range(2)]
         hidden = summand(9, (rows, cols), seed) + (parts[0] + parts[1])
@@ -88,9 +103,9 @@ def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
             assert not rounded.any()
 
 
-def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
-    run_ranks("slices", 2, tmp_path)
-    first, second = (torch.load(tmp_path / f"slices-{rank}.pt") for rank in range(2))
+def test_programs_of_a_row_share_its_norm(left: Callable[[int], Path]) -> None:
+    folder = left(2)
+    first, second = (torch.load(folder / f"slices-{rank}.pt") for rank in range(2))
     shape = first[0].shape
     hidden = sum(summand(0, shape, seed) + summand(1, shape, seed) for seed in (0, 3))
     factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
@@ -100,20 +115,20 @@ def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 
-def test_a_part_that_leaves_from_its_product_gives_the_same_sum(tmp_path: Path) -> None:
-    run_ranks("pushes", 2, tmp_path)
-    first, second = (torch.load(tmp_path / f"pushes-{rank}.pt") for rank in range(2))
+def test_a_part_that_leaves_from_its_product_gives_the_same_sum(left: Callable[[int], Path]) -> None:
+    folder = left(2)
+    first, second = (torch.load(folder / f"pushes-{rank}.pt") for rank in range(2))
     for seed, (ours, theirs) in enumerate(zip(first, second)):
         for (part, hidden, normed), (their_part, *rest) in zip(ours, theirs):
             assert torch.equal(hidden, summand(9, hidden.shape, seed) + (part + their_part)) and hidden.any()
             assert torch.equal(hidden, rest[0]) and torch.equal(normed, rest[1]) and torch.equal(normed, ours[0][2])
 
 
-def test_columns_of_unequal_ranks_are_gathered(tmp_path: Path) -> None:
-    run_ranks("gathers", 3, tmp_path)
+def test_columns_of_unequal_ranks_are_gathered(left: Callable[[int], Path]) -> None:
+    folder = left(3)
     wanted = torch.cat([torch.full((1, w), float(r)) for r, w in enumerate((4100, 0, 37))], dim=1)
     for rank in range(3):
-        assert torch.equal(torch.load(tmp_path / f"gathers-{rank}.pt"), torch.cat([wanted, wanted + 0.25]))
+        assert torch.equal(torch.load(folder / f"gathers-{rank}.pt"), torch.cat([wanted, wanted + 0.25]))
 
 
 @pytest.mark.slow
@@ -143,6 +158,6 @@ def test_a_prompts_sums_may_take_norms_along_and_ranks_may_divide_its_routing(tm
     assert ((alone - wanted) ** 2).mean() / (wanted**2).mean() < 2e-3  # activations in bfloat16
 
 
-def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    run_ranks("late", 2, tmp_path)
-    assert (tmp_path / "late").read_text() == "1"
+def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(left: Callable[[int], Path]) -> None:
+    folder = left(2)
+    assert (folder / "late").read_text() == "1"

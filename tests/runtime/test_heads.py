@@ -48,6 +48,13 @@ def test_a_heads_logits_are_those_of_an_independent_forward_chained(headed: Head
     assert list(drafts) == right.argmax(1).tolist()
     deviation = right.std()
     assert np.abs(torch.stack(found).double().numpy() - right).max() < 1e-5 * deviation
+
+
+@pytest.mark.slow
+def test_each_mistake_would_show(headed: HeadedEngines) -> None:
+    ids = some_ids(21)
+    right = head_logits(headed.config, headed.tensors, ids, DRAFTS)
+    deviation = right.std()
     for mistake in MISTAKES:
         if mistake in OF_OWN and not headed.own:
             continue
