@@ -22,9 +22,11 @@ from qwen4exp_files import (
 )
 from thread_ranks import mixed_tiers, random_tiers, run_ranks
 
+from pshard.batch import VERIFY
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.engine import Engine
+from pshard.runtime.texts.text import Piece
 
 RNG = random.Random(0)
 IDS = [RNG.randrange(VOCAB) for _ in range(110)]
@@ -138,6 +140,23 @@ def test_ranks_give_the_same_logits(
     for tiers in (random_tiers(5, LONG), mixed_tiers(1, LONG)):
         for found in run_ranks(path, shares, lambda engine: run(engine, ids), LONG, tiers, mode=mode):
             assert difference(found, expected) < CLOSE
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("holds", [0, 2, 5])
+def test_drafts_that_do_not_hold_leave_nothing(
+    holds: int, kernels: str, recipe: Recipe, weights: Weights, path: Path, ids: list[int]
+) -> None:
+    drafts = [*ids[61 : 61 + holds], *(RNG.randrange(VOCAB) for _ in range(5 - holds))]
+    with open_engine(path, context=LONG, kernels=kernels, drafts=5) as engine:
+        text = engine.texts.open(ids[:61])
+        engine.texts.extend([(text, ids[:61])])
+        rows = engine.texts.step([Piece(text, tuple(drafts), "all", full=True, kind=VERIFY)])[0]
+        expected = qwen4exp_logits(recipe, weights, [*ids[:61], *drafts])
+        assert difference(np.array([row.full for row in rows]), expected[61:]) < CLOSE
+        assert not engine.texts.commit(text, 61 + holds)
+        found = engine.texts.extend([(text, ids[61 + holds : 90])], all_logits=True)[0]
+        assert difference(torch.stack(list(found)), qwen4exp_logits(recipe, weights, ids[:90])[61 + holds :]) < CLOSE
 
 
 def test_logits_of_quantised_files_equal_those_of_their_numbers(tmp_path: Path, ids: list[int], recipe: Recipe) -> None:
