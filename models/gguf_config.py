@@ -34,6 +34,7 @@ _HARMLESS = {
     "attention.causal": (True,),
     **dict.fromkeys(CAPS, (0.0,)),
     "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.alpha": (0.0, 1.0),
 }
 
 

@@ -52,9 +52,8 @@ def gguf_sorts(arch: Architecture, keys: Keys, config: ModelConfig, stored: dict
     )
     if arch.short_values:  # whose layers with a window are turned as the others, but by another base
         keys.refuse_unless("rope.dimension_count_swa", config.rope.dims)
-        local = replace(config.rope, base=local.base)
+        local = replace(local, freq_factors=config.rope.freq_factors)
     if arch.limited:  # half as much of heads of layers without a window is turned
-        local = replace(config.rope, dims=local.dims, base=local.base, freq_factors=())
         half = config.rope.dims // 2
         config = replace(
             config, rope=replace(config.rope, dims=half, freq_factors=config.rope.freq_factors[: half // 2])

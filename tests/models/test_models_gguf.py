@@ -247,6 +247,7 @@ def test_settings_per_layer_that_are_all_equal_are_one(tmp_path: Path) -> None:
         ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
         ({"llama.block_count": 3}, "tensor blk.2.attn_norm.weight of shape .256. is missing"),
         ({"llama.block_count": 2**31}, "blk.2.attn_norm.weight"),
+        ({"llama.rope.scaling.alpha": 3.0}, "rope.scaling.alpha is 3.0, which is not supported yet"),
         ({"llama.attention.key_length": 2**30}, "attention.key_length is 1073741824, where heads have a few hundred"),
         ({"llama.block_count": 1}, "tensor blk.1.attn_norm.weight has no place"),
         ({"llama.feed_forward_length": 256}, r"blk.0.ffn_gate.weight has shape \[512, 256\], not the \[256, 256\]"),

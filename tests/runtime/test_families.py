@@ -239,6 +239,14 @@ def test_what_a_file_leaves_out_counts_as_llama_cpp_has_it(family: str, tmp_path
         assert difference(engine.forward(IDS, all_logits=True), family_logits(other, weights, IDS)) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["mimo2", "step35"])
+def test_positions_of_layers_with_a_window_are_not_scaled(family: str, tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family, **{f"{family}.rope.scaling.factor": 2.0})
+    with open_engine(path, context=LONG) as engine:
+        expected = family_logits(replace(recipe, slower=2.0), weights, IDS)
+        assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-5
+
+
 @pytest.mark.parametrize("family", ["hunyuan-moe", "hy_v3", "exaone-moe"])
 def test_shared_experts_have_as_many_rows_as_the_file_says(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
