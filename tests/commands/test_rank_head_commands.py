@@ -62,3 +62,20 @@ def test_two_ranks_with_a_head_run_and_bench(world: World, mode: str, capfd) -> 
     assert drafted["drafts"]["steps"] < 50 and drafted["ranks"] == 2 and drafted["drafts"]["draft_seconds"] > 0
     assert cli_run.main([*split, *RUN, "-r", "of", "--spec", "mtp"]) == 2
     assert "error: several ranks have no drafts in a chat, or with -r; leave out --spec" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_two_ranks_with_a_draft_model_tell_what_they_tell_without(world: World, mode: str, capfd) -> None:
+    """The model itself, which drafts what it tells."""
+    split, draft, told = ["-m", str(world.model), "--vram", "64,64", "-sm", mode], ["-md", str(world.model)], []
+    assert cli_plan.main([*split, "-c", "256"]) == 0
+    plan = plan_drafter(world, mode, *draft, *RATES)
+    assert plan["drafter"]["rank"] == 0 and not plan["drafter_parts"]
+    for flags in ([], draft):
+        capfd.readouterr()
+        assert cli_run.main([*split, *RUN, *flags]) == 0
+        out, err = capfd.readouterr()
+        told.append(out)
+        assert ("drafts of draft, at most 3 a step" in err) == bool(flags)
+    assert told[0] == told[1]
