@@ -14,6 +14,8 @@ from family_files import RECIPES, write_family
 from hybrid_files import LIKE, random_hybrid, write_hybrid_gguf
 from model_files import LLAMA3_ROPE, Shape, write_gguf
 from plan_samples import make_rank_plan, make_tier
+from qwen4exp_files import RECIPES as SEVERAL_STREAMS
+from qwen4exp_files import make_weights, write_qwen4exp
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -61,11 +63,14 @@ def write_family_bases(folder: Path) -> list[Path]:
 
 
 def write_hybrid_bases(folder: Path) -> list[Path]:
-    """The three hybrids, in three types."""
+    """The three hybrids, in three types, and one of several streams."""
     types = {"next": "Q4_0", "dense": "Q8_0", "moe": "F16"}
-    return [
+    found = [
         write_hybrid_gguf(folder / f"{like}.gguf", like, random_hybrid(like), types[like], _words(320)) for like in LIKE
     ]
+    streams = SEVERAL_STREAMS["plain"]
+    path = folder / "streams.gguf"
+    return [*found, write_qwen4exp(path, streams, make_weights(streams), "Q8_0", tokenizer=_words(320))]
 
 
 def _words(count: int) -> dict[str, Any]:

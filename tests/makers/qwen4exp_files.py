@@ -188,14 +188,19 @@ PLAIN = ("ffn_gate_inp.weight", "conv1d.weight", "inject.weight")  # F32 in ever
 
 
 def write_qwen4exp(
-    path: Path, r: Recipe, tensors: Weights, qtype: str = "F32", metadata: dict[str, Any] | None = None
+    path: Path,
+    r: Recipe,
+    tensors: Weights,
+    qtype: str = "F32",
+    metadata: dict[str, Any] | None = None,
+    tokenizer: dict[str, Any] | None = None,
 ) -> Path:
     """A GGUF file; matrices whose rows are whole blocks of a quant type are of it. metadata: keys without the prefix
-    that are others than the recipe's; None: left out."""
+    that are others than the recipe's; None: left out. tokenizer: whole keys; without there is none."""
     writer = gguf.GGUFWriter(str(path), "qwen4exp")
     writer.add_name(path.stem)
     keys = settings_of(r) | (metadata or {})
-    _add_metadata(writer, {"tokenizer.ggml.model": "none"})
+    _add_metadata(writer, tokenizer or {"tokenizer.ggml.model": "none"})
     for key, value in keys.items():
         if key.startswith("ple.") and isinstance(value, list) and key != "ple.layers":
             kind = gguf.GGUFValueType.UINT64
