@@ -38,15 +38,13 @@ def describe_reads(variant: Variant) -> str:
     w, tier = variant.workload, variant.ranks[0].tiers[-1]
     batches = -(-w.prompt_tokens // tier.tokens)
     passes, prompt = -(-batches // tier.most_swept), f"a prompt of {w.prompt} tokens reads them"
-    if tier.sweep is None:
-        return (
-            f"{prompt} {passes} times, for every {tier.tokens} tokens{_why_apart(w)}"
-            if passes > 1
-            else f"{prompt} once"
-        )
-    swept = f", in sweeps of {tier.sweep.batches} micro-batches, as many as there is room for"
-    often = f"{prompt} {passes} times{swept}" if passes > 1 else f"{prompt} once"
-    return f"{often}; {batches} times where routing is recorded or played"
+    often = f"{prompt} once"
+    if passes > 1 and tier.sweep:
+        swept = f"in sweeps of {tier.sweep.batches} micro-batches, as many as there is room for"
+        often = f"{prompt} {passes} times, {swept}"
+    elif passes > 1:
+        often = f"{prompt} {passes} times, for every {tier.tokens} tokens{_why_apart(w)}"
+    return often + (f"; {batches} times where routing is recorded or played" if tier.sweep else "")
 
 
 def _why_apart(w: Workload) -> str:
