@@ -21,6 +21,7 @@ from pshard.runtime.blocks.rope_table import list_tables
 from pshard.runtime.devices.device import MOST_PROMPT_GRAPHS, Device
 from pshard.runtime.devices.relay import Relay, open_relay
 from pshard.runtime.kernels.api import Kernels, Segment
+from pshard.runtime.kernels.cpu.recording import Recordings
 from pshard.runtime.memory.arena import Arena
 from pshard.runtime.memory.beyond_host import Store
 from pshard.runtime.memory.demand_slots import open_pools
@@ -33,14 +34,14 @@ from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights
 from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
 from pshard.runtime.texts.choose_rows import RowChooser
-from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
+from pshard.runtime.tier_in_force import RunContext, TierInForce
 from pshard.runtime.walks.beside import bring_weights
 from pshard.runtime.walks.program import Program, compile_ahead, compile_steps
 from pshard.runtime.walks.ready_walk import Foresee, WalkMaker
 from pshard.runtime.walks.walk import PromptGraphs, Walk
 from pshard.steps.emit import emit_steps, list_residents
 from pshard.steps.move import Pins
-from pshard.steps.step import Compute, StepShape
+from pshard.steps.step import StepShape
 from pshard.units.state import StateShape
 
 
@@ -76,7 +77,9 @@ class Executor:
         join_cells = JOIN_BYTES // max(1, cell_nbytes(spec, states))
         widths = group.logit_widths(sum(t.rows for t in spec.output.matrices), _has_logits_on_device(spec, plan))
         self.in_force: tuple[TierPlan, TierInForce] | None = None
-        self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
+        # by tier: one is always carved alike, so what graphs and recorded runs know is true when it comes back
+        self._tiers: dict[int, TierInForce] = {}
+        self._recorded = Recordings()
         self._programs: dict[tuple[int, bool], tuple[Program, Program | None]] = {}
         self._relay: Relay | None = None
         self._sent: Any = None
@@ -154,16 +157,13 @@ class Executor:
         reach = reach_old(used(), self._context.join_cells)
         self.residents.leave(tier, reach)
         self.device.synchronize()  # what arrives, and scratch, may lie where states were
-        carved = self.arena.carve(tier)
+        in_force = self._tiers.get(tier.tokens) or self._make_tier(tier)
+        in_force.begin()
+        self.walks.forget()
+        tables = in_force.side.space.tensors
         with self.device.computing():  # angles that the host has: computing them again takes milliseconds
-            for name in list_tables(carved.space.tensors):
-                carved.space.tensors[name].copy_(self.host.side.space.tensors[name])
-        side = make_side(self.acc_kernels, carved.space, self.spec.config)
-        bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
-        sequences = self.states.sequences if self.spec.config.keeps_fixed else 0
-        first = (u for u in self.spec.units if u.kind.is_looked_up and u.is_here)
-        looks_up = any(tier.placement(unit.name).is_on_acc for unit in first)
-        in_force = TierInForce(tier.tokens, side, carved, sequences, looks_up, bound=bound)
+            for name in list_tables(tables):
+                tables[name].copy_(self.host.side.space.tensors[name])
         self.in_force = tier, in_force
         pins, states = self.residents.settle(tier)
         for step in self.program(tier, False)[0].entering:
@@ -174,6 +174,16 @@ class Executor:
                 if arrived is not None:  # of two copies the last: those of a lane happen in turn
                     in_force.arriving[step.unit] = arrived
         return in_force
+
+    def _make_tier(self, tier: TierPlan) -> TierInForce:
+        carved = self.arena.carve(tier)
+        sequences = self.states.sequences if self.spec.config.keeps_fixed else 0
+        first = (u for u in self.spec.units if u.kind.is_looked_up and u.is_here)
+        looks_up = any(tier.placement(unit.name).is_on_acc for unit in first)
+        side = make_side(self.acc_kernels, carved.space, self.spec.config)
+        made = TierInForce(tier.tokens, side, carved, self._recorded, sequences, looks_up)
+        self._tiers[tier.tokens] = made
+        return made
 
     def program(self, tier: TierPlan, has_past: bool) -> tuple[Program, Program | None]:
         """The tier's steps as they are launched; and for running ahead, where that can be."""
@@ -282,7 +292,7 @@ class Executor:
             self.device.synchronize()
         self.walks.forget()
         self.in_force, self._sent = None, None  # with their events, whose handles the device destroys
-        self._bound.clear()
+        self._tiers.clear()
         self.residents.written.clear()
         self.device.forget_repeats()
         self._unlock_host_memory()

@@ -89,12 +89,13 @@ class StagedState:
 @dataclass
 class TierInForce:
     """Views of the arena and lane events while a tier for micro-batches of up to `tokens` tokens is in force.
-    sequences: how many the engine has, where a gated delta net asks for them; else 0. looks_up: whether the
-    accelerator looks ids up."""
+    on_host: runs of units on the CPU, of all tiers. sequences: how many the engine has, where a gated delta net asks
+    for them; else 0. looks_up: whether the accelerator looks ids up."""
 
     tokens: int
     side: Side
     carved: Carved
+    on_host: Recordings
     sequences: int = 0
     looks_up: bool = False
     arrived: dict[int, Any] = field(default_factory=dict)  # slot -> event of the copy into it
@@ -115,7 +116,11 @@ class TierInForce:
     spans: dict[int, Any] = field(default_factory=dict)
     nets: tuple[list[OpenNet], ...] = ()  # see OpenRows
     draft: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # of an index
-    on_host: Recordings = field(default_factory=Recordings)  # runs of units on the CPU
+
+    def begin(self) -> None:
+        """It comes into force, when all lanes are idle."""
+        for events in (self.arrived, self.arriving, self.stage_free, self.stage_ready):
+            events.clear()
 
     def index_rows(
         self, on_host: torch.Tensor, segments: tuple[Segment, ...], wanted: list[int], filled: tuple[int, int]

@@ -101,8 +101,7 @@ class Walk:
 
     def find_lists(self, program: Program) -> list[CallList] | None:
         """The calls of the CPU's runs in a program that runs ahead; None where a walk by the other must come first,
-        which writes them down and awaits units that still arrive from another tier, or where launches or calls don't
-        repeat."""
+        which writes them down, or where launches or calls don't repeat."""
         if self._lists is None:
             self._lists = self._look_up(program)
         return self._lists
@@ -115,14 +114,17 @@ class Walk:
         on_host = self._tier.on_host
         lists = [calls for calls in map(on_host.find, keys) if calls is not None]
         whole = len(lists) == len(keys)
-        # not captured: the next one is
-        self._once = bool(self._tier.arriving) or not (whole or all(map(on_host.knows, keys)))
-        return lists if whole and not self._once else None
+        self._once = not (whole or all(map(on_host.knows, keys)))  # not captured: the next one is
+        return lists if whole else None
 
     def walk_ahead(self, program: Program, relay: Relay, lists: Sequence[CallList]) -> list[torch.Tensor]:
-        """As `walk`. The CPU's runs are done when it returns."""
+        """As `walk`. The CPU's runs are done when it returns. What a switch brings has arrived before they begin: under
+        its copies a walk would issue kernel by kernel, which takes some 90 ms of a mixture."""
         self._relay = relay
         try:
+            for event in self._tier.arriving.values():
+                self._device.host_wait(event)
+            self._tier.arriving.clear()
             relay.start(lists)  # an interrupt may come when it has begun
             kept = self.walk(program)
             relay.finish()
@@ -155,7 +157,8 @@ class Walk:
                 run()
 
     def _host_key(self, units: Units) -> tuple:
-        return units.name, units.on, self._tokens, len(self.batch.segments), self.batch.host_rows.longest
+        of = self._tier.tokens, units.name, units.on
+        return *of, self._tokens, len(self.batch.segments), self.batch.host_rows.longest
 
     def _launch(self, stretch: Stretch) -> None:
         logits, device = self.logits, self._device

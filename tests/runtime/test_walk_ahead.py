@@ -55,6 +55,41 @@ def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Pa
     assert torch.equal(got, expected) and moved == nbytes
 
 
+def test_a_step_behind_a_switch_runs_ahead_once_its_tier_was_there_before(tmp_path: Path, monkeypatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)
+    with open_model(path) as file:
+        spec = file.spec
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    places |= {u.name: WAYS[2] for u in spec.units if u.kind is EXPERTS}
+    first = next(u.name for u in spec.units if u.kind is EXPERTS)
+    few = make_tier(spec, 1, places, 2, 128, 1)
+    more = make_tier(spec, 4, places | {first: ("pinned", None)}, 2, 128, 1)
+    steps = [[3], [4], [5, 6, 7], [8, 9, 10], [1], [2], [3, 4, 5], [6], [7, 8, 9], [2]]
+
+    def run() -> tuple[torch.Tensor, int, int]:
+        with open_engine(path, (few, more), "fast", 128) as engine:
+            parts = [engine.forward(ids, all_logits=True) for ids in steps]
+            return torch.cat(parts), engine.link_bytes, engine.switches
+
+    expected = run()
+    ahead, walk_ahead = [], Walk.walk_ahead
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+
+    def note(walk: Walk, *rest) -> list:
+        ahead.append(dict(walk._tier.arriving))
+        kept = walk_ahead(walk, *rest)
+        assert not walk._tier.arriving
+        return kept
+
+    monkeypatch.setattr(Walk, "walk_ahead", note)
+    got = run()
+    assert torch.equal(got[0], expected[0]) and got[1:] == expected[1:]
+    assert got[2] == 6
+    assert len(ahead) == len(steps) - 2, "all but the first of each tier"
+    assert any(first in arriving for arriving in ahead), "some of them behind a switch that brings weights"
+
+
 def emit_with_hand_offs_apart(before: str, *given) -> StepList:
     """Steps in which routes come to the CPU by themselves before a unit there, not with what its first one takes."""
     steps, body, late = emit_steps(*given), list[Step](), list[Step]()
