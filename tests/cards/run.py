@@ -19,6 +19,7 @@ from cards.compile_launch import Needs, compile_launch, digest_launch
 
 MOST_SPILLED = 64  # bytes a thread, of a kernel of decoding
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pshard-cards" / "needs.json"
+KEPT_AT_ONCE = 512  # launches: who ends a run of an hour early has most of it
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (  # of kernels, tiles and launches; and which Triton
     "runtime/kernels/gpu", "runtime/kernels/api.py", "runtime/ranks/peer_memory.py", "pshard/units", "pshard/quant.py",
@@ -82,12 +83,14 @@ def list_lines(parts: Sequence[Part], processes: int) -> list[Line]:
             missing = [key for key in launches if key not in kept]
             requests = [launches[key].request for key in missing]
             work = partial(compile_launch, capability=part.capability, assembled=part.assembled)
-            done = dict(zip(missing, pool.map(work, requests, chunksize=4)))
-            kept |= done
+            for some in range(0, len(missing), KEPT_AT_ONCE):
+                end = some + KEPT_AT_ONCE
+                done = dict(zip(missing[some:end], pool.map(work, requests[some:end], chunksize=4)))
+                kept |= done
+                keep(done)
             for key, launch in launches.items():
                 decodes = launch.request.kernel in decoding
                 lines.append(Line(part.capability, launch, kept[key], limit, decodes))
-            keep(done)
     return lines
 
 
