@@ -15,12 +15,20 @@ MeasuredDrafts = tuple[int, float]  # drafts of a step at most, tokens a second
 
 def pick_measured(variant: Variant, measurements: Sequence[Measurement]) -> list[MeasuredDrafts]:
     """Of a model's measurements those of decoding with drafts under the plan's budget and number of texts; and beside
-    each the same without drafts."""
-    w, found = variant.workload, list[MeasuredDrafts]()
+    each the same without drafts. Of made-up acceptance those for which the figure has a line."""
+    w, said, found = variant.workload, variant.speculation, list[MeasuredDrafts]()
+    lines = said.compared() if said else ()
     for m in measurements:
         if m.drafts and not m.n_prompt and (m.budget_mib, m.n_sequences) == (w.vram_mib, w.sequences):
+            if m.drafts.made_up and not any(_are_alike(m.drafts.made_up, line.rates) for line in lines):
+                continue
             found += [(0, m.drafts.without_ts), (m.drafts.most, m.avg_ts)]
     return found
+
+
+def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether chances are the same but for how many digits they were given with."""
+    return all(abs(one - other) < 0.01 for one, other in zip(rates, others))
 
 
 def draw_draft_rates(model: str, variant: Variant, measured: Sequence[MeasuredDrafts] = ()) -> "Figure":

@@ -157,8 +157,8 @@ class Walk:
                 run()
 
     def _host_key(self, units: Units) -> tuple:
-        of = self._tier.tokens, units.name, units.on
-        return *of, self._tokens, len(self.batch.segments), self.batch.host_rows.longest
+        size = self._tokens, len(self.batch.segments), self.batch.host_rows.longest
+        return units.name, units.on, *size, self._tier.tokens
 
     def _launch(self, stretch: Stretch) -> None:
         logits, device = self.logits, self._device

@@ -40,6 +40,14 @@ def test_measured_points_are_those_under_the_plans_budget():
     assert pick_measured(variant, [own, *others]) == [(0, 19.0), (3, own.avg_ts)]
 
 
+@pytest.mark.parametrize(("made_up", "shown"), [((0.8,), True), ((0.9, 0.81), True), ((0.65,), False)])
+def test_a_point_of_made_up_acceptance_is_shown_where_the_figure_has_its_line(made_up, shown):
+    variant = make_variant()
+    drafts = BenchedDrafts("lookup", 3, 100, (0.8, 0.7, 0.6), 19.0, made_up)
+    own = replace(make_measurement(n_gen=128), budget_mib=variant.workload.vram_mib, drafts=drafts)
+    assert bool(pick_measured(variant, [own])) == shown
+
+
 def test_a_report_has_it_where_drafts_were_asked_for():
     def names(variant):
         return [section.name for section in draw_sections(ReportInputs((), (), (("m", variant),), (), ()))]
