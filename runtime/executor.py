@@ -16,7 +16,6 @@ from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.best_logits import choose_best
-from pshard.runtime.blocks.block import make_side
 from pshard.runtime.blocks.rope_table import list_tables
 from pshard.runtime.devices.device import MOST_PROMPT_GRAPHS, Device
 from pshard.runtime.devices.relay import Relay, open_relay
@@ -34,7 +33,7 @@ from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights
 from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
 from pshard.runtime.texts.choose_rows import RowChooser
-from pshard.runtime.tier_in_force import RunContext, TierInForce
+from pshard.runtime.tier_in_force import RunContext, TierInForce, make_tier
 from pshard.runtime.walks.beside import bring_weights
 from pshard.runtime.walks.program import Program, compile_ahead, compile_steps
 from pshard.runtime.walks.ready_walk import Foresee, WalkMaker
@@ -157,12 +156,13 @@ class Executor:
         reach = reach_old(used(), self._context.join_cells)
         self.residents.leave(tier, reach)
         self.device.synchronize()  # what arrives, and scratch, may lie where states were
-        in_force = self._tiers.get(tier.tokens) or self._make_tier(tier)
-        in_force.begin()
+        if tier.tokens not in self._tiers:
+            given = self.arena, self.acc_kernels, self._recorded, self.states
+            self._tiers[tier.tokens] = make_tier(self.spec, tier, *given)
+        in_force = self._tiers[tier.tokens].begin()
         self.walks.forget()
-        tables = in_force.side.space.tensors
         with self.device.computing():  # angles that the host has: computing them again takes milliseconds
-            for name in list_tables(tables):
+            for name in list_tables(tables := in_force.side.space.tensors):
                 tables[name].copy_(self.host.side.space.tensors[name])
         self.in_force = tier, in_force
         pins, states = self.residents.settle(tier)
@@ -174,16 +174,6 @@ class Executor:
                 if arrived is not None:  # of two copies the last: those of a lane happen in turn
                     in_force.arriving[step.unit] = arrived
         return in_force
-
-    def _make_tier(self, tier: TierPlan) -> TierInForce:
-        carved = self.arena.carve(tier)
-        sequences = self.states.sequences if self.spec.config.keeps_fixed else 0
-        first = (u for u in self.spec.units if u.kind.is_looked_up and u.is_here)
-        looks_up = any(tier.placement(unit.name).is_on_acc for unit in first)
-        side = make_side(self.acc_kernels, carved.space, self.spec.config)
-        made = TierInForce(tier.tokens, side, carved, self._recorded, sequences, looks_up)
-        self._tiers[tier.tokens] = made
-        return made
 
     def program(self, tier: TierPlan, has_past: bool) -> tuple[Program, Program | None]:
         """The tier's steps as they are launched; and for running ahead, where that can be."""

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 
 from pshard.model import ModelSpec
-from pshard.runtime.blocks.block import Residual, Side, Work
+from pshard.plan import TierPlan
+from pshard.runtime.blocks.block import Residual, Side, Work, make_side
 from pshard.runtime.devices.device import Device
-from pshard.runtime.kernels.api import OpenNet, RowIndex, Segment, SequenceRows
+from pshard.runtime.kernels.api import Kernels, OpenNet, RowIndex, Segment, SequenceRows
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import Recordings
 from pshard.runtime.kernels.row_index import fill_rows, fill_sequences
 from pshard.runtime.meanwhile import Meanwhile
-from pshard.runtime.memory.arena import Carved
+from pshard.runtime.memory.arena import Arena, Carved
 from pshard.runtime.memory.expert_slots import ExpertSlots
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Copies, Parts
@@ -24,7 +25,7 @@ from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.ranks.group import Group
 from pshard.steps.move import Move
 from pshard.steps.step import Compute
-from pshard.units.state import State
+from pshard.units.state import State, StateShape
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,11 @@ class TierInForce:
     nets: tuple[list[OpenNet], ...] = ()  # see OpenRows
     draft: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # of an index
 
-    def begin(self) -> None:
-        """It comes into force, when all lanes are idle."""
+    def begin(self) -> "TierInForce":
+        """It comes into force, when all lanes are idle; returns itself."""
         for events in (self.arrived, self.arriving, self.stage_free, self.stage_ready):
             events.clear()
+        return self
 
     def index_rows(
         self, on_host: torch.Tensor, segments: tuple[Segment, ...], wanted: list[int], filled: tuple[int, int]
@@ -162,6 +164,17 @@ class TierInForce:
         if n not in self.spans:
             self.spans[n] = native.make_spans([(0, 0, 0, 0)] * n)
         return self.spans[n]
+
+
+def make_tier(
+    spec: ModelSpec, tier: TierPlan, arena: Arena, kernels: Kernels, on_host: Recordings, states: StateShape
+) -> TierInForce:
+    """A tier that was not in force yet, carved from the arena; see TierInForce."""
+    carved, sequences = arena.carve(tier), states.sequences if spec.config.keeps_fixed else 0
+    side = make_side(kernels, carved.space, spec.config)
+    first = (u for u in spec.units if u.kind.is_looked_up and u.is_here)
+    looks_up = any(tier.placement(unit.name).is_on_acc for unit in first)
+    return TierInForce(tier.tokens, side, carved, on_host, sequences, looks_up)
 
 
 @dataclass(frozen=True)
