@@ -147,7 +147,7 @@ def test_a_text_with_a_fixed_state_is_computed_again_where_it_is_cut_and_is_not_
 
 
 def test_a_kind_without_a_block_is_an_error_that_names_it() -> None:
-    with pytest.raises(NotImplementedError, match="no block computes units of kind 'strange'; there are embedding, "):
+    with pytest.raises(NotImplementedError, match="no block computes units of kind 'strange'; there are n-grams, "):
         find_block(replace(DECAY, name="strange"))
 
 
