@@ -207,7 +207,8 @@ def make_engine(executor: Executor, tokens: int, head: Executor | None = None) -
     plan = executor.plan
     workload = Workload((plan.budget_mib,), CONTEXT, max_ubatch=tokens, prompt=1, generated=1)
     store = cast(KVStore, None)  # nothing is saved
-    return Engine(executor, Variant(workload, True, (plan,)), None, (), lambda: None, store, head=head)
+    variant = Variant(workload, True, (plan,), drafter=head.plan if head else None)
+    return Engine(executor, variant, None, (), lambda: None, store, head=head)
 
 
 @contextmanager

@@ -312,8 +312,9 @@ def wide_norms(group: Group, out: Path) -> None:
                 return tuple(make_tier(spec, n, where, 2, 256, 1, batch=64) for n in (1, 64))
 
             reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
+            own = open_device(device, group.local_rank if device == "cuda" else 0)
             variant = split_variant(path, Split("tensor", (1.0,) * group.size), 256, tiers, reserve)
-            with build_engine(open_model(path), variant, open_device(device), kernels="fast", group=group) as engine:
+            with build_engine(open_model(path), variant, own, kernels="fast", group=group) as engine:
                 ids = [1 + 7 * i % 300 for i in range(90)]
                 parts = [engine.forward(ids[:80], all_logits=True), *(engine.forward([i]) for i in ids[80:])]
             found[path.stem, on_cpu] = torch.cat([part.view(-1, part.shape[-1]) for part in parts])
