@@ -11,15 +11,25 @@ from engines import open_engine
 from qwen4exp_files import RECIPES, VOCAB, Recipe, make_weights, write_qwen4exp
 from test_gpu_families import check_placement
 
+from pshard.errors import UserError
+
 pytestmark = pytest.mark.gpu
 # of "wide" all cells are seen; of the others rounding may choose a few others than the reference does
-SIZES = {**RECIPES, "wide": replace(RECIPES["plain"], index=(4, 32, 4, 1024))}
+SIZES = {"plain": RECIPES["plain"], "wide": replace(RECIPES["plain"], index=(4, 32, 4, 1024))}
 
 
 @pytest.mark.parametrize("weights_at", ["pinned", "streamed", "cpu"])
 @pytest.mark.parametrize("recipe", SIZES.values(), ids=SIZES)
 def test_every_placement_gives_the_reference_logits(recipe: Recipe, weights_at: str, tmp_path: Path) -> None:
     check_placement(write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe), "Q8_0"), weights_at)
+
+
+def test_sizes_that_were_not_right_on_a_gpu_are_refused(tmp_path: Path) -> None:
+    recipe = RECIPES["other"]
+    path = write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe), "Q8_0")
+    refused = pytest.raises(UserError, match=r"not computed on a GPU: .* the width \(96\), .* gates \(24\)")
+    with refused, open_engine(path, None, "fast", 1024, 2, (2, 32), device="cuda"):
+        pass
 
 
 def test_decoding_by_graphs_is_decoding_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
