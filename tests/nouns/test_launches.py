@@ -70,6 +70,7 @@ def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespa
     context: Any = SimpleNamespace(
         device=device, group=SimpleNamespace(**group), transfers=SimpleNamespace(link_bytes=0),
         host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={}, sums=False,
+        spec=SimpleNamespace(config=SimpleNamespace(selection=None)),
         meanwhile=Meanwhile(),
     )  # fmt: skip
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
