@@ -33,7 +33,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             ("routing", 300),
             ("kv-files", 1000),
             ("blocks", 2000),
-            ("packed-files", 200),
+            ("packed-files", 400),
         ],
     ],
 )
