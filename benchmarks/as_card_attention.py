@@ -10,16 +10,14 @@ Then `tiles`: prompts with each tile of TRIED, in that card's code.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from card_ways import run_way
 
-from pshard.machine import AS_CARD
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench, time_attention
 from pshard.profile.timing_loop import Pace
@@ -49,12 +47,7 @@ def main() -> int:
         return 0
     rates: dict[str, dict[str, Any]] = {}
     for way in WAYS:
-        environment = os.environ | ({} if way == "native" else {AS_CARD: args.as_card})
-        most = str(args.seconds / len(WAYS))
-        command = [sys.executable, __file__, "--way", way, "--seconds", most, "--out", str(args.out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        sys.stderr.write(done.stderr[-4000:])
-        rates[way] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+        rates[way] = run_way(__file__, way, args.as_card, args.seconds / len(WAYS), args.out) or {}
     rows = [compare(name, *(rates[way].get(name) for way in WAYS[:3])) for name in rates["native"]]
     result = {
         "gpu": torch.cuda.get_device_name(), "as_card": args.as_card, "torch": torch.__version__,

@@ -11,8 +11,6 @@ both times.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +21,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from card_ways import run_way
 
-from pshard.machine import AS_CARD
 from pshard.model_config import Experts
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench
@@ -165,13 +163,8 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d %H:%M"), "command": " ".join(sys.argv), "goals": GOALS,
     }  # fmt: skip
     for way in WAYS:
-        environment = {key: value for key, value in os.environ.items() if key != AS_CARD}
-        environment |= {AS_CARD: args.as_card} if way == "as_card" else {}
-        command = [sys.executable, __file__, "--way", way, "--seconds", str(args.seconds / 2), "--out", str(args.out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        sys.stderr.write(done.stderr[-4000:])
-        if done.returncode == 0:
-            result[way] = json.loads(done.stdout.splitlines()[-1])
+        if found := run_way(__file__, way, args.as_card, args.seconds / 2, args.out):
+            result[way] = found
             args.out.write_text(json.dumps(result, indent=1))
             print_way(way, result[way])
     return 0 if all(way in result for way in WAYS) else 1

@@ -12,8 +12,6 @@ A case that fails is recorded with its error, and the others go on.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from card_ways import run_way
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.machine import AS_CARD
 from pshard.model_config import Experts
 from pshard.planner.price.delta_sheet import delta_work
 from pshard.planner.price.kernel_rates import (
@@ -354,12 +352,7 @@ def main() -> int:
         return 0
     found: dict[str, Any] = {}
     for way in WAYS:
-        environment = {key: value for key, value in os.environ.items() if key != AS_CARD}
-        environment |= {AS_CARD: args.as_card} if way == "as_card" else {}
-        command = [sys.executable, __file__, "--way", way, "--seconds", str(args.seconds / 2), "--out", str(args.out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        sys.stderr.write(done.stderr[-4000:])
-        found[way] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"times": {}}
+        found[way] = run_way(__file__, way, args.as_card, args.seconds / 2, args.out) or {"times": {}}
     name = torch.cuda.get_device_name()
     cards = {"native": card_of(name, 90), "as_card": card_of(name, int(args.as_card))}
     rows = make_rows(list_cases(), {way: found[way]["times"] for way in WAYS}, cards)

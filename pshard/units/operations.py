@@ -48,6 +48,15 @@ class InPlace:
         return (self.x,)
 
 
+class Onto(Onward):
+    """What adds to what it leaves: it reads that too."""
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operand, and what is there."""
+        return self.x, self.out
+
+
 @dataclass(frozen=True)
 class LookUp:
     """Rows of a table by token id, times `scale`; or `each` rows by what stands for a token's last ones."""
@@ -559,21 +568,13 @@ class SpreadStream(Onward):
 
 
 @dataclass(frozen=True)
-class InjectStream:
+class InjectStream(Onto):
     """What blocks have given, `width` elements a token, added to each of `count` streams by its share."""
 
     width: int
     count: int
     x: Rows = STREAM
     out: Rows = ALL_STREAMS
-
-    @property
-    def reads(self) -> tuple[Rows, ...]:
-        return self.x, self.out
-
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        return (self.out,)
 
 
 @dataclass(frozen=True)
@@ -635,7 +636,7 @@ class GateGrams:
 
 
 @dataclass(frozen=True)
-class AddGrams:
+class AddGrams(Onto):
     """That, and a convolution of it over time as each stream's part is normalised, added to the streams. taps: of all
     channels, `each` of them for each, which lie `apart` tokens apart."""
 
@@ -646,14 +647,6 @@ class AddGrams:
     apart: int
     x: Rows
     out: Rows = ALL_STREAMS
-
-    @property
-    def reads(self) -> tuple[Rows, ...]:
-        return self.x, self.out
-
-    @property
-    def writes(self) -> tuple[Rows, ...]:
-        return (self.out,)
 
     @property
     def channels(self) -> int:

@@ -16,11 +16,9 @@ class EmbeddingBlock(Block):
     def run(self, work: Work, weights: tuple[UnitWeights, LookUp], state: None, residual: Residual) -> None:
         matrices, operation = weights[0].matrices, weights[1]
         found = work.side.space.rows(operation.out.buffer, work.ids.shape[0])
-        ids, rows = (
-            (work.ids, found)
-            if work.grams is None or operation.each == 1
-            else (work.grams, found.view(-1, operation.table.cols))
-        )
+        ids, rows = work.ids, found
+        if operation.each > 1 and work.grams is not None:
+            ids, rows = work.grams, found.view(-1, operation.table.cols)
         work.side.kernels.look_up(matrices[operation.table.role], ids, rows)
         if operation.scale != 1:
             found.mul_(operation.scale)
