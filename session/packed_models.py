@@ -1,8 +1,7 @@
 """Packed files of models: written once, found by runs, listed and removed."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from pshard.packed_file import (
     packed_place,
     read_packed,
 )
+from pshard.session.byte_bar import byte_bar
 
 if TYPE_CHECKING:
     from pshard.models import ModelFile
@@ -56,7 +56,7 @@ def pack_model(file: "ModelFile", folder: Path, say: Tell) -> Path:
             contents = describe_contents(file)
             _check_room(file, contents, folder)
             say(f"packing {file.spec.name} into {place} ({contents.nbytes / 2**30:.2f} GiB)")
-            with packing_bar(file.spec.name, contents.end) as progress:
+            with byte_bar(f"packing {file.spec.name}", contents.end) as progress:
                 write_packed(file, contents, place, progress)
     except OSError as error:
         advice = "free some space" if error.errno in FULL else "name another folder with --disk-cache"
@@ -80,21 +80,6 @@ def _check_room(file: "ModelFile", contents: Contents, folder: Path) -> None:
             f"{folder} has {free / 2**30:.1f} GiB free, and the packed file takes {contents.nbytes / 2**30:.1f} "
             f"({SPARE >> 30} GiB stay free); free some space, or name another folder with --disk-cache"
         )
-
-
-@contextmanager
-def packing_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr counting bytes that were written; silent on a pipe."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(f"packing {name}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 @dataclass(frozen=True)

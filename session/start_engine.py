@@ -1,11 +1,11 @@
 """From an opened plan to an engine that is ready: its ranks joined, the model loaded."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
+from pshard.session.byte_bar import byte_bar
 
 if TYPE_CHECKING:
     from pshard.routing.record import RoutingRecord
@@ -62,7 +62,7 @@ def start_engine(
     ram_mib = variant.workload.ram_mib
     if ram_mib or any(rank.beyond_host for rank in variant.ranks):
         opened.file.leave_no_cache()
-    with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
+    with byte_bar(f"loading {opened.file.spec.name}", opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
             tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact, filled=filled,
@@ -83,16 +83,3 @@ def _spare_memory(group: "Group | None", filled: "FilledMemory | None") -> int:
 
     free = psutil.virtual_memory().available + (filled.done if filled else 0)
     return free // (8 * (group.local_size if group else 1))
-
-
-@contextmanager
-def loading_bar(name: str, total: int) -> Iterator[Any]:
-    """A progress bar on stderr counting packed bytes; silent on a pipe."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(f"loading {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.advance(task, done)
