@@ -1,5 +1,6 @@
 """What is known of the machine that a session runs on: whether a profile is of it, what is free, what it is made of."""
 
+import os
 from pathlib import Path
 
 from pshard.errors import UserError
@@ -69,13 +70,22 @@ def free_host_bytes() -> int:
 
 
 def free_by_driver() -> dict[int, int]:
-    """Free bytes of each GPU of the machine, as the driver says, without torch; none where it says nothing."""
+    """Free bytes of each GPU, numbered as programs see them under CUDA_VISIBLE_DEVICES, as the driver says, without
+    torch; none where it says nothing, or where parts of GPUs are named."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = {i: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())}
-        return {i: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for i, handle in handles.items()}
+        count, named = pynvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        handles = []
+        for word in map(str, range(count)) if named is None else map(str.strip, named.split(",")):
+            if word.startswith("GPU-"):
+                handles.append(pynvml.nvmlDeviceGetHandleByUUID(word))
+            elif word.isdecimal() and int(word) < count:
+                handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(word)))
+            else:
+                break  # CUDA leaves out what follows a number that no GPU has
+        return {i: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for i, handle in enumerate(handles)}
     except Exception:
         return {}
 

@@ -1,6 +1,5 @@
 """Host memory for weights, filled with pages while the imports that loading needs take their seconds. No torch."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +58,7 @@ def _plan_bytes(request: RunRequest) -> int:
     if profile.host.numa_nodes > 1:
         return 0
     if request.vram_mib is None and profile.accelerators[0].kind == "cuda":
-        free = {} if "CUDA_VISIBLE_DEVICES" in os.environ else free_by_driver()  # which numbers GPUs otherwise
+        free = free_by_driver()
         if 0 not in free:
             return 0
         request = replace(request, vram_mib=(free[0] // MIB,))
