@@ -1,10 +1,11 @@
-"""Mixtures of experts and hybrids: our plan and other programs at their best settings, on the same files and boot.
+"""Models of every family: our plan and other programs at their best settings, on the same files and boot.
 
     python benchmarks/mixtures.py --rows 30b-6000 next-12000 --generator random_gguf.py --folder /dev/shm \\
         --llama-bench llama.cpp/llama-bench --ik-bench ik_llama.cpp/llama-bench --seconds 500 -o mixtures.json
 
-Rows of one model follow each other; its file of random weights is written for them by the generator (MODEL FILE
-[--layers N]) and deleted after them, its machine profile is made before them. Without a generator the files are there.
+Rows of one model follow each other; its file of random weights is written for them by the generator (MODEL FILE, and
+the row's flags) and deleted after them, its machine profile is made before them. Without a generator the files are
+there.
 Other programs run with the settings that were found to be the best for a row, and the most memory that their process
 took is kept beside each rate: ik_llama.cpp is told how many layers' experts it leaves to the CPU, llama.cpp how much it
 leaves of the GPU. What is left when the time is up is skipped, and said.
@@ -46,12 +47,17 @@ class Peer:
 
 @dataclass(frozen=True)
 class Row:
-    """A case of a model, maybe cut to so many layers, and what runs beside it."""
+    """A case of a model, made with these flags of the generator, and what runs beside it."""
 
     model: str
     case: Case
     peers: tuple[Peer, ...] = ()
-    layers: int = 0
+    made: str = ""
+
+    @property
+    def file(self) -> str:
+        """The model file's name."""
+        return f"{'-'.join([self.model, *self.made.replace('--', '').split()])}.gguf"
 
 
 def fitted(tests: str, large: bool = True) -> Peer:
@@ -70,6 +76,10 @@ def in_vram(tests: str) -> Peer:
 
 
 PROMPTS, REPACKED = "-p 512,4096 -n 0 -r 1", "-rtr 1 -p 0 -n 64 -r 2"
+ANSWER = "-p 0 -n 64 -r 2"
+KINDS = ("q4_k", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "iq1_m", "nvfp4")
+IN_VRAM = Case(12000, *SHALLOW, {})
+CELLS = ("-c 132096 -np 8 --prompt 16384 --generated 128 --no-validate", "-p 0 -n 16 -d 16384 -npl 8 -r 2")
 ANSWER_DEEP, REPACKED_DEEP = "-p 0 -n 32 -d 16384 -r 1", "-rtr 1 -p 0 -n 0 -gp 16384,32 -r 1"
 ROWS: dict[str, Row] = {
     "30b-6000": Row(
@@ -95,9 +105,9 @@ ROWS: dict[str, Row] = {
     "oss20-vram-deep": Row("gpt-oss-20b", Case(26000, *DEEP, {}), (in_vram(ANSWER_DEEP),)),
     "oss120-8000": Row(
         "gpt-oss-120b", Case(8000, *SHALLOW, {"pp512": 900, "pp4096": 5200, "tg64": 65}),
-        (fitted(PROMPTS), left_to_cpu(21, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(21, REPACKED)), 24,
+        (fitted(PROMPTS), left_to_cpu(21, f"-b 4096 -ub 4096 {PROMPTS}"), left_to_cpu(21, REPACKED)), "--layers 24",
     ),
-    "oss120-8000-deep": Row("gpt-oss-120b", Case(8000, *DEEP, {}), (left_to_cpu(21, REPACKED_DEEP),), 24),
+    "oss120-8000-deep": Row("gpt-oss-120b", Case(8000, *DEEP, {}), (left_to_cpu(21, REPACKED_DEEP),), "--layers 24"),
     "next-12000": Row(
         "qwen3-next-80b-a3b", Case(12000, *SHALLOW, {"pp512": 1000, "pp4096": 5000, "tg64": 88}),
         (fitted(PROMPTS), left_to_cpu(37, REPACKED)),
@@ -130,11 +140,52 @@ ROWS: dict[str, Row] = {
     ),
     "122b-8000": Row(
         "qwen3.5-122b-a10b", Case(8000, *SHALLOW, {"pp512": 850, "pp4096": 5600, "tg64": 70}),
-        (fitted(PROMPTS), left_to_cpu(20, REPACKED)), 24,
+        (fitted(PROMPTS), left_to_cpu(20, REPACKED)), "--layers 24",
     ),
     "122b-8000-deep": Row(
-        "qwen3.5-122b-a10b", Case(8000, *DEEP, {"tg32 @ d16384": 62}), (left_to_cpu(20, REPACKED_DEEP),), 24
+        "qwen3.5-122b-a10b", Case(8000, *DEEP, {"tg32 @ d16384": 62}), (left_to_cpu(20, REPACKED_DEEP),),
+        "--layers 24",
     ),
+    "gemma4-26b-6000": Row(
+        "gemma4-26b-a4b", Case(6000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False))
+    ),
+    "gemma4-26b-6000-deep": Row(
+        "gemma4-26b-a4b", Case(6000, *DEEP, {}), (fitted(f"{ANSWER_DEEP} --no-host 1", large=False),)
+    ),
+    "gemma4-26b-vram": Row("gemma4-26b-a4b", Case(26000, *SHALLOW, {}), (in_vram("-p 4096 -n 64 -r 2"),)),
+    "gemma4-31b-8000": Row(
+        "gemma4-31b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False))
+    ),
+    "minimax-m2-12000": Row(
+        "minimax-m2", Case(12000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False)),
+        "--layers 16",
+    ),
+    "flash-next-8000": Row(
+        "qwen3.8-flash-next", Case(8000, *SHALLOW, {}),
+        (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False)), "--layers 12 --ngram-base 2000000",
+    ),
+    "command-r-8000": Row(
+        "command-r-35b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False))
+    ),
+    **{
+        f"8b-{kind}-vram": Row("llama3-8b", IN_VRAM, (in_vram("-p 4096 -n 64 -r 2"),), f"--quant {kind}")
+        for kind in KINDS
+    },
+    **{
+        f"32b-{kind}-8000": Row(
+            "qwen3-32b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False)),
+            f"--quant {kind}",
+        )
+        for kind in ("iq3_s", "ud-q2_k_xl")
+    },
+    "122b-ud-8000": Row(
+        "qwen3.5-122b-a10b", Case(8000, *SHALLOW, {}),
+        (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False)), "--layers 24 --quant ud-q2_k_xl",
+    ),
+    **{
+        f"8b-cells-{kind}": Row("llama3-8b", Case(6000, *(f"{words} -ctk q8_0 -ctv {kind}" for words in CELLS), {}))
+        for kind in ("q8_0", "q4_0")
+    },
 }  # fmt: skip
 
 
@@ -164,11 +215,12 @@ def main() -> int:
     programs = {"llama.cpp": args.llama_bench, "ik_llama.cpp": args.ik_bench}
     results = json.loads(args.output.read_text()) if args.output.exists() else {}
     clock = Clock(args.seconds)
-    for (model, layers), names in groupby(sorted(args.rows, key=_model_of), key=_model_of):
+    for _, names in groupby(args.rows, key=lambda name: ROWS[name].file):
         if clock.left <= 0:
             print(f"skipped, the time is up: {', '.join(names)}", flush=True)
             continue
-        with written(model, layers, args.folder, args.generator) as file:
+        names = list(names)
+        with written(ROWS[names[0]], args.folder, args.generator) as file:
             if run(["pshard-profile", "--quick", "-m", str(file)], clock.left).returncode:
                 return 2
             for name in names:
@@ -178,19 +230,15 @@ def main() -> int:
     return 0
 
 
-def _model_of(name: str) -> tuple[str, int]:
-    return ROWS[name].model, ROWS[name].layers
-
-
 @contextmanager
-def written(model: str, layers: int, folder: Path, generator: Path | None) -> Iterator[Path]:
+def written(row: Row, folder: Path, generator: Path | None) -> Iterator[Path]:
     """The model's file; one that is written here is deleted at the end. Raises SystemExit when that fails."""
-    file = folder / f"{model}{f'-{layers}-layers' if layers else ''}.gguf"
+    file = folder / row.file
     if generator is None or file.exists():
         yield file
         return
     try:
-        words = [sys.executable, str(generator), model, str(file), *(["--layers", str(layers)] if layers else [])]
+        words = [sys.executable, str(generator), row.model, str(file), *row.made.split()]
         if subprocess.run(words, stdout=subprocess.DEVNULL).returncode:
             raise SystemExit(f"{shlex.join(words)} failed")
         yield file
@@ -201,7 +249,7 @@ def written(model: str, layers: int, folder: Path, generator: Path | None) -> It
 def run_row(file: Path, name: str, programs: dict[str, Path | None], clock: Clock) -> Iterator[dict[str, Any]]:
     """Ours, then the other programs; yields the record after each."""
     row = ROWS[name]
-    record: dict[str, Any] = {"model": row.model, "layers": row.layers, "peers": {}, "skipped": []}
+    record: dict[str, Any] = {"model": row.model, "made": row.made, "peers": {}, "skipped": []}
     if clock.left > 0:
         record |= run_case(file, name, row.case, seconds=clock.left)
     else:
@@ -222,7 +270,7 @@ def run_row(file: Path, name: str, programs: dict[str, Path | None], clock: Cloc
 
 def run_peer(file: Path, vram: int, peer: Peer, program: Path, seconds: float) -> dict[str, Any]:
     """Another program's tests, by their names; none when it fails."""
-    words = [str(program), "-m", str(file), *peer.flags.split(), "-t", str(os.cpu_count())]
+    words = [str(program), "-m", str(file), *peer.flags.split(), "-t", str(len(os.sched_getaffinity(0)))]
     if "-ngl" not in words:  # it fits itself into what this leaves
         words += ["-fitt", str(free_mib() - vram)]
     with peak_memory() as peak:

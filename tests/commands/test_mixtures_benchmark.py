@@ -108,13 +108,13 @@ def test_the_most_memory_that_was_taken_is_kept(script: dict, monkeypatch: pytes
 def test_a_file_that_is_there_stays_and_a_generator_that_fails_leaves_none(
     script: dict, world: World, tmp_path: Path
 ) -> None:
-    there = tmp_path / "gpt-oss-120b-24-layers.gguf"
+    there = tmp_path / "gpt-oss-120b-layers-24.gguf"
     shutil.copy(world.model, there)
     failing = tmp_path / "failing.py"
     failing.write_text("import sys; open(sys.argv[2], 'w').write('half'); sys.exit(3)")
-    with script["written"]("gpt-oss-120b", 24, tmp_path, failing) as file:
+    with script["written"](script["ROWS"]["oss120-8000"], tmp_path, failing) as file:
         assert file == there
     assert there.exists()
-    with pytest.raises(SystemExit, match="failed"), script["written"]("gpt-oss-20b", 0, tmp_path, failing):
+    with pytest.raises(SystemExit, match="failed"), script["written"](script["ROWS"]["oss20-vram"], tmp_path, failing):
         pass
     assert not (tmp_path / "gpt-oss-20b.gguf").exists()
