@@ -11,7 +11,7 @@ from pshard.model import ModelSpec
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.beyond_host import Store
 from pshard.runtime.memory.disk.disk_store import DiskStore
-from pshard.runtime.memory.staging import StagingRing
+from pshard.runtime.memory.staging import DirectFill, StagingRing
 from pshard.runtime.memory.states import Copies
 from pshard.runtime.memory.weights import HostWeights, LentWeights
 from pshard.units.divide_unit import Piece, Portion, find_portion
@@ -37,7 +37,7 @@ class Transfers:
         self._beyond = dict(stores or {})
         self._stores: dict[Home, HostWeights | LentWeights | Store] = {HOST: weights, **self._beyond}
         self._ring: StagingRing | None = None
-        self._rings: dict[Home, StagingRing] = {}  # of homes beyond host memory
+        self._rings: dict[Home, StagingRing | DirectFill] = {}  # of homes beyond host memory
         self._refused = False  # the ring
         self.link_bytes = 0
 
@@ -51,6 +51,9 @@ class Transfers:
         comes before them, as they take all there is; and one for each home beyond it. Raises UserError where the system
         locks none for that."""
         for home, store in self._beyond.items():
+            if self._device.kind == "cpu":
+                self._rings[home] = DirectFill(self._device, store.fill, store.split)
+                continue
             try:
                 self._rings[home] = StagingRing(self._device, store.largest, store.fill, store.split, store.least)
             except MemoryError as error:

@@ -1,6 +1,8 @@
 """Weights beyond what the system page-locks: staged through a ring, with the results and the order of direct copies."""
 
 import random
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from pshard.plan import TierPlan
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices import copiers
 from pshard.runtime.devices.copiers import Copiers
+from pshard.runtime.devices.device import CopyThread, CpuDevice
 from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory import staging
 from pshard.runtime.memory.host import host_arena
-from pshard.runtime.memory.staging import StagingRing
+from pshard.runtime.memory.staging import DirectFill, StagingRing
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import share_sixteenths
 from pshard.units.ffn import FFN
@@ -222,3 +225,24 @@ def test_copiers_copy_every_byte_and_no_more(library: bool, monkeypatch: pytest.
             assert torch.equal(copy[:n], source[:n]) and not copy[n:].any()
     team.close()
     team.close()
+
+
+def test_what_is_filled_in_place_is_there_when_a_later_copy_is() -> None:
+    """Who waits for the last of several copies waits for a slow fill before it too; each buffer takes what it is to."""
+
+    def move(dst: torch.Tensor, src: torch.Tensor) -> None:
+        time.sleep(0.02)
+        dst.copy_(src)
+
+    lane, sizes = CopyThread("slow", move), list[int]()
+    origin, place = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    with closing(CpuDevice()) as device:
+
+        def fill(dst: torch.Tensor, src: torch.Tensor, after: Any = ()) -> Any:
+            sizes.append(dst.numel())
+            return lane.submit(dst, src, after)
+
+        DirectFill(device, fill, lambda _: [60, 40]).copy_in(place, origin)
+        device.copy_in(torch.zeros(1), torch.ones(1)).wait()
+        assert torch.equal(place, origin) and sizes == [60, 40]
+        lane.end()
