@@ -8,6 +8,10 @@ each rate stand the plan's prediction, what was read, and which share of the pro
 real disk is read cold: the file is written out and dropped from the page cache. A made-up disk takes as long as it
 says, and reads from the page cache, to which the file is brought before.
 
+Other programs slow what is measured. So each sample says which share of the cores these had, and quiet samples count
+alone where there are some. With --patience a sample waits for a quiet moment first. Beside the rate stands the best one
+that the samples allow: each takes at least its own processor time on all cores, and its bytes at the profile's rate.
+
 What is left when the time is up is skipped, and said; the file is written after every test. Without --profile a quick
 one is made first, in a minute or so. Without --generator the file is there; with it, it is written and deleted.
 """
@@ -25,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from parallel import run
@@ -42,27 +46,32 @@ from pshard.session.open_plan import Opened, open_plan
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 from pshard.session.this_machine import environment_of
-from pshard.times.stolen_time import read_core_time, stolen_share
+from pshard.times.stolen_time import DISTURBED, count_all_cores, disturbed_share, read_core_time
 
-DISKS = {"real": "", "7 GB/s": "fake:rate=7G", "2 GB/s": "fake:rate=2G", "1 GB/s": "fake:rate=1G"}
+LATE = "latency=100us"
+DISKS = {"real": ""} | {f"{rate} GB/s": f"fake:rate={rate}G,{LATE}" for rate in (7, 2, 1)}
 GOALS = {"real": 0.15, "7 GB/s": 0.07, "2 GB/s": 0.07, "1 GB/s": 0.07}  # by which predictions may be off
 ANSWER = 256  # tokens of an answer that plans expect
 UNCOUNTED = 32  # tokens before those of an answer's test
 PIECE = 64 << 20  # bytes that one thread brings to the page cache at once
 SAMPLE_SECONDS = 6.0  # of a prompt's test
 MOST_SAMPLES = 5
+LOOK = 0.5  # seconds in which others must leave the cores alone
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all disks share: the model's file, the profile's, budgets in MiB, and the tests."""
+    """What all disks share: the model's file, the profile's, budgets in MiB (vram 0: as pshard chooses), tokens of a
+    micro-batch (0: likewise), and the tests. patience: seconds that a test waits in all for others to rest."""
 
     model: Path
     profile: Path
     vram: int
     ram: int
+    ubatch: int
     tests: tuple[BenchTest, ...]
     folder: Path  # where plans are kept
+    patience: float
 
     @property
     def longest(self) -> int:
@@ -81,7 +90,9 @@ def main() -> int:
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("--generator", nargs="+", help="program and model name: it writes the file first")
     parser.add_argument("--profile", type=Path, help="machine profile; disks are added to it (default: a quick one)")
-    parser.add_argument("--vram", type=int, default=6000, help="MiB (6000)")
+    parser.add_argument("--vram", type=int, default=6000, help="MiB (6000); 0: as pshard chooses, for the CPU alone")
+    parser.add_argument("-ub", type=int, default=0, help="tokens of a micro-batch (as pshard chooses)")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds that a test waits for a quiet machine (0)")
     parser.add_argument("--ram", type=parse_ram, default=parse_ram("6G"), help="MiB, or as 6G (6G)")
     parser.add_argument("-n", type=int, default=64, help="tokens of an answer (64)")
     parser.add_argument("-p", default="4096,16384", help="tokens of prompts (4096,16384)")
@@ -92,7 +103,8 @@ def main() -> int:
     end = time.monotonic() + args.seconds
     tests = (BenchTest(0, args.n), *(BenchTest(int(n), 0) for n in args.p.split(",")))
     with tempfile.TemporaryDirectory() as folder, written(args.model, args.generator):
-        case = Case(args.model, args.profile or Path(folder) / "profile.json", args.vram, args.ram, tests, Path(folder))
+        profile = args.profile or Path(folder) / "profile.json"
+        case = Case(args.model, profile, args.vram, args.ram, args.ub, tests, Path(folder), args.patience)
         words = ["pshard-profile", "--quick", "-m", str(args.model), "-o", str(case.profile)]
         if not args.profile and run(words).returncode:
             return 2
@@ -155,7 +167,8 @@ def measure_disk(case: Case, name: str, end: float) -> Iterator[dict[str, Any]]:
             if time.monotonic() > end:
                 print(f"{name}, {test.name}: skipped, the time is up", flush=True)
                 continue
-            found["tests"][test.name] = row = measure_test(engine, test, rate, predict_seconds(predictor, test))
+            expected = predict_seconds(predictor, test)
+            found["tests"][test.name] = row = measure_test(engine, test, rate, expected, case.patience)
             found["memory"] = asdict(engine.memory()) | {"process_now": measure_process(), "ram": case.ram << 20}
             print(describe(name, test, row), flush=True)
             yield found
@@ -168,11 +181,13 @@ def plan(case: Case, name: str) -> Opened:
         cache_file(case.model)
     registry = case.folder / f"{name.replace('/', ' ')}.json"
     places = ["--profile", str(case.profile), "--registry", str(registry)]
-    budgets = ["--vram", str(case.vram), "--ram", str(case.ram), "-c", str(case.context)]
+    budgets = ["--ram", str(case.ram), "-c", str(case.context)]
+    budgets += (["--vram", str(case.vram)] if case.vram else []) + (["-ub", str(case.ubatch)] if case.ubatch else [])
     lengths = ["--prompt", str(case.longest), "--generated", str(ANSWER), "--no-validate"]
     if run(["pshard-plan", "-m", str(case.model), *budgets, *lengths, *places]).returncode:
         raise UserError(f"{name}: nothing was planned")
-    asked = RunRequest(case.model, (case.vram,), case.context, registry=registry, profile=case.profile)
+    vram = (case.vram,) if case.vram else None
+    asked = RunRequest(case.model, vram, case.context, registry=registry, profile=case.profile)
     return open_plan(replace(asked, ram_mib=case.ram))
 
 
@@ -216,10 +231,25 @@ def cache_file(path: Path) -> None:
         list(pool.map(touch, range(0, path.stat().st_size, PIECE)))
 
 
-def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Sample:
+    """A run of some tokens: seconds, those of this process on all cores together, and the share of all cores that
+    others had, or that were stolen."""
+
+    seconds: float
+    cpu: float
+    disturbed: float
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nearly all cores were its own."""
+        return self.disturbed <= DISTURBED
+
+
+def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float, patience: float) -> dict[str, Any]:
     """Seconds of each sample, of each token of an answer; what was read, and choices that found their expert."""
     engine.reset()
-    samples, hits = list[float](), engine.hits_by_rank()
+    hits = engine.hits_by_rank()
     if test.n_gen:
         for token in count_ids(engine, UNCOUNTED, 0):
             engine.forward([token])
@@ -229,26 +259,45 @@ def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float) 
         prompt = count_ids(engine, test.n_prompt, 0)
         engine.forward(prompt)
         runs = [prompt] * max(1, min(MOST_SAMPLES, round(SAMPLE_SECONDS / expected)))
-    read, began = engine.memory().read, read_core_time()
+    read, end, samples = engine.memory().read, time.monotonic() + patience, list[Sample]()
     for ids in runs:
         if test.n_prompt:
             engine.reset()
-        started = time.perf_counter()
-        engine.forward(ids)
-        samples.append(time.perf_counter() - started)
+        wait_for_others(end)
+        samples.append(take_sample(engine, ids))
     (found,) = (after.since(before) for after, before in zip(engine.hits_by_rank(), hits))
-    nbytes, seconds = engine.memory().read - read, sum(samples)
-    tokens, each = test.n_gen or test.n_prompt, seconds if test.n_gen else median(samples)
+    nbytes = (engine.memory().read - read) / len(samples)
+    quiet = [one for one in samples if one.is_quiet] or samples
+    tokens = 1 if test.n_gen else test.n_prompt
+    each = mean(one.seconds for one in quiet) if test.n_gen else median(one.seconds for one in quiet)
     return {
         "rate": tokens / each,
-        "predicted": tokens / expected,
-        "samples_seconds": samples,
+        "predicted": tokens * len(runs if test.n_gen else [0]) / expected,
+        "at_best": tokens / max(mean(one.cpu for one in quiet) / count_all_cores(), nbytes / rate),
+        "quiet": sum(one.is_quiet for one in samples),
+        "samples": [asdict(one) for one in samples],
         "read_bytes": nbytes,
-        "share_of_rate": nbytes / rate / seconds,
+        "share_of_rate": nbytes / rate / each,
         "slot_hits": found.found.share if found.found.chosen else None,
         "slot_hits_expected": found.expected,
-        "stolen": round(stolen_share(began, read_core_time()), 4),
     }
+
+
+def wait_for_others(end: float) -> None:
+    """Until other programs leave the cores alone, at most to a time of the monotonic clock."""
+    while time.monotonic() < end:
+        before = read_core_time()
+        time.sleep(LOOK)
+        if disturbed_share(before, read_core_time()) <= DISTURBED:
+            return
+
+
+def take_sample(engine: Engine, ids: list[int]) -> Sample:
+    """One run of these tokens."""
+    before, cpu, started = read_core_time(), time.process_time(), time.perf_counter()
+    engine.forward(ids)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return Sample(seconds, cpu, disturbed_share(before, read_core_time()))
 
 
 def describe(disk: str, test: BenchTest, row: dict[str, Any]) -> str:
@@ -256,10 +305,12 @@ def describe(disk: str, test: BenchTest, row: dict[str, Any]) -> str:
     off, goal = row["predicted"] / row["rate"] - 1, GOALS[disk]
     verdict = "" if abs(off) <= goal else ", MISSED"
     hits = f"; slots found {row['slot_hits']:.0%}" if row["slot_hits"] is not None and test.n_gen else ""
+    others = mean(one["disturbed"] for one in row["samples"])
     return (
-        f"{disk}, {test.name}: {row['rate']:.4g} tok/s, predicted {row['predicted']:.4g} ({off:+.1%}, goal "
-        f"{goal:.0%}{verdict}); read {row['read_bytes'] / 1e9:.2f} GB at {row['share_of_rate']:.0%} of the "
-        f"profile's rate{hits}"
+        f"{disk}, {test.name}: {row['rate']:.4g} tok/s (at best {row['at_best']:.4g}), predicted "
+        f"{row['predicted']:.4g} ({off:+.1%}, goal {goal:.0%}{verdict}); read {row['read_bytes'] / 1e9:.2f} GB each at "
+        f"{row['share_of_rate']:.0%} of the profile's rate{hits}; {row['quiet']} of {len(row['samples'])} samples "
+        f"were quiet, others had {others:.0%} of the cores"
     )
 
 

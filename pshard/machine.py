@@ -215,7 +215,8 @@ class CopyTiming:
 class DiskTiming:
     """Seconds of reading so many bytes of a model's file past the page cache, in pieces of `block` bytes, `depth` at
     once. `block` and `depth` 0: of bringing a unit of so many packed bytes to host memory behind others, as runs do.
-    `disk`: what holds the file, as the system calls it; `direct`: whether it takes reads past the page cache."""
+    `disk`: what holds the file, as the system calls it; `direct`: whether it takes reads past the page cache;
+    `cpu_seconds`: of all cores together that bringing it took, which pack what was read; 0: not timed."""
 
     disk: str
     direct: bool
@@ -223,6 +224,7 @@ class DiskTiming:
     depth: int
     nbytes: int
     seconds: float
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

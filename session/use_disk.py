@@ -66,13 +66,14 @@ def use_disk(
     file.spec = mark_made(file)
     disk = name_source(file)
     known = profile.of_disk(disk)
-    if known.disks or not native.is_available():
+    if any(row.cpu_seconds for row in known.unit_reads) or not native.is_available():
         return known
     found = time_disk(file)
     if not found:
         say("note: nothing of this model can be used from disk as it lies in its files; a GGUF file can")
         return known
-    profile = replace(profile, disks=(*profile.disks, *found))
+    others = tuple(row for row in profile.disks if row.disk != disk)
+    profile = replace(profile, disks=(*others, *found))
     say(describe_disk(profile.of_disk(disk)))
     try:
         save_profile(replace(profile, ram_bytes=0, prompt_math=Workload.prompt_math), given)

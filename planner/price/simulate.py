@@ -3,9 +3,10 @@
 Lanes: the copies (pshard/homes.py), the accelerator, and the CPU, whose one host thread issues the steps in order.
 Copies and accelerator work are asynchronous and start when their lane and what they depend on are free; CPU work and a
 hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down as the profile's
-contention says. The accelerator's part of a divided unit is issued first, waits for its copy, and runs while the CPU
-computes the rest. Several micro-batches are run, and the time between the end of the first and of the last is measured:
-a steady state in which the next one's first copies run under this one's last units.
+contention says; while the disk is read, it lacks the cores that pack what comes from there. The accelerator's part of a
+divided unit is issued first, waits for its copy, and runs while the CPU computes the rest. Several micro-batches are
+run, and the time between the end of the first and of the last is measured: a steady state in which the next one's first
+copies run under this one's last units.
 
 Ranks are simulated together: at every sum all wait for the last one.
 """
@@ -20,12 +21,14 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.homes import ACC, BACK, CPU, LINK, READ, Lane
+from pshard.planner.price.packing import packing_share
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.price.unit_costs import DividedCost, UnitCost
 from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, WaitingRows, Weights
 from pshard.steps.step import BEFORE, DEMAND, AllReduce, Compute, Free, Gather, Receive, Send, Step, StepList
 
 ROUNDS = 3
+MOST_PACKING = 0.95  # of the cores: whoever computes has some time too
 SHARED = (0.5, 0.5)  # of the link's rate, that a copy and activations have while both are on their way
 
 
@@ -69,6 +72,13 @@ class _Link:
         self.at = 0.0
         self.queue: deque[_Copy] = deque()
         self.done: list[_Copy] = []
+        # reads from disk in turn: from when to when, and the share of the cores that packs what they bring
+        self.packing: deque[tuple[float, float, float]] = deque()
+
+    def pack(self, start: float, end: float, share: float) -> None:
+        """Cores are busy with what a read brings."""
+        if share:
+            self.packing.append((start, end, min(share, MOST_PACKING)))
 
     def settle(self, until: float) -> None:
         """Run copies up to a time, with nothing else reading host memory."""
@@ -104,6 +114,8 @@ class _Link:
     def beside(self, start: float, seconds: float, speeds: tuple[float, float]) -> float:
         """Run host work of `seconds` from `start` beside the copies; returns its end."""
         queue, (link_speed, cpu_speed) = self.queue, speeds
+        if self.packing:
+            seconds += self._lose(start, seconds)
         if self.at < start:
             self.settle(start)
         now, left, at = start, seconds, self.at
@@ -132,6 +144,22 @@ class _Link:
             now, left = now + run, left - run * cpu_speed
         self.at = at
         return now
+
+    def _lose(self, start: float, seconds: float) -> float:
+        """Seconds by which host work of `seconds` from `start` takes longer, as cores pack what is read meanwhile."""
+        packing, lost, now, left = self.packing, 0.0, start, seconds
+        while packing and packing[0][1] <= start:
+            packing.popleft()
+        for begins, ends, share in packing:
+            left -= max(0.0, begins - now)
+            if left <= 0.0:
+                break
+            now = max(now, begins)
+            beside = min(left, (ends - now) * (1 - share))
+            lost += beside * share / (1 - share)
+            left -= beside
+            now = ends
+        return lost
 
 
 class _Machine:
@@ -201,7 +229,7 @@ class _Machine:
                     log.append((step, BACK.name, start, d2h))
             elif kind is _CPU:
                 start = host
-                host = link.beside(start, seconds, more) if queue else start + seconds
+                host = link.beside(start, seconds, more) if queue or link.packing else start + seconds
                 if log is not None:
                     log.append((step, CPU, start, host))
             elif kind is _HAND_OFF:
@@ -288,6 +316,7 @@ class _Machine:
         start = max(self.acc, self.host) if on_acc else self.host
         begun = max(start, self.beyond.get(READ, 0.0))
         self.beyond[READ] = landed = begun + reading
+        self.link.pack(begun, landed, packing_share(self.costs.tables, step.reads))
         done = start + computing if on_acc else self.link.beside(start, computing, self.costs.contended[step.unit])
         self.host = max(done, landed + last if reading else 0.0)
         if on_acc:
@@ -326,10 +355,11 @@ class _Machine:
             self.acc = start + seconds
         self.note(step, ACC, start, self.acc)
 
-    def copy_from_beyond(self, step: Move, route: tuple[float, tuple[tuple[Lane, float], ...]]) -> None:
+    def copy_from_beyond(self, step: Move, route: tuple[float, tuple[tuple[Lane, float], ...], float]) -> None:
         """Weights that come through further lanes: each takes on what the one before has brought, piece by piece, and
-        so ends no sooner than that. route: seconds of the link, and of each lane before it."""
-        last, before = route
+        so ends no sooner than that. route: seconds of the link, and of each lane before it; the share of the cores
+        that packs what is read."""
+        last, before, share = route
         self.host += self.costs.copy_issue
         self.to_begin = self.costs.run_issue
         ready = max(self.host, self.slot_free.get(step.slot, 0.0))
@@ -337,6 +367,8 @@ class _Machine:
         for (lane, seconds), then in zip(before, following):
             start = max(ready, self.beyond.get(lane, 0.0))
             self.beyond[lane] = start + seconds
+            if lane is READ:
+                self.link.pack(start, start + seconds, share)
             if self.log is not None:
                 self.done_beyond.append((step, lane.name, start, start + seconds))
             ready = max(start, start + seconds - then)
@@ -410,7 +442,8 @@ def _price_move(step: Move, costs: TierCosts) -> _Act:
             if not before:
                 return _COPY, step, seconds, step.slot
             route = tuple((lane, costs.over_lane(lane, step.unit, step.share)) for lane in before)
-            return _Machine.copy_from_beyond, step, 0.0, (seconds, route)
+            arrives = 0.0 if costs.tables.kind == "cpu" else seconds  # else the last of these brings it to its place
+            return _Machine.copy_from_beyond, step, 0.0, (arrives, route, packing_share(costs.tables, step.nbytes))
         case UnitState(unit):  # keys and values
             fetches, unit_cost = step.is_to_acc, costs.units[unit]
             seconds = unit_cost.kv_fetch if fetches else unit_cost.kv_write

@@ -5,6 +5,7 @@ import mmap
 import os
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,14 @@ from model_files import write_gguf
 from plan_samples import make_tier
 
 from pshard.errors import StepFailed, UserError
+from pshard.machine import DiskTiming
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.plan import TierPlan
+from pshard.profile.timed import time_disk
+from pshard.runtime.memory.disk.fake_disk import read_fake_disk
 from pshard.runtime.memory.disk.reader import DiskReader, Piece, PieceList
-from pshard.units.unit import places_of
+from pshard.units.unit import Unit, places_of
 
 FAST = "fake:rate=20G,jitter=1ms"  # pieces arrive in random order
 
@@ -120,6 +124,42 @@ def test_a_made_up_disk_takes_as_long_as_it_says(tmp_path: Path, monkeypatch: py
         reader.read([PieceList([Piece(number, at, 1 << 16) for at in range(0, 1 << 20, 1 << 16)])])
         assert 0.05 < time.perf_counter() - begun < 0.5
         assert reader.read_bytes == 1 << 20
+
+
+def test_profiles_know_made_up_disks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set[str]()
+    for more in ("", ",latency=1ms", ",latency=2ms", ",jitter=1ms"):
+        monkeypatch.setenv("PSHARD_DISK", f"fake:rate=1G{more}")
+        fake = read_fake_disk()
+        assert fake and {row.disk for row in fake.timings} == {fake.name}
+        names.add(fake.name)
+    assert len(names) == 4
+
+
+def test_a_disk_is_timed_with_the_cores_that_pack_and_again_while_others_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three timings, each of other units, the one that was disturbed least."""
+    monkeypatch.setenv("PSHARD_DISK", "fake:rate=50M")
+    file = open_model(write_gguf(tmp_path / "m.gguf", qtype="Q4_0", n_layers=8))
+    shares, timed = iter((0.5, 0.2, 0.4)), list[list[str]]()
+    time_units = time_disk._time_units
+
+    def time_some(file: time_disk.ReadModel, disk: str, units: list[Unit]) -> DiskTiming:
+        timed.append([unit.name for unit in units])
+        return replace(time_units(file, disk, units), seconds=float(len(timed)))
+
+    monkeypatch.setattr(time_disk, "disturbed_share", lambda *_: next(shares))
+    monkeypatch.setattr(time_disk, "_time_units", time_some)
+    monkeypatch.setattr(time_disk, "UNIT_BYTES", 1)
+    ffns = [unit for unit in file.spec.units if unit.name.endswith("ffn")]
+    row = time_disk._time_quietly(file, "drive", ffns)
+    assert row.seconds == 2.0 and [len(names) for names in timed] == [2, 2, 2]
+    assert len({name for names in timed for name in names}) == 6
+    assert row.nbytes == ffns[0].packed_nbytes and 0 < row.cpu_seconds < 1
+    timed.clear()
+    monkeypatch.setattr(time_disk, "disturbed_share", lambda *_: 0.0)
+    assert time_disk._time_quietly(file, "drive", ffns).seconds == 1.0 and len(timed) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

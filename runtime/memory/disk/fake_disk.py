@@ -29,8 +29,10 @@ class FakeDisk:
 
     @property
     def name(self) -> str:
-        """As profiles call it."""
-        return f"fake disk of {self.rate / 1e6:g} MB/s"
+        """As profiles call it: another disk has other timings."""
+        late = {"latency": self.latency, "jitter": self.jitter}
+        more = "".join(f", {what} {1e3 * seconds:g} ms" for what, seconds in late.items() if seconds)
+        return f"fake disk of {self.rate / 1e6:g} MB/s{more}"
 
     @property
     def timings(self) -> tuple[DiskTiming, ...]:

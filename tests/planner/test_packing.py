@@ -1,0 +1,76 @@
+"""Cores that pack what is read from disk, in simulations: whoever computes on the CPU lacks them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from plan_samples import make_tier, make_variant
+from planner_cases import DESKTOP
+from toy_kinds import ToyFile
+
+from pshard.machine import DiskTiming, MachineProfile
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.simulate import _Link
+
+SPEC = ToyFile("aaaaaa", d_model=256, d_ffn=512).spec
+TOKENS = 1024
+
+
+def integrate(reads: list[tuple[float, float, float]], start: float, seconds: float, step: float) -> float:
+    """When work of so many seconds from `start` ends, in small steps: at each its speed is what reads leave."""
+    now, left = start, seconds
+    while left > 0:
+        now += step
+        left -= step * (1 - next((share for begins, ends, share in reads if begins <= now < ends), 0.0))
+    return now
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_work_beside_reads_has_the_cores_that_these_leave(seed: int) -> None:
+    rng = random.Random(seed)
+    reads, at = list[tuple[float, float, float]](), 0.0
+    for _ in range(6):
+        begins = at + rng.choice((0.0, rng.uniform(0, 0.3)))
+        at = begins + rng.uniform(0.05, 0.5)
+        reads.append((begins, at, rng.uniform(0.05, 0.9)))
+    link, now = _Link(), 0.0
+    for read in reads:
+        link.pack(*read)
+    for _ in range(4):
+        start, seconds = now + rng.uniform(0, 0.2), rng.uniform(0.1, 0.6)
+        now = link.beside(start, seconds, (1.0, 1.0))
+        assert now == pytest.approx(integrate(reads, start, seconds, 2e-5), abs=2e-3)
+
+
+def make_machine(rate: float, each: float) -> MachineProfile:
+    """Two cores and a disk of such a rate, of whose bytes each takes so much processor time."""
+    sizes = (1 << 10, 1 << 20, 1 << 26)
+    rows = tuple(DiskTiming("drive", True, 0, 0, n, n / rate, n * each) for n in sizes)
+    profile = profile_from_datasheet(replace(DESKTOP, kind="cpu"))
+    return replace(profile, host=replace(profile.host, cores=2, threads=2), disks=rows)
+
+
+def predict(rate: float, each: float) -> tuple[float, float]:
+    """Seconds of a micro-batch with all FFNs on disk, and of reading these."""
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in SPEC.units}
+    far = {u.name: ("disk", None) for u in SPEC.units if u.name.endswith("ffn")}
+    tier = make_tier(SPEC, TOKENS, places | far, 2, 2048, 1)
+    predictor = Predictor([SPEC], make_machine(rate, each), make_variant(SPEC, (tier,), 2048, 1))
+    return predictor.micro_batch(TOKENS, 1, 0), sum(SPEC.unit(name).packed_nbytes for name in far) / rate
+
+
+def test_what_computes_takes_longer_by_the_cores_that_pack() -> None:
+    """A disk that is fast enough to be no limit: the time is the units' own and half of what packing takes of two
+    cores."""
+    rate = 6e10
+    free, reading = predict(rate, 0.0)
+    assert reading < free / 2
+    packed, _ = predict(rate, 1 / rate)  # one core while the disk is read: half of both
+    assert packed == pytest.approx(free + reading / 2, rel=0.02)
+
+
+def test_a_disk_that_limits_hides_what_packing_takes() -> None:
+    free, reading = predict(2e7, 0.0)
+    packed, _ = predict(2e7, 0.25e-9)
+    assert free == pytest.approx(reading, rel=0.1) and packed == pytest.approx(free, rel=1e-3)
