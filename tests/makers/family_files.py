@@ -361,7 +361,7 @@ GGUF_NAMES = {
 COMPOSED = (
     *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
     *("hunyuan-moe", "maincoder", "command-r-plus", "starcoder2", "baichuan-13b", "lfm2moe", "laguna-m"),
-    *("mimo2", "step35"),
+    "step35",
 )  # of what others show each
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if name in COMPOSED else name for name in RECIPES]
 IN_FOLDERS = [family for name, family in zip(RECIPES, FAMILIES) if name not in REMOTE]

@@ -72,9 +72,7 @@ def test_a_nan_in_any_part_is_found_and_refused(at: int) -> None:
         Sampler(Sampling(temperature=0)).take_best(*best[0].tolist())
 
 
-@pytest.mark.parametrize(
-    ("mode", "shares"), [("tensor", (1.0, 1.0)), ("tensor", (2.0, 0.0, 5.0)), ("layer", (1.0, 2.0)), ("tensor", (1.0,))]
-)
+@pytest.mark.parametrize(("mode", "shares"), [("tensor", (2.0, 0.0, 5.0)), ("layer", (1.0, 2.0)), ("tensor", (1.0,))])
 def test_ranks_exchange_candidates_and_find_what_one_rank_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shares: tuple[float, ...]
 ) -> None:

@@ -36,7 +36,7 @@ def lengths_of(engine: Engine, number: int = 0) -> list[int]:
     return [one.length for one in engine._checkpoints.all_of(number)]
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 50])
+@pytest.mark.parametrize("most", [0, 2, 50])
 def test_a_text_that_is_cut_anywhere_goes_on_as_if_it_had_ended_there(model: Path, most: int) -> None:
     rng = random.Random(most)
     ids = [rng.randrange(VOCAB) for _ in range(41)]

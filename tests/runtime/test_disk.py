@@ -47,7 +47,6 @@ def count_read(spec: ModelSpec, tier: TierPlan) -> int:
     ("arch", "shape"),
     [
         ("llama", {"qtype": "Q4_0", "qtypes": {"ffn_down.weight": "Q6_K", "attn_k.weight": "BF16"}}),
-        ("qwen3moe", {"qtype": "Q8_0"}),
         ("gpt-oss", {"qtype": "F32", "qtypes": {"ffn_up_exps.weight": "MXFP4"}}),
     ],
 )

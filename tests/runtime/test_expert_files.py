@@ -34,9 +34,10 @@ def test_logits_equal_the_float64_forward(tmp_path: Path, arch: str) -> None:
     compare_logits(write_gguf(tmp_path / "m.gguf", arch, n_used=3), 1e-5)
 
 
-@pytest.mark.parametrize("qtype", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_NL", "IQ4_XS", "BF16"])
-def test_every_type_of_experts_gives_the_float64_forwards_logits(tmp_path: Path, qtype: str) -> None:
-    compare_logits(write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype=qtype, n_layers=1), 1e-5)
+@pytest.mark.parametrize("qtypes", [("Q4_0", "Q4_K", "Q5_K"), ("Q6_K", "Q8_0", "MXFP4"), ("IQ4_NL", "IQ4_XS", "BF16")])
+def test_every_type_of_experts_gives_the_float64_forwards_logits(tmp_path: Path, qtypes: tuple[str, ...]) -> None:
+    mixed = {f"ffn_{role}_exps.weight": qtype for role, qtype in zip(("gate", "up", "down"), qtypes)}
+    compare_logits(write_gguf(tmp_path / "m.gguf", "qwen3moe", qtypes=mixed, n_layers=1), 1e-5)
 
 
 # --- gpt-oss: a window of 32 in every second layer, sinks, biases of everything, experts that are clamped ------------
@@ -64,7 +65,7 @@ def expected(oss: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("tokens", "prompt"),
-    [((1, 16), 140), ((1, 16, 128), 148), pytest.param((1, 3), 120, marks=pytest.mark.slow)],
+    [((1, 16), 140), pytest.param((1, 3), 120, marks=pytest.mark.slow)],
 )
 def test_gpt_oss_in_micro_batches_of_any_size(
     oss: Path, expected: np.ndarray, tokens: tuple[int, ...], prompt: int

@@ -34,10 +34,6 @@ SHARED, PINNED = ("streamed", None, 3, 2), ("pinned", None, 5)  # with the CPU
 TEXT = 73  # tokens of `walk_text`
 
 
-def slow(case: object) -> object:
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
 def make_cached(
     file: ExpertsFile, way: tuple, caches: tuple[ExpertCache, ...], sequences: int = 1, slots: int = 1
 ) -> Variant:
@@ -58,8 +54,11 @@ def open_cached(
     return build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records, plays=plays)
 
 
-@pytest.mark.parametrize("sequences, policy", [(1, "lru"), (3, "frequency")])
-@pytest.mark.parametrize("way", [IN_PLACE, SHARED, slow(KEPT), slow(PINNED)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "sequences", "policy"),
+    [(IN_PLACE, 1, "lru"), (SHARED, 3, "frequency"), (KEPT, 3, "lru"), (PINNED, 1, "frequency")],
+    ids=str,
+)
 def test_slots_give_the_logits_of_a_plain_forward(way: tuple, sequences: int, policy: str) -> None:
     file = ExpertsFile()
     variant = make_cached(file, way, (cache_of(file, 5, policy),), sequences)
@@ -68,8 +67,7 @@ def test_slots_give_the_logits_of_a_plain_forward(way: tuple, sequences: int, po
         assert engine.expert_hits.hits > 0 and engine.expert_hits.admitted > 0
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("way", [IN_PLACE, SHARED, slow(KEPT), slow(PINNED)], ids=str)
+@pytest.mark.parametrize(("way", "kernels"), [(IN_PLACE, "plain"), (SHARED, "fast")], ids=str)
 def test_slots_give_the_logits_of_a_plain_forward_where_16_sequences_decode(way: tuple, kernels: str) -> None:
     file = ExpertsFile()
     layers = sum(bool(unit.kind.parts) for unit in file.spec.units)
@@ -108,27 +106,24 @@ def test_slots_change_no_bit_where_one_side_computes_all_experts(way: tuple, ker
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("rule", [RULES["of the chosen"], *map(slow, list(RULES.values())[:3])], ids=str)
 @pytest.mark.parametrize("way", [SHARED, PINNED], ids=str)
-def test_slots_move_logits_by_no_more_than_rounding_where_the_cpu_has_experts(way: tuple, rule: Experts) -> None:
-    file, text, found = skew_routers(ExpertsFile(rule), 1.0), draw_text(TEXT), []
+def test_slots_move_logits_by_no_more_than_rounding_where_the_cpu_has_experts(way: tuple) -> None:
+    file, text, found = skew_routers(ExpertsFile(RULES["of the chosen"]), 1.0), draw_text(TEXT), []
     for caches in ((), (cache_of(file, 6),)):
         with open_cached(file, make_cached(file, way, caches), "fast") as engine:
             found.append(walk_text(engine, text).double())
     assert (found[0] - found[1]).abs().max() < 1e-5 * found[0].std()
 
 
-@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
-def test_a_run_from_a_fresh_engine_repeats_every_bit(way: tuple) -> None:
+def test_a_run_from_a_fresh_engine_repeats_every_bit() -> None:
     file, text, found = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), []
     for _ in range(2):
-        with open_cached(file, make_cached(file, way, (cache_of(file, 4, "lru"),)), "fast") as engine:
+        with open_cached(file, make_cached(file, SHARED, (cache_of(file, 4, "lru"),)), "fast") as engine:
             found.append((walk_text(engine, text), engine.expert_hits))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
-def test_how_long_copies_take_decides_nothing(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_copies_take_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions hang on tokens, never on clocks: over a link that dawdles, now more, now less."""
     file, text, found, rng = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), [], random.Random(0)
 
@@ -139,7 +134,7 @@ def test_how_long_copies_take_decides_nothing(way: tuple, monkeypatch: pytest.Mo
     for dawdles in (False, True):
         if dawdles:
             monkeypatch.setattr(device, "CopyThread", Slow)
-        with open_cached(file, make_cached(file, way, (cache_of(file, 4),)), "fast") as engine:
+        with open_cached(file, make_cached(file, SHARED, (cache_of(file, 4),)), "fast") as engine:
             found.append((walk_text(engine, text), engine.expert_hits))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
     assert found[0][1].admitted > 10
@@ -220,7 +215,7 @@ def test_with_slots_that_are_kept_earlier_text_moves_no_bit() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("way", [IN_PLACE, KEPT, SHARED, PINNED], ids=str)
+@pytest.mark.parametrize("way", [KEPT, SHARED], ids=str)
 def test_with_slots_that_are_kept_greedy_text_is_the_same_after_any_requests(way: tuple) -> None:
     """Though the cache would have other experts then: who computes each one stays the same."""
     file, found = skew_routers(ExpertsFile(), 1.0), []

@@ -77,7 +77,7 @@ def open_on_disk(
 
 
 @pytest.mark.parametrize(  # slots: beyond the least
-    ("kernels", "slots", "on_host"), [("fast", 0, False), ("fast", 3, True), ("plain", 1, False), ("fast", 0, True)]
+    ("kernels", "slots", "on_host"), [("fast", 3, True), ("plain", 1, False), ("fast", 0, True)]
 )
 def test_logits_are_those_of_all_in_memory_in_whatever_order_experts_arrive(
     tmp_path: Path, kernels: str, slots: int, on_host: bool

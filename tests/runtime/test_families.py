@@ -1,6 +1,7 @@
 """Logits of every family equal a float64 forward written from its recipe, wherever its units are, and transformers'."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engines import open_engine, pinned_everywhere
-from family_files import _OWN_KEYS, FAMILIES, IN_FOLDERS, RECIPES, write_family, write_family_folder
+from family_files import _OWN_KEYS, FAMILIES, IN_FOLDERS, RECIPES, REMOTE, write_family, write_family_folder
 from family_forward import LongRope, Moe, Yarn, family_logits
 from model_files import write_gguf
 from plan_samples import make_tier
@@ -17,6 +18,8 @@ from plan_samples import make_tier
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.recording import CallList, record
 
 pytestmark = pytest.mark.usefixtures("exact_gelu")
 RNG = random.Random(0)
@@ -29,6 +32,18 @@ def difference(found: np.ndarray | torch.Tensor, expected: np.ndarray) -> float:
     return float(np.abs(np.asarray(found) - expected).max() / expected.std())
 
 
+def note_recordings(monkeypatch: pytest.MonkeyPatch) -> list[CallList | None]:
+    """What is written down of the CPU's calls from now on; None: something cannot be replayed."""
+    lists = list[CallList | None]()
+
+    def record_too(work: Callable[[], None]) -> CallList | None:
+        lists.append(record(work))
+        return lists[-1]
+
+    monkeypatch.setattr("pshard.runtime.kernels.cpu.recording.record", record_too)
+    return lists
+
+
 def run(engine: Engine) -> torch.Tensor:
     """Logits of all ids: of a prompt, and of single tokens."""
     parts = [IDS[:135], *([i] for i in IDS[135:])]
@@ -36,13 +51,22 @@ def run(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_a_float64_forward_wherever_units_are(family: str, tmp_path: Path) -> None:
+def test_logits_equal_a_float64_forward_wherever_units_are(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the fast kernels a token's layers are recorded once and replayed then, whatever the family computes."""
     recipe, weights, path = write_family(tmp_path / "m.gguf", family)
     expected = family_logits(recipe, weights, IDS)
-    for kernels in ("plain", "fast"):
-        with open_engine(path, context=LONG, kernels=kernels) as engine:
-            got = run(engine)
-        assert difference(got, expected) < 1e-5, kernels
+    if family in REMOTE:  # the plain kernels of others run below, beside transformers
+        with open_engine(path, context=LONG) as engine:
+            assert difference(run(engine), expected) < 1e-5
+    lists = note_recordings(monkeypatch)
+    with open_engine(path, context=LONG, kernels="fast") as engine:
+        logits = [engine.forward(IDS[:135], all_logits=True)]
+        lists.clear()
+        logits += [engine.forward([token], all_logits=True) for token in IDS[135:]]
+    assert difference(torch.cat(logits), expected) < 1e-5
+    assert not native.is_available() or (len(lists) == 2 and lists[1] is not None)  # the embedding, then the layers
     with open_model(path) as file:
         spec = file.spec
     for weights_at in ("streamed", "cpu"):

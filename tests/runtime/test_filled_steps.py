@@ -22,7 +22,7 @@ from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 
 CONTEXT, SEQUENCES, VOCAB = 256, 24, 320
-MODELS = ("qwen3", "gpt-oss", "qwen2moe", "hybrid", "latent")
+MODELS = ("gpt-oss", "qwen2moe", "hybrid", "latent")
 
 
 class Captured(PlainKernels):
@@ -95,7 +95,7 @@ def test_rows_that_fill_a_step_change_nothing_and_are_of_few_numbers(tmp_path: P
     assert {12, 24, 40} <= set(rows)
 
 
-@pytest.mark.parametrize(("what", "seed"), [("qwen3", 0), ("qwen2moe", 0), ("qwen2moe", 1), ("hybrid", 1)])
+@pytest.mark.parametrize(("what", "seed"), [("qwen2moe", 1), ("hybrid", 1)])
 def test_units_on_the_cpu_and_states_in_host_memory_never_see_them(
     tmp_path: Path, monkeypatch, what: str, seed: int
 ) -> None:

@@ -63,6 +63,7 @@ def test_each_mistake_would_show(headed: HeadedEngines) -> None:
         assert np.abs(wrong - right)[at:].max() > 0.05 * deviation, mistake
 
 
+@pytest.mark.parametrize("headed", ["moe", "glm", "latent", "llama"], indirect=True)
 def test_texts_with_a_heads_drafts_are_those_without(headed: HeadedEngines) -> None:
     penalised = Sampling(seed=3, temperature=1.0, penalties=Penalties(1.2, 0.3, 0.1, 16))
     for on_acc, sampling, tried in ((True, Sampling(temperature=0), (1, 7)), (False, penalised, (3,))):
@@ -72,6 +73,7 @@ def test_texts_with_a_heads_drafts_are_those_without(headed: HeadedEngines) -> N
                 assert tell(engine, sampling, drafts) == base, (on_acc, drafts)
 
 
+@pytest.mark.parametrize("headed", ["moe", "glm", "latent"], indirect=True)
 def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
     headed: HeadedEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

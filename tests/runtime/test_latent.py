@@ -51,7 +51,10 @@ def check_talk(engine, file: ModelFile, sequences: int, seed: int, close: float 
 
 
 @pytest.mark.parametrize(
-    ("place", "sequences"), [(place, 3 - i % 2 * 2) for i, place in enumerate(LATENT_ATTENTION.places)], ids=str
+    ("path", "place", "sequences"),
+    [(like, place, 3 - i % 2 * 2) for i, (like, place) in enumerate(zip([*LIKE] * 3, LATENT_ATTENTION.places))],
+    indirect=["path"],
+    ids=str,
 )
 def test_every_placement_gives_the_logits_of_a_float64_forward(path: Path, place: tuple, sequences: int) -> None:
     with open_model(path) as file:
@@ -62,7 +65,7 @@ def test_every_placement_gives_the_logits_of_a_float64_forward(path: Path, place
             check_talk(engine, file, sequences, 1)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("path", "seed"), zip(LIKE, range(2)), indirect=["path"])
 def test_random_placements_of_all_units_give_the_same_in_every_tier(path: Path, seed: int) -> None:
     rng = random.Random(seed)
     with open_model(path) as file:
@@ -94,7 +97,7 @@ def test_cells_of_other_types_lose_only_their_rounding(path: Path, kind: str, cl
         check_talk(engine, file, 1, 4, close, np.median)
 
 
-@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize(("path", "kind"), zip(LIKE, ["f32", "q8_0"]), indirect=["path"])
 def test_a_saved_sequence_goes_on_as_it_was(path: Path, tmp_path: Path, kind: str) -> None:
     ids, file = [random.Random(7).randrange(VOCAB) for _ in range(70)], tmp_path / "cells"
     settings = {"context": CONTEXT, "kv_types": (kind, kind)}
@@ -111,7 +114,7 @@ def test_a_saved_sequence_goes_on_as_it_was(path: Path, tmp_path: Path, kind: st
         engine.load(file)
 
 
-@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0, 1.0)], ids=str)
+@pytest.mark.parametrize(("path", "shares"), zip(LIKE, [(1.0, 1.0), (1.0, 3.0, 1.0)]), indirect=["path"], ids=str)
 def test_ranks_with_layers_of_their_own_give_one_rank_s_logits(path: Path, shares: tuple[float, ...]) -> None:
     ids = [[random.Random(n).randrange(VOCAB) for _ in range(n)] for n in (37, 1, 5, 1)]
 

@@ -11,15 +11,12 @@ from published_oss import publish_gpt_oss
 
 CASES = {
     "llama": ("llama", {}),
-    "llama tied": ("llama", {"tied": True}),
     "llama llama3 rope": ("llama", {"rope": LLAMA3_ROPE}),
     "llama linear rope": ("llama", {"rope": LINEAR_ROPE}),
     "llama yarn rope": ("llama", {"rope": YARN_ROPE}),
-    "llama without GQA": ("llama", {"shape": {"n_kv_heads": 4}}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tied": True}),
-    "qwen2 yarn rope": ("qwen2", {"rope": YARN_ROPE}),
     "qwen3": ("qwen3", {}),
     "qwen3 wide heads": ("qwen3", {"shape": {"head_dim": 128}}),
     "qwen3 with experts": ("qwen3_moe", {}),

@@ -80,6 +80,7 @@ def test_slots_find_in_other_text_what_the_replay_of_a_record_promised() -> None
     assert course.expected_slots == pytest.approx(run.expected, abs=MOST) and course.ends[-1] == 1000
 
 
+@pytest.mark.slow  # the share of hits of one text is in test_routing.py
 def test_popular_experts_serve_of_other_text_what_a_plan_expects() -> None:
     """Of text without a memory, in which some words are common."""
     _, spec, variant = plan_by_text(write_text(900, 1, 0.0))

@@ -20,7 +20,7 @@ from qwen4exp_files import (
     read_tensors,
     write_qwen4exp,
 )
-from thread_ranks import mixed_tiers, random_tiers, run_ranks
+from thread_ranks import Tiers, mixed_tiers, random_tiers, run_ranks
 
 from pshard.batch import VERIFY
 from pshard.errors import UserError
@@ -90,6 +90,7 @@ def test_logits_equal_transformers(recipe: Recipe, weights: Weights, ids: list[i
     assert difference(qwen4exp_logits(recipe, weights, ids), expected) < CLOSE
 
 
+@pytest.mark.slow
 def test_every_easy_mistake_would_show(recipe: Recipe, weights: Weights, ids: list[int]) -> None:
     expected = qwen4exp_logits(recipe, weights, ids)
     for mistake in MISTAKES:
@@ -97,7 +98,7 @@ def test_every_easy_mistake_would_show(recipe: Recipe, weights: Weights, ids: li
         assert difference(found, expected) > 1e-2, mistake
 
 
-@pytest.mark.parametrize("place", ["streamed", "cpu", "pinned"])
+@pytest.mark.parametrize(("place", "name"), [("streamed", "plain"), ("cpu", "other"), ("pinned", "other")])
 def test_every_placement_gives_the_same_logits(
     place: str, recipe: Recipe, weights: Weights, path: Path, ids: list[int], tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_every_placement_gives_the_same_logits(
         assert difference(engine.forward(ids[:9], all_logits=True), qwen4exp_logits(recipe, weights, more)[-9:]) < CLOSE
 
 
+@pytest.mark.parametrize("name", ["other"])
 def test_several_texts_at_once_give_what_each_gives(
     recipe: Recipe, weights: Weights, path: Path, ids: list[int]
 ) -> None:
@@ -133,18 +135,26 @@ def test_several_texts_at_once_give_what_each_gives(
             assert difference(torch.cat(own), qwen4exp_logits(recipe, weights, text)) < CLOSE
 
 
-@pytest.mark.parametrize(("shares", "mode"), [((3.0, 0.0, 1.0), "tensor"), ((3.0, 1.0, 2.0), "layer")], ids=str)
+@pytest.mark.parametrize(
+    ("shares", "mode", "tiers", "name"),
+    [
+        ((3.0, 0.0, 1.0), "tensor", mixed_tiers(1, LONG), "plain"),
+        ((3.0, 1.0, 2.0), "layer", random_tiers(5, LONG), "other"),
+    ],
+    ids=["tensor", "layer"],
+)
 def test_ranks_give_the_same_logits(
-    shares: tuple[float, ...], mode: str, recipe: Recipe, weights: Weights, path: Path, ids: list[int]
+    shares: tuple[float, ...], mode: str, tiers: Tiers, recipe: Recipe, weights: Weights, path: Path, ids: list[int]
 ) -> None:
     expected = qwen4exp_logits(recipe, weights, ids)
-    for tiers in (random_tiers(5, LONG), mixed_tiers(1, LONG)):
-        for found in run_ranks(path, shares, lambda engine: run(engine, ids), LONG, tiers, mode=mode):
-            assert difference(found, expected) < CLOSE
+    for found in run_ranks(path, shares, lambda engine: run(engine, ids), LONG, tiers, mode=mode):
+        assert difference(found, expected) < CLOSE
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("holds", [0, 2, 5])
+@pytest.mark.parametrize(
+    ("name", "holds", "kernels"),
+    [("plain", 0, "fast"), ("plain", 2, "plain"), ("other", 2, "fast"), ("other", 5, "fast")],
+)
 def test_drafts_that_do_not_hold_leave_nothing(
     holds: int, kernels: str, recipe: Recipe, weights: Weights, path: Path, ids: list[int]
 ) -> None:
@@ -160,6 +170,7 @@ def test_drafts_that_do_not_hold_leave_nothing(
         assert difference(torch.stack(list(found)), qwen4exp_logits(recipe, weights, ids[:90])[61 + holds :]) < CLOSE
 
 
+@pytest.mark.parametrize("name", ["plain"])
 def test_logits_of_quantised_files_equal_those_of_their_numbers(tmp_path: Path, ids: list[int], recipe: Recipe) -> None:
     path = write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe), "Q8_0")
     with open_engine(path, context=LONG, kernels="plain") as engine:

@@ -37,11 +37,10 @@ from pshard.speculation import LOOKUP, Acceptance
 VOCAB, CONTEXT, TOKENS = 96, 512, 40
 KINDS = ["cells", "windows", "states", "convolutions", "latents"]
 Open = Callable[[], Engine]
-CASES = [("greedy", 1.0), ("greedy", 0.0), ("seed 1", 0.6), ("seed 2", 1.0), ("seed 3", 0.0), ("seed 3", 0.6)]
+CASES = [("greedy", 1.0), ("seed 1", 0.6), ("seed 3", 0.0)]
 SETTINGS = {
     "greedy": Sampling(temperature=0),
     "seed 1": Sampling(seed=1, temperature=1.5, penalties=Penalties(1.3, 0.4, 0.2, 16)),
-    "seed 2": Sampling(seed=2, temperature=0.7, top_k=5, penalties=Penalties(1.1)),
     "seed 3": Sampling(seed=3, temperature=1.0, top_k=0, logit_bias=((7, 2.0), (9, float("-inf")))),
 }
 
@@ -333,7 +332,7 @@ def test_steps_in_which_drafts_rest_are_not_recorded_as_steps_that_found_none(
     assert 1 + record.steps + wanted.spent.rested + sum(record.held) == 90
 
 
-@pytest.mark.parametrize("setting, drafts", [("greedy", 1), ("greedy", 7), ("seed 1", 3), ("seed 2", 7), ("seed 3", 1)])
+@pytest.mark.parametrize("setting, drafts", [("greedy", 7), ("seed 1", 3)])
 def test_lookup_tells_the_tokens_of_a_real_model(demo_engine: Engine, setting: str, drafts: int) -> None:
     ids, wanted = demo_engine.tokenizer.encode(COPIED), DraftSettings(LOOKUP, drafts, fixed=True)
     demo_engine.reset()

@@ -51,7 +51,6 @@ def count_read(spec: ModelSpec, tier: TierPlan) -> int:
     [
         ("llama", {"qtype": "Q4_0", "qtypes": {"ffn_down.weight": "Q6_K", "attn_k.weight": "BF16"}}, "host", 7),
         ("qwen3moe", {"qtype": "Q8_0"}, "vram", 2),
-        ("gpt-oss", {"qtype": "F32", "qtypes": {"ffn_up_exps.weight": "MXFP4"}}, "host", 2),
     ],
 )
 def test_a_prompt_in_sweeps_has_the_logits_of_one_micro_batch_after_the_other(

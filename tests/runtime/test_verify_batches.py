@@ -61,7 +61,11 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_gguf(path, "qwen3" if request.param == "dense" else "qwen3moe", qtype="Q8_0", n_layers=2)
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize(
+    ("path", "kernels"),
+    [("hybrid", "plain"), ("dense", "fast"), ("mixture", "fast"), ("hybrid", "fast")],
+    indirect=["path"],
+)
 def test_logits_of_a_verify_batch_are_those_of_its_tokens_one_by_one(path: Path, kernels: str) -> None:
     exact = kernels == "fast"
     with open_engine(path, context=1024, sequences=4, tokens=(64,), kernels=kernels, exact=exact) as engine:

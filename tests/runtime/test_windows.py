@@ -67,7 +67,7 @@ def check_talk(engine: Engine, file: ToyFile, sequences: int, seed: int = 0) -> 
 
 @pytest.mark.parametrize(
     ("place", "sequences", "kernels"),
-    [(p, 1 + 2 * (i != at), k) for k, at in (("plain", 1), ("fast", 2)) for i, p in enumerate(PLACES)],
+    [(PLACES[0], 3, "plain"), (PLACES[0], 1, "fast"), (PLACES[1], 3, "fast"), (PLACES[2], 3, "fast")],
     ids=str,
 )
 def test_every_placement_gives_the_logits_of_a_plain_forward(place, sequences: int, kernels: str) -> None:
@@ -117,7 +117,7 @@ CUTS = [499, 440, 320, 129, 128, 127, 64, 1]
     ("place", "tokens", "cuts"),
     [
         *(((place, (1, 150), FEW)) for place in PLACES),
-        *(pytest.param(place, (1, n), CUTS, marks=pytest.mark.slow) for place, n in zip(PLACES, (BATCH, 260, 260))),
+        pytest.param(PLACES[1], (1, 260), CUTS, marks=pytest.mark.slow),
     ],
 )
 def test_a_sequence_that_is_cut_back_goes_on_as_in_a_fresh_engine(
@@ -216,7 +216,7 @@ def test_windows_of_every_type_of_cells(kind: str, bound: float) -> None:
     assert (found - expected).abs().max() < bound * expected.abs().max()
 
 
-@pytest.mark.parametrize(("mode", "shares"), [("tensor", (1.0, 0.0)), ("layer", (1.0, 1.0)), ("layer", (1.0, 0.0))])
+@pytest.mark.parametrize(("mode", "shares"), [("tensor", (1.0, 0.0)), ("layer", (1.0, 0.0, 1.0))])
 def test_ranks_have_their_windows_and_sinks(monkeypatch: pytest.MonkeyPatch, mode: str, shares: Any) -> None:
     """A rank without attention cuts back with the others."""
     file, whole = make_file(), text(300)
@@ -231,7 +231,7 @@ def test_ranks_have_their_windows_and_sinks(monkeypatch: pytest.MonkeyPatch, mod
         torch.testing.assert_close(found.double(), file.logits(whole[:140])[90:], **CLOSE)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]], ids=str)
 def test_cells_behind_the_window_stay_whole_while_others_are_written(place: tuple[str, str]) -> None:
     """The stage has windows that were fetched apart; new cells of unequal number go back with those between them."""
     file, texts = make_file(), [text(n, n) for n in (200, 328)]

@@ -121,8 +121,9 @@ def open_reference(model: Path, kernels: str, kv_types: tuple[str, str]):
     return open_engine(model, tiers, kernels, CONTEXT, SEQUENCES, kv_types=kv_types)
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fast"])
-@pytest.mark.parametrize("kv_types", MIXES)
+@pytest.mark.parametrize(
+    ("kernels", "kv_types"), [("plain", MIXES[0]), ("plain", MIXES[3]), *(("fast", m) for m in MIXES)]
+)
 def test_logits_are_those_of_float_cells(tmp_path: Path, kernels: str, kv_types: tuple[str, str]) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="BF16", n_layers=3)
     expected = talk(open_reference(path, "plain", ("f32", "f32")), random.Random(1))
@@ -131,7 +132,7 @@ def test_logits_are_those_of_float_cells(tmp_path: Path, kernels: str, kv_types:
     assert 0 < error < BOUNDS[kernels] * (FOUR if "q4_0" in kv_types else 1), error
 
 
-@pytest.mark.parametrize(("seed", "kernels"), [(0, "plain"), (1, "fast"), (2, "fast"), (3, "plain")])
+@pytest.mark.parametrize(("seed", "kernels"), [(0, "plain"), (3, "fast")])
 def test_placements_do_not_matter(model: Path, kernels: str, seed: int) -> None:
     spec, rng, kv_types = open_model(model).spec, random.Random(seed), MIXES[seed % len(MIXES)]
     decode = random_places(spec, rng)
@@ -157,7 +158,7 @@ def test_a_saved_cache_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> None:
         engine.load(file)
 
 
-@pytest.mark.parametrize(("seed", "shares"), [(1, (1.0, 1.0)), (2, (3.0, 1.0)), (3, (0.0, 1.0, 2.0))])
+@pytest.mark.parametrize(("seed", "shares"), [(1, (3.0, 1.0)), (3, (0.0, 1.0, 2.0))])
 def test_ranks_quantise_and_save_as_one_device_does(
     model: Path, tmp_path: Path, seed: int, shares: tuple[float, ...]
 ) -> None:
