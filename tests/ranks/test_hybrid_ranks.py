@@ -14,8 +14,10 @@ CONTEXT = 128
 CLOSE = 1e-4  # of the logits' deviation
 RNG = random.Random(4)
 TEXT = [RNG.randrange(VOCAB) for _ in range(41)]
-SHARES = [(1.0, 1.0), (3.0, 1.0), (2.0, 0.0, 5.0), (0.0, 1.0), (1.0, 1.0, 1.0)]
-PINNED = SHARES[:1] + SHARES[3:4]  # everywhere in VRAM; else placed by chance
+SHARES = [  # (0, 1) everywhere in VRAM, else placed by chance
+    *(("next", (1.0, 1.0)), ("next", (2.0, 0.0, 5.0)), ("dense", (3.0, 1.0)), ("dense", (0.0, 1.0))),
+    *(("lfm2", (1.0, 1.0, 1.0)), ("lfm2", (2.0, 0.0, 5.0))),
+]
 ROOM = 1 << 20
 
 
@@ -47,16 +49,21 @@ def of_one_rank(path: Path) -> torch.Tensor:
         return talk(engine)
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize(("path", "shares"), SHARES, indirect=["path"], ids=str)
 def test_ranks_with_key_heads_of_their_own_give_one_rank_s_logits(
     path: Path, of_one_rank: torch.Tensor, shares: tuple[float, ...]
 ) -> None:
-    tiers = None if shares in PINNED else random_tiers(len(shares), CONTEXT)
+    tiers = None if shares == (0.0, 1.0) else random_tiers(len(shares), CONTEXT)
     for found in run_ranks(path, shares, talk, CONTEXT, tiers, checkpoint_bytes=ROOM):
         assert difference(found, of_one_rank) < CLOSE
 
 
-@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    ("path", "shares"),
+    [("next", (1.0, 1.0)), ("dense", (1.0, 3.0, 1.0)), ("lfm2", (1.0, 1.0))],
+    indirect=["path"],
+    ids=str,
+)
 def test_ranks_with_layers_of_their_own_give_them_too(
     path: Path, of_one_rank: torch.Tensor, shares: tuple[float, ...]
 ) -> None:

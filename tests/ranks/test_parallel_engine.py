@@ -55,12 +55,15 @@ def nmse(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "shares"),
     [
-        ("llama", UNLIKE), ("qwen2", UNLIKE), ("qwen2", WITHOUT), ("qwen3", WITHOUT), ("one kv head", UNLIKE),
-        ("one kv head", MANY), slow("llama", (1.0,) * 4), slow("qwen2", (1.0,) * 4), slow("qwen2", (1.0, 1.0, 1.0)),
-        slow("qwen3", (0.0, 1.0)), slow("qwen3", (1.0, 1.0)), slow("one kv head", (1.0, 1.0, 1.0)),
+        ("llama", UNLIKE),
+        ("qwen2", UNLIKE),
+        ("qwen3", WITHOUT),
+        ("one kv head", MANY),
+        slow("qwen2", (1.0,) * 4),
+        slow("qwen3", (0.0, 1.0)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_logits_are_those_of_one_rank(models: dict[str, Path], name: str, shares: tuple[float, ...]) -> None:
     results = run_ranks(models[name], shares, talk, CONTEXT)
     assert nmse(results[0], one_rank(models[name])) < 1e-10
@@ -72,9 +75,7 @@ def test_logits_are_those_of_one_rank(models: dict[str, Path], name: str, shares
     ("name", "shares", "limits"),
     [
         ("qwen2", (1.0, 1.0, 1.0), (("attention", 2),)),
-        ("one kv head", (1.0, 1.0, 1.0), (("attention", 2),)),
         ("qwen3", (1.0, 2.0, 1.0), (("attention", 1), ("ffn", 2))),
-        ("llama", (1.0, 2.0, 1.0), (("attention", 1), ("ffn", 2))),
         ("llama", (1.0, 1.0), (("ffn", 1), ("output", 1))),
     ],
     ids=str,
@@ -86,6 +87,11 @@ def test_fewer_ranks_may_share_a_kind_of_unit(
     assert nmse(results[0], one_rank(models[name])) < 1e-10
     for other in results[1:]:
         assert torch.equal(other, results[0])
+
+
+@cache
+def run_pinned(path: Path, shares: tuple[float, ...]) -> list[torch.Tensor]:
+    return run_ranks(path, shares, talk, CONTEXT)
 
 
 # qwen2 over 3:1 gives layers of one rank unequal numbers of KV heads, some of them staged from host memory
@@ -101,7 +107,7 @@ def test_fewer_ranks_may_share_a_kind_of_unit(
 def test_each_rank_may_place_its_slice_as_it_likes(
     models: dict[str, Path], seed: int, shares: tuple[float, ...], name: str, as_on_gpus: bool
 ) -> None:
-    pinned = run_ranks(models[name], shares, talk, CONTEXT)
+    pinned = run_pinned(models[name], shares)
     with pytest.MonkeyPatch.context() as patch:
         if as_on_gpus:  # the residual stream stays on the accelerator, transfers go with the units' graphs
             real = Executor.shape_of
@@ -113,7 +119,7 @@ def test_each_rank_may_place_its_slice_as_it_likes(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("shares", "seed"), [((1.0, 1.0), 0), ((3.0, 1.0), 1), ((3.0, 1.0), 2)], ids=str)
+@pytest.mark.parametrize(("shares", "seed"), [((1.0, 1.0), 0), ((3.0, 1.0), 1)], ids=str)
 def test_ranks_may_split_their_slices_of_ffns(models: dict[str, Path], shares: tuple[float, ...], seed: int) -> None:
     results = run_ranks(models["llama"], shares, talk, CONTEXT, split_tiers(seed, CONTEXT))
     assert nmse(results[0], one_rank(models["llama"])) < 1e-10

@@ -76,12 +76,7 @@ def check_all(results: list[torch.Tensor], wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("name", "shares"),
-    [
-        (name, shares) if (i + n) % 2 and n in (1, 3) else slow(name, shares)
-        for i, name in enumerate(MODELS)
-        for n, shares in enumerate(SHARES)
-        if n in (1, 3) or (i + n) % 2
-    ],
+    [(name, shares) for i, name in enumerate(MODELS) for n, shares in enumerate(SHARES) if (i + n) % 2 and n in (1, 3)],
     ids=str,
 )
 def test_logits_are_those_of_one_rank(
@@ -126,17 +121,14 @@ def test_each_rank_may_have_its_slices_in_any_place(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", [slow("qwen2moe"), "glm4moe"])
 def test_fewer_ranks_may_share_experts(
     models: dict[str, Path],
     of_one_rank: dict[str, torch.Tensor],
-    name: str,
     shares: tuple[float, ...],
     limits: Limits,
 ) -> None:
-    check_all(
-        run_ranks(models[name], shares, talk, CONTEXT, random_tiers(5, CONTEXT), limits=limits), of_one_rank[name]
-    )
+    ranks = run_ranks(models["glm4moe"], shares, talk, CONTEXT, random_tiers(5, CONTEXT), limits=limits)
+    check_all(ranks, of_one_rank["glm4moe"])
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 0.0, 1.0)], ids=str)
@@ -149,8 +141,9 @@ def test_biases_of_experts_are_added_once(shares: tuple[float, ...]) -> None:
         check_all(run_ranks(file, shares, talk, CONTEXT, tiers), wanted)
 
 
-@pytest.mark.parametrize("kernels", ["plain", pytest.param("fast", marks=needs_native)])
-@pytest.mark.parametrize("name", ["qwen2moe", "glm4moe", slow("qwen3moe"), slow("mixtral")])
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("glm4moe", "plain"), pytest.param("qwen2moe", "fast", marks=needs_native)]
+)
 def test_all_ranks_see_the_same_hidden_states_and_choose_the_same_experts(
     models: dict[str, Path],
     of_one_rank: dict[str, torch.Tensor],

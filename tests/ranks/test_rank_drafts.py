@@ -44,7 +44,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_gguf(place, "qwen3", qtype="Q8_0", n_layers=3, vocab=VOCAB)
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize(("path", "mode"), [("dense", "layer"), ("states", "tensor")], indirect=["path"])
 def test_ranks_with_drafts_tell_what_they_tell_without(path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's clock says something else of how many drafts pay."""
     turns = itertools.cycle(range(4))

@@ -97,15 +97,17 @@ def check_walk(variant: Variant, walks: list[Walk]) -> None:
     assert any(rank.caches for rank in variant.ranks)
 
 
-@pytest.mark.parametrize("way", [way if way in ("a rank of zero", "layers") else slow(way) for way in WAYS])
-def test_ranks_find_in_their_slots_what_a_replay_finds(way: str) -> None:
-    variant = plan_way(way)
-    walks = run_variant(FILE, variant, walk_text, records=True)
-    check_walk(variant, walks)
-    courses = follow_hits(FILE.spec, variant, walks[0].record, "text")  # what a report draws
-    for course, experts in zip(courses, map_experts(FILE.spec, variant), strict=True):
-        hits = sum(np.diff((0, *course.ends)) * course.slots) * len(experts.units) * experts.used
-        assert hits == pytest.approx(walks[0].hits[experts.rank].hits)
+@pytest.mark.parametrize(  # those of one case share a record
+    "ways", [("a rank of zero", "layers"), slow(("slices", "unequal slices", "a rank without layers"))]
+)
+def test_ranks_find_in_their_slots_what_a_replay_finds(ways: tuple[str, ...]) -> None:
+    for variant in map(plan_way, ways):
+        walks = run_variant(FILE, variant, walk_text, records=True)
+        check_walk(variant, walks)
+        courses = follow_hits(FILE.spec, variant, walks[0].record, "text")  # what a report draws
+        for course, experts in zip(courses, map_experts(FILE.spec, variant), strict=True):
+            hits = sum(np.diff((0, *course.ends)) * course.slots) * len(experts.units) * experts.used
+            assert hits == pytest.approx(walks[0].hits[experts.rank].hits)
 
 
 @pytest.mark.slow
