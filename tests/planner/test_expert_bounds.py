@@ -29,7 +29,7 @@ from pshard.units.share import WHOLE, Share
 from pshard.workload import Workload
 
 COUNT = 16
-CASES = [(11, 2.0), (13, 2.0), (21, 0.5), (27, 2.0), (0, None), (1, None), (2, 0.5), (3, 2.0)]
+CASES = [(11, 2.0), (13, 2.0), (21, 0.5), (0, None), (1, None)]
 
 
 def draw_model(rng: random.Random, skew: float | None) -> ModelSpec:

@@ -70,9 +70,7 @@ def class_counts(c):
                 yield Counts(pin, cpu, kv, tuple(zip(pinned, streamed)))
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("mib", [19, 39])
+@pytest.mark.parametrize(("mib", "slots", "kind"), [(19, 1, "cuda"), (39, 2, "cuda"), (19, 2, "cpu"), (39, 1, "cpu")])
 def test_the_program_equals_enumeration(mib, slots, kind):
     tier = replace(problems(mib, slots=slots, layers=2, kind=kind)[0][0], weight=1.0)
     best = min(fluid_seconds(tier, counts, relaxed=True) for counts in all_counts(tier))
@@ -83,9 +81,7 @@ def test_the_program_equals_enumeration(mib, slots, kind):
     assert held_bytes(tier, solution.counts[0]) <= tier.room
 
 
-@pytest.mark.parametrize("acc_memory", [60e9, 400e9])
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("mib", [15, 21])
+@pytest.mark.parametrize(("mib", "slots", "acc_memory"), [(15, 1, 60e9), (21, 2, 60e9), (15, 2, 400e9)])
 def test_the_program_with_divided_ffns_equals_enumeration(mib, slots, acc_memory):
     task = problems(mib, slots=slots, layers=2, acc_memory=acc_memory)[1]
     tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, divide=True), weight=1.0)
