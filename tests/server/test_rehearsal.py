@@ -24,8 +24,6 @@ TIERS = (1, 4, 16, 64, 128, 256)
 
 
 def write_model(folder: Path, what: str) -> Path:
-    if what == "demo":
-        return DEMO
     path = folder / "m.gguf"
     return write_hybrid_gguf(path, "moe", random_hybrid("moe")) if what == "hybrid" else write_gguf(path, what)
 
@@ -74,7 +72,7 @@ def test_deterministic_steps_are_of_one_tier(monkeypatch: pytest.MonkeyPatch) ->
     assert {tier for tier, *_ in seen} == {64}
 
 
-@pytest.mark.parametrize("what", ["demo", "gpt-oss", "hybrid"])
+@pytest.mark.parametrize("what", ["gpt-oss", "hybrid"])
 def test_nothing_is_left(tmp_path: Path, what: str) -> None:
     path, ids = write_model(tmp_path, what), tuple(range(5, 90))
     logits = []

@@ -64,9 +64,14 @@ def test_several_calls_are_turns_of_one_where_the_template_takes_one(path) -> No
     assert "[assistant](n=1)get[tool]is a[assistant](n=2)get[tool]is b[user]And?" in told
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("spoiled", ['{"n": 1', "", "null", "[1]", "5", "text"])
-@pytest.mark.parametrize("template", [ONE_CALL, CHATML_TOOLS, MISTRAL, STRICT, None])
+@pytest.mark.parametrize(
+    ("path", "spoiled", "template"),
+    [
+        (PATHS[(i + n) % 3], spoiled, template)
+        for i, spoiled in enumerate(['{"n": 1', "", "null", "[1]", "5", "text"])
+        for n, template in enumerate([ONE_CALL, CHATML_TOOLS, MISTRAL, STRICT, None])
+    ],
+)
 def test_arguments_that_are_no_object_render(path, spoiled, template) -> None:
     given = json.loads(spoiled) if path == "/v1/messages" and spoiled in ("null", "[1]", "5") else spoiled
     assert "is a" in render(path, template, [("a", given), ("b", {"n": 2})])

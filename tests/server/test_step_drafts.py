@@ -70,8 +70,7 @@ def test_no_token_is_lost_or_doubled_whatever_comes(asked, sequences, blocks, ch
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(seed=3), Sampling(seed=3, temperature=1.2, top_k=0, penalties=Penalties(1.3, 0.4))]
 )
-@pytest.mark.parametrize("likely", [None, 3])
-@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize(("likely", "constrained"), [(None, True), (3, False)])
 def test_tokens_and_log_probabilities_are_those_without_drafts(sampling, likely, constrained):
     told = []
     for chance, most in ((1.0, 0), (1.0, 3), (0.7, 7), (0.0, 1)):
