@@ -76,14 +76,15 @@ def sweep(
 ) -> None:
     """Compute micro-batches in one sweep, in `computing()`. passed: told of a turn, by its number, and of units that
     have been computed in it. Raises RuntimeError where something could not be brought from beyond host memory."""
-    marks: list[object] = []
+    marks, sends = list[object](), False
     for item, units in rounds:
         if not isinstance(item, Program):
             ACTS[type(item)](turns[-1].walk, item)
             continue
         for number, turn in enumerate(turns):
-            if turn.walk.batch.unsent:  # as in the first round
-                device.host_wait(device.mark())  # the turn before sends the same buffers of the host
+            if sends:  # the turn before, the last one of the first round too, sends the same buffers of the host
+                device.host_wait(device.mark())
+            sends = bool(turn.walk.batch.unsent)
             turn.ready.begin(turn.ids, turn.grams)
             for one in item.body:
                 if isinstance(one, Move) and isinstance(one.portion, WaitingRows):

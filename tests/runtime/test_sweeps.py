@@ -1,7 +1,9 @@
 """Sweeps: micro-batches of a prompt that read what is on disk once, with the bits of one after the other."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from pshard.plan import TierPlan
 from pshard.planner.check_plan import check_runnable
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.checkpoints import checkpoints
-from pshard.runtime.devices.device import open_device
+from pshard.runtime.devices.device import CpuDevice, CpuEvent, open_device
 from pshard.runtime.walks.sweep import Turn
 from pshard.steps.move import WaitingRows
 from pshard.units.unit import places_of
@@ -169,6 +171,39 @@ def test_an_interrupt_in_the_middle_of_a_sweep_leaves_an_engine_that_refuses_and
         with pytest.raises(StepFailed, match="an earlier step failed"):
             engine.forward([1])
     assert [portion.returns for portion in calls] == [False] * 4 + [True, False, True]
+
+
+class SendsLate(CpuDevice):
+    """A device that may read what it is sent until the host waits for it; `changed` counts what was written before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.changed = 0
+
+    def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        super().send(dst, src)
+        self._sent.append((src, src.clone()))
+
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
+        self.changed += sum(not torch.equal(src, kept) for src, kept in self._sent)
+        super().repeat(key, worth_it, work)
+
+    def host_wait(self, event: CpuEvent) -> None:
+        super().host_wait(event)
+        self._sent.clear()
+
+
+@pytest.mark.parametrize("sweep", [0, 4])
+def test_the_host_keeps_what_a_micro_batch_sends_until_it_has_been_read(sweep: int, tmp_path: Path) -> None:
+    path, device = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", context=512), SendsLate()
+    with open_model(path) as file:
+        tiers = on_disk(file.spec, sweep, site="streamed")
+        with build_engine(file, make_variant(file.spec, tiers, 512, 1), device, kernels="plain") as engine:
+            for tokens in (256, 250):
+                engine.reset(0)
+                engine.forward(list(range(tokens)))
+    assert device.changed == 0
 
 
 @pytest.mark.gpu
