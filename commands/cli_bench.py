@@ -213,7 +213,7 @@ def _run_strategy(
         for test in tests:
             found.append(run_test(engine, predictor, test, args.repetitions, setting, progress))
             if drafts and test in drafted:
-                found.append(run_drafted(engine, test, args.repetitions, drafts, found[-1], progress))
+                found.append(run_drafted(engine, predictor, test, args.repetitions, drafts, found[-1], progress))
     return found
 
 

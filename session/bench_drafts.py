@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
-from pshard.predicted_times import seconds_covering, tier_seconds
 from pshard.session.bench_engine import BenchTest, count_ids, warm_up
 from pshard.session.lead_ranks import lead
 from pshard.speculation import AcceptanceRecord
 from pshard.times.measurement import BenchedDrafts, Measurement, summarise_samples
 
 if TYPE_CHECKING:
+    from pshard.planner.price.predict_published import Predictor
     from pshard.runtime.engine import Engine
     from pshard.runtime.speculation.speculator import DraftSettings
 
@@ -26,6 +26,7 @@ def check_drafted(test: BenchTest) -> bool:
 
 def run_drafted(
     engine: "Engine",
+    predictor: "Predictor",
     test: BenchTest,
     repetitions: int,
     settings: "DraftSettings",
@@ -53,7 +54,7 @@ def run_drafted(
         alone,
         test=f"{test.name} {settings.kind} {settings.most}{' made up' if made_up else ''}",
         **summarise_samples(tuple(samples), test.n_gen),
-        predicted_ts=_predict(engine, settings),
+        predicted_ts=_predict(engine, predictor, test, settings),
         link_bytes=link // repetitions,
         drafts=BenchedDrafts(counted.kind, counted.most, counted.steps, counted.record.shares, base, made_up, each),
     )
@@ -83,11 +84,12 @@ def _time_text(engine: "Engine", test: BenchTest, settings: "DraftSettings | Non
     return seconds
 
 
-def _predict(engine: "Engine", settings: "DraftSettings") -> float | None:
-    """Tokens a second by the plan, where the acceptance is known beforehand."""
+def _predict(engine: "Engine", predictor: "Predictor", test: BenchTest, settings: "DraftSettings") -> float | None:
+    """Tokens a second by the plan at the test's depth, where the acceptance is known beforehand."""
     if settings.made_up is None:
         return None
-    seconds = tier_seconds(engine.plan)
-    alone, step = (seconds_covering(seconds, rows) for rows in (1, settings.most + 1))
+    depth = max(1, test.n_depth)
+    alone = predictor.decode(test.n_gen, 1, depth) / test.n_gen
+    step = predictor.verify(settings.most + 1, test.n_gen, depth)
     said = engine.plan.speculation
     return settings.made_up.rate(settings.most, alone, step, said.beside(settings.most) if said else 0.0)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pshard.batch import Batch
+from pshard.batch import DECODE, VERIFY, Batch
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
@@ -33,9 +33,8 @@ class Predictor:
         ]
 
     def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
-        """Seconds of one micro-batch in the steady state, `past` cells of each sequence; ranks wait for each other, or
-        come one after the other where they hold different layers."""
-        return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(Batch.even(tokens, sequences, past))])
+        """Seconds of one micro-batch in the steady state, `past` cells of each sequence."""
+        return self._seconds(Batch.even(tokens, sequences, past))
 
     def rank_seconds(self, batch: Batch, under: int = 0) -> list[float]:
         """Seconds of a micro-batch of texts that are alike on every rank. under: tokens by which the tier is chosen,
@@ -99,6 +98,19 @@ class Predictor:
 
     def decode(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to decode `tokens` tokens of each sequence, one step after the other, from `depth` cells on."""
+        return tokens * self._mean_step(sequences, sequences, tokens, depth, DECODE)
+
+    def verify(self, rows: int, tokens: int, depth: int = 0) -> float:
+        """Mean seconds of a step of so many rows, in which one text verifies drafts, while `tokens` tokens of it are
+        told from `depth` cells on."""
+        return self._mean_step(rows, 1, tokens, depth, VERIFY)
+
+    def _mean_step(self, rows: int, sequences: int, tokens: int, depth: int, kind: str) -> float:
         n = min(tokens, SAMPLED_STEPS)
         pasts = [depth + (2 * i + 1) * tokens // (2 * n) for i in range(n)]
-        return tokens * sum(self.micro_batch(sequences, sequences, past) for past in pasts) / n
+        return sum(self._seconds(Batch.even(rows, sequences, past, kind)) for past in pasts) / n
+
+    def _seconds(self, batch: Batch) -> float:
+        """Of one micro-batch; ranks wait for each other, or come one after the other where they hold different
+        layers."""
+        return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(batch)])

@@ -85,13 +85,13 @@ def test_made_up_acceptance_is_said_in_every_output(planned: World, capsys) -> N
     assert cli_run.main([*flags, "-p", "hello", "-n", "60", "-no-cnv"]) == 0
     err = capsys.readouterr().err
     assert err.count("the text means nothing") == 2
-    assert cli_bench.main([*flags, "-p", "0", "-n", "40", "-r", "2", "-o", "json"]) == 0
+    assert cli_bench.main([*flags, "-p", "0", "-n", "40", "-d", "0,100", "-r", "2", "-o", "json"]) == 0
     out, err = capsys.readouterr()
-    alone, drafted = json.loads(out)
+    alone, drafted, _, deep = json.loads(out)
     assert "the text means nothing" in err and drafted["test"] == "tg40 lookup 3 made up"
     assert alone["drafts"] is None and drafted["drafts"]["made_up"] == [0.8, 0.64, 0.51]
     assert drafted["drafts"]["steps"] < 2 * 40 * 0.6 and len(drafted["drafts"]["held"]) == 3
-    assert drafted["drafts"]["without_ts"] > 0 and drafted["predicted_ts"] > 0
+    assert drafted["drafts"]["without_ts"] > 0 and drafted["predicted_ts"] > deep["predicted_ts"] > 0
 
 
 def test_auto_drafts_where_the_plans_tiers_say_that_it_can_pay(planned: World) -> None:
