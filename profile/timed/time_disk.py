@@ -28,7 +28,7 @@ GRID_BYTES = 64 << 20  # of one block and depth
 GRID_SECONDS = 0.25  # of one at depth 1, about: what a slow disk is spared
 UNIT_BYTES = 256 << 20  # of units of one size
 MOST_UNITS = 16
-MOST_TIMES = 3  # that units of one size are timed, others each time, while other programs have cores
+MOST_TIMES = 5  # that units of one size are timed, others each time, while other programs have cores
 
 
 class ReadModel(WeightSource, Protocol):
@@ -80,17 +80,17 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
 
 
 def _time_quietly(file: ReadModel, disk: str, units: list[Unit]) -> DiskTiming:
-    """Of units of one size some, others while other programs have cores: the timing that was disturbed least."""
-    found, each = list[tuple[float, DiskTiming]](), max(2, min(MOST_UNITS, UNIT_BYTES // units[0].packed_nbytes))
+    """Of units of one size some; while other programs have cores others too, of which the fastest count, as these
+    programs only hold them up."""
+    found, each = list[DiskTiming](), max(2, min(MOST_UNITS, UNIT_BYTES // units[0].packed_nbytes))
     for some in (units[at : at + each] for at in range(0, MOST_TIMES * each, each)):
         if len(some) < min(2, len(units)):
             break
         began = read_core_time()
-        row = _time_units(file, disk, some)
-        found.append((disturbed_share(began, read_core_time()), row))
-        if found[-1][0] <= DISTURBED:
-            break
-    return min(found, key=lambda one: one[0])[1]
+        found.append(_time_units(file, disk, some))
+        if disturbed_share(began, read_core_time()) <= DISTURBED:
+            return found[-1]
+    return min(found, key=lambda row: row.seconds)
 
 
 def _find_path(file: ReadModel, unit: Unit) -> Path:
