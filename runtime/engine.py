@@ -401,7 +401,7 @@ def _recent_blocks(executor: Executor) -> RecentBlocks | None:
     if not window:
         return None
     blocks = window_blocks(window, shape.context, shape.sequences, shape.batch or shape.context)
-    return RecentBlocks(blocks, shape.sequences, window)
+    return RecentBlocks(blocks, shape.sequences, window, shape.batch or shape.context)
 
 
 def _whole_numbers(lists: Sequence[Sequence[int]]) -> list[list[int]]:

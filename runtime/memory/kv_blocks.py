@@ -88,6 +88,12 @@ class BlockPool:
         heapq.heappush(self._free, block)
         return True
 
+    def forget(self, key: bytes) -> None:
+        """Let no block have that key: what it was given for was not computed."""
+        block = self._known.get(key)
+        if block is not None and not self.drop(block):
+            self._forget_key(block)
+
     def _forget_key(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
@@ -135,8 +141,9 @@ class RecentBlocks:
         pool: of these blocks.
     """
 
-    def __init__(self, blocks: int, sequences: int, window: int) -> None:
-        self.pool, self._window = BlockPool(blocks), window
+    def __init__(self, blocks: int, sequences: int, window: int, batch: int = 1 << 62) -> None:
+        """batch: tokens of a micro-batch at most: more come in several, which lose what no token sees any more."""
+        self.pool, self._window, self._batch = BlockPool(blocks), window, batch
         self._held: list[list[int]] = [[] for _ in range(sequences)]
         self._lost = [0] * sequences  # blocks of each that it had before those
 
@@ -161,11 +168,14 @@ class RecentBlocks:
             self.pool.resize(held, (len(held) + 1) * KV_BLOCK)
 
     def missing(self, lengths: Sequence[int], wanted: Mapping[int, int]) -> int:
-        """How many blocks are lacking for sequences of these lengths to have so many cells instead, in one
-        micro-batch."""
-        ends = (wanted.get(number, length) for number, length in enumerate(lengths))
-        needed = (blocks_of(end) - window_start(length, self._window) // KV_BLOCK for length, end in zip(lengths, ends))
-        return max(0, sum(needed) - self.pool.blocks)
+        """How many blocks are lacking for sequences of these lengths to have so many cells instead, or as many of them
+        as one micro-batch brings."""
+        needed, left = 0, self._batch
+        for number, length in enumerate(lengths):
+            more = min(left, max(0, wanted.get(number, length) - length))
+            left -= more
+            needed += blocks_of(length + more) - window_start(length, self._window) // KV_BLOCK
+        return max(0, needed - self.pool.blocks)
 
     def share(self, number: int, at: int, key: bytes) -> None:
         """Give a sequence's block number `at`, which is full, a key."""

@@ -152,3 +152,20 @@ def test_a_block_that_another_has_too_gives_no_room_so_one_more_goes() -> None:
     assert not blocks.missing([192, 128, 0], {1: 192})
     blocks.extend(1, 192, [192, 128, 0])
     assert len(blocks.table(1)) == 3 and blocks.first(0) == 128
+
+
+@pytest.mark.parametrize(("window", "batch"), [(9, 64), (100, 24), (128, 512)])
+def test_what_comes_in_many_micro_batches_lacks_no_more_than_one_of_them(window: int, batch: int) -> None:
+    """However long texts are to become, `extend` has room for one micro-batch after the other."""
+    pool = window_blocks(window, 1 << 20, 2, batch)
+    blocks, lengths, whole = RecentBlocks(pool, 2, window, batch), [0, 0], [40 * pool, 200 * pool]
+    assert RecentBlocks(pool, 2, window).missing(lengths, dict(enumerate(whole)))
+    turn = 0
+    while lengths != whole:
+        assert not blocks.missing(lengths, dict(enumerate(whole)))
+        number = turn % 2 if lengths[turn % 2] < whole[turn % 2] else 1 - turn % 2
+        end = min(whole[number], lengths[number] + batch)
+        blocks.extend(number, end, lengths)
+        lengths[number], turn = end, turn + 1
+    short = RecentBlocks(2, 2, window, batch)
+    assert short.missing([0, 0], {0: batch, 1: 1}) == max(0, -(-batch // KV_BLOCK) - 2)
