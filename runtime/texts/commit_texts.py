@@ -62,6 +62,11 @@ class Commits:
         if text.ids and text.salt is not None:
             self._share(text, text.salt)
 
+    def take_back(self, text: Text, keys: int) -> None:
+        """Nobody shares what a text was to hold beyond its first so many keys: it was not computed."""
+        for key in self._blocks.forget_keys(text, keys):
+            self._cache.forget(key)
+
     def find_due(self, text: Text, span: tuple[int, int], last: int) -> DueStates | None:
         """What is kept of a text's states at its length now; None for nothing. span: as of `commit_all`; last: the
         length of which some are to be kept before, 0 for none."""

@@ -7,12 +7,11 @@ from itertools import islice
 
 import torch
 
-from pshard.batch import Batch
 from pshard.runtime.executor import Executor
-from pshard.runtime.kernels.api import Segment
 from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.texts.commit_texts import Commits
 from pshard.runtime.texts.gram_rows import list_gram_rows
+from pshard.runtime.texts.join_pieces import join_pieces, list_wishes
 from pshard.runtime.texts.split_pieces import split_at_borders, split_by_tables
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
@@ -63,23 +62,9 @@ class PieceRunner:
         return [found[i] for i in range(len(pieces))]
 
     def _run_in_order(self, pieces: Sequence[Piece]) -> list[list[Row]]:
-        ids: list[int] = []
-        segments: list[Segment] = []
-        wishes: list[tuple[Piece, tuple[int, ...]]] = []
-        for piece in pieces:
-            n, is_open = len(piece.ids), piece.drafts and self._commits.open_rows.most is not None
-            segment = self._blocks.new_segment(piece.text, len(ids), n, len(piece.text.ids))
-            segments.append(replace(segment, is_open=True) if is_open else segment)
-            if is_open:
-                self._commits.open(piece.text, len(ids))
-            ids += piece.ids
-            if piece.rows == "all":
-                masks = [piece] * n if piece.mask is None else [replace(piece, mask=mask) for mask in piece.mask]
-                wishes += [(one, piece.of[i : i + 1]) for i, one in enumerate(masks)]
-            elif piece.rows == "last":
-                wishes.append((piece, piece.of))
-        chooser, spans = RowChooser(wishes), tuple(piece.span for piece in pieces)
-        batch = NewTokens(tuple(p.text for p in pieces), ids, tuple(segments), Batch(spans))
+        batch, chooser = join_pieces(self._blocks, pieces), RowChooser(list(list_wishes(pieces)))
+        if self._commits.open_rows.most is not None:
+            batch = self._hold_open(batch, pieces)
         with self._executor.device.current():
             self._compute(batch, chooser)
             for piece in pieces:
@@ -87,7 +72,16 @@ class PieceRunner:
                     end = len(piece.text.ids)
                     self._commits.commit_all(piece.text, end - len(piece.ids), end)
         found = iter(chooser.rows)
-        return [list(islice(found, span.rows)) for span in spans]
+        return [list(islice(found, span.rows)) for span in batch.batch.spans]
+
+    def _hold_open(self, batch: NewTokens, pieces: Sequence[Piece]) -> NewTokens:
+        """The micro-batch with segments of drafts that states do not take in yet."""
+        segments = list(batch.segments)
+        for i, piece in enumerate(pieces):
+            if piece.drafts:
+                self._commits.open(piece.text, segments[i].start)
+                segments[i] = replace(segments[i], is_open=True)
+        return replace(batch, segments=tuple(segments))
 
     def _compute(self, batch: NewTokens, chooser: RowChooser | None = None, best_only: bool = False) -> torch.Tensor:
         follow = partial(self._blocks.foresee, batch.segments)

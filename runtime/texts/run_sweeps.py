@@ -1,16 +1,19 @@
 """Runs prompts of several micro-batches: in sweeps where the plan has them, so that the disk is read less often."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 
 from pshard.runtime.executor import Executor, join_logits
+from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.texts.commit_texts import Commits, DueStates
 from pshard.runtime.texts.gram_rows import list_gram_rows
+from pshard.runtime.texts.join_pieces import join_pieces, list_wishes
 from pshard.runtime.texts.run_pieces import PieceRunner
-from pshard.runtime.texts.text import Text
+from pshard.runtime.texts.split_pieces import cut_pieces
+from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.runtime.texts.text_blocks import NewTokens, TextBlocks
 from pshard.runtime.walks.sweep import compile_sweep, make_turn, sweep
 from pshard.steps.emit import emit_steps
@@ -20,10 +23,22 @@ Spans = Mapping[Text, tuple[int, int]]  # from and to which length the tokens of
 
 
 @dataclass(frozen=True)
-class _Swept:
-    """A micro-batch of a sweep, and the states that are kept after it."""
+class _Batch:
+    """A micro-batch that may be one of a sweep. chooser: takes what is wanted of its rows; None: whole rows are, or
+    with `best_only` the best of each. places: of the pieces that it has parts of."""
 
     new: NewTokens
+    chooser: RowChooser | None = None
+    best_only: bool = False
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Swept:
+    """A micro-batch of a sweep, how many keys its texts had before, and the states that are kept after it."""
+
+    batch: _Batch
+    keys: dict[Text, int]
     due: list[DueStates] = field(default_factory=list)
 
 
@@ -51,46 +66,95 @@ class SweepRunner:
             for new in batches:
                 yield new, self._runner.run_batch(new, spans, best_only)
             return
-        while taken := self._take(batches, spans):
-            with self._executor.device.current():
-                logits = self._run(taken, best_only)
-            yield from zip([one.new for one in taken], logits)
+        wanted = (_Batch(new, best_only=best_only) for new in batches)
+        while taken := self._take(wanted, spans):
+            logits = self._run(taken, lambda: False)
+            assert logits is not None
+            yield from zip([one.batch.new for one in taken], logits)
 
-    def _take(self, batches: Iterator[NewTokens], spans: Spans) -> list[_Swept]:
+    def run_pieces(self, pieces: Sequence[Piece], given_up: Callable[[], bool]) -> list[list[Row]] | None:
+        """As `PieceRunner.run_pieces`; in a sweep where they are more than a micro-batch. given_up: asked between
+        layers whether nobody waits for any of them any more; then the step ends, what it has computed of them is not
+        right, and None is returned."""
+        if sum(len(piece.ids) for piece in pieces) <= self._executor.plan.tiers[-1].tokens:
+            return self._runner.run_pieces(pieces)
+        spans = {piece.text: (n := len(piece.text.ids), n + len(piece.ids)) for piece in pieces}
+        rows, batches = [list[Row]() for _ in pieces], self._cut(pieces)
+        while taken := self._take(batches, spans):
+            if self._run(taken, given_up) is None:
+                return None
+            for batch in (one.batch for one in taken):
+                found = iter(batch.chooser.rows if batch.chooser else ())
+                for place, span in zip(batch.places, batch.new.batch.spans):
+                    rows[place] += islice(found, span.rows)
+        return rows
+
+    def _cut(self, pieces: Sequence[Piece]) -> Iterator[_Batch]:
+        executor, tier = self._executor, self._executor.plan.tiers[-1]
+        for parts in cut_pieces(pieces, tier.tokens, executor.arena.table_room(tier)):
+            own = [part for _, part in parts]
+            chooser = RowChooser(list(list_wishes(own)))
+            places = tuple(place for place, _ in parts)
+            yield _Batch(join_pieces(self._blocks, own), chooser, chooser.is_quick, places)
+
+    def _take(self, batches: Iterator[_Batch], spans: Spans) -> list[_Swept]:
         """The next micro-batches of a sweep; their texts have their tokens from now on, and share their blocks."""
         with self._executor.device.current():
             self._executor.enter(self._executor.plan.tiers[-1], self._blocks.used)  # which asks what texts have by now
         found, last = list[_Swept](), dict.fromkeys(spans, 0)
-        for new in islice(batches, self.most):
-            found.append(_Swept(new))
-            new.append()
-            for text in new.texts:
+        for batch in islice(batches, self.most):
+            texts = batch.new.texts
+            found.append(_Swept(batch, {text: len(text.keys) for text in texts}))
+            batch.new.append()
+            for text in texts:
                 self._commits.hold(text)
                 if due := self._commits.find_due(text, spans[text], last[text]):
                     last[text] = due.length
                     found[-1].due.append(due)
         return found
 
-    def _run(self, taken: list[_Swept], best_only: bool) -> list[torch.Tensor]:
+    def _run(self, taken: list[_Swept], given_up: Callable[[], bool]) -> list[torch.Tensor] | None:
+        """Compute a sweep; logits by micro-batch, of those without a chooser. None where it was given up."""
         executor, tier = self._executor, self._executor.plan.tiers[-1]
-        in_force = executor.enter(tier, self._blocks.used)
-        executor.begin([segment for one in taken for segment in one.new.segments])
-        turns = []
-        for one, waiting in zip(taken, in_force.carved.waiting):
-            ready = executor.walks.prepare(in_force, one.new.segments, list(one.new.batch.wanted))
-            ready.walk.logits.ask(best_only, None)
-            grams = list_gram_rows(executor.spec.config.grams, one.new)
-            turns.append(make_turn(ready, one.new.ids, waiting, grams))
 
         def keep_states(number: int, units: frozenset[str]) -> None:
             for due in taken[number].due:
                 self._commits.read_states(due, units)
 
-        once = emit_steps(executor.spec, tier, executor.shape_of(tier, True))
-        rounds = compile_sweep(sweep_steps(executor.spec, once, tier.tokens, len(turns)))
-        with torch.inference_mode(), executor.device.computing():
-            sweep(turns, rounds, executor.device, executor.transfers, keep_states)
-        executor.device.host_wait(executor.device.mark())
-        for due in (due for one in taken for due in one.due):
-            self._commits.keep_due(due)
-        return [join_logits(turn.walk.logits.kept, best_only, executor.spec.config.vocab) for turn in turns]
+        with executor.device.current():
+            in_force = executor.enter(tier, self._blocks.used)
+            executor.begin([segment for one in taken for segment in one.batch.new.segments])
+            turns = []
+            for one, waiting in zip(taken, in_force.carved.waiting):
+                new, batch = one.batch.new, one.batch
+                ready = executor.walks.prepare(in_force, new.segments, list(new.batch.wanted))
+                ready.walk.logits.ask(batch.best_only, batch.chooser)
+                grams = list_gram_rows(executor.spec.config.grams, new)
+                turns.append(make_turn(ready, new.ids, waiting, grams))
+            once = emit_steps(executor.spec, tier, executor.shape_of(tier, True))
+            rounds = compile_sweep(sweep_steps(executor.spec, once, tier.tokens, len(turns)))
+            executor.meanwhile.begin()
+            with torch.inference_mode(), executor.device.computing():
+                ended = sweep(turns, rounds, executor.device, executor.transfers, keep_states, given_up)
+            executor.device.host_wait(executor.device.mark())
+            if not ended:
+                self._take_back(taken)
+                executor.walks.refill_slots(in_force, executor.program(tier, False)[0])
+                return None
+            for due in (due for one in taken for due in one.due):
+                self._commits.keep_due(due)
+            return [self._finish(one.batch, turn.walk.logits.kept) for one, turn in zip(taken, turns)]
+
+    def _finish(self, batch: _Batch, kept: list[torch.Tensor]) -> torch.Tensor:
+        table = join_logits(kept, batch.best_only, self._executor.spec.config.vocab)
+        if batch.chooser and batch.best_only:
+            batch.chooser.take_best(table)
+        return table
+
+    def _take_back(self, taken: list[_Swept]) -> None:
+        """A sweep was given up: nobody shares what its texts were to have."""
+        first = dict[Text, int]()
+        for one in taken:
+            first = one.keys | first
+        for text, keys in first.items():
+            self._commits.take_back(text, keys)

@@ -9,6 +9,10 @@ from pshard.batch import PROMPT, VERIFY, Span
 from pshard.errors import UserError
 
 
+class GivenUp(Exception):
+    """A step has ended in its midst, as nobody waited for any of its texts any more: they are closed."""
+
+
 @dataclass(eq=False)
 class Text:
     """A handle. ids: the tokens whose cells are computed, also after it was closed; cached: how many of them were

@@ -153,6 +153,16 @@ class TextBlocks:
         self.pool.resize(text.blocks, length)
         text.committed, text.cached = min(text.committed, length), min(text.cached, length)
 
+    def forget_keys(self, text: Text, first: int) -> list[bytes]:
+        """Let nobody share a text's blocks from that number on, whose cells were not computed; returns their keys."""
+        keys = text.keys[first:]
+        for key in keys:
+            self.pool.forget(key)
+            if self.recent:
+                self.recent.pool.forget(key)
+        del text.keys[first:]
+        return keys
+
     # --- segments -----------------------------------------------------------------------------------------------
 
     def begin(self, text: Text, cells: int) -> Segment:

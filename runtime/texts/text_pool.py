@@ -18,12 +18,13 @@ from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.block_keys import root_key
 from pshard.runtime.texts.commit_texts import Commits
+from pshard.runtime.texts.cut_text import cut_text
 from pshard.runtime.texts.follower import Follower
 from pshard.runtime.texts.open_rows import OpenRows
 from pshard.runtime.texts.prefix_cache import SHARE_OF_STEP, PrefixCache
 from pshard.runtime.texts.run_pieces import PieceRunner
 from pshard.runtime.texts.run_sweeps import SweepRunner
-from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_no_drafts, check_open, check_pieces
+from pshard.runtime.texts.text import BlockCounts, GivenUp, Piece, Row, Text, check_no_drafts, check_open, check_pieces
 from pshard.runtime.texts.text_blocks import New, TextBlocks
 from pshard.units.kv_cells import KV_BLOCK
 
@@ -59,8 +60,7 @@ class TextPool:
         open_rows = OpenRows(executor)
         self.open_rows = _agree_rows(executor, open_rows)
         self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower, open_rows)
-        self._runner = PieceRunner(executor, blocks, self._commits)
-        self._sweeps = SweepRunner(executor, blocks, self._commits, self._runner)
+        self._sweeps = SweepRunner(executor, blocks, self._commits, PieceRunner(executor, blocks, self._commits))
 
     @property
     def vocab(self) -> int:
@@ -69,8 +69,13 @@ class TextPool:
 
     @property
     def largest_step(self) -> int:
-        """Tokens that one step can have."""
+        """Tokens that a step can have that is one micro-batch."""
         return self._most
+
+    @property
+    def most_swept(self) -> int:
+        """Micro-batches that one step without drafts can have, in a sweep."""
+        return self._sweeps.most
 
     @property
     def longest(self) -> int:
@@ -177,25 +182,38 @@ class TextPool:
                     rows[text] += islice(found, span.rows)
         return list(rows.values())
 
-    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> list[list[Row]]:
-        """Append new tokens to texts and compute them, in one micro-batch; returns what is wanted of the logits, by
-        piece and token. meanwhile: called once, when this thread leaves Python for long: others can use the time.
+    def step(
+        self,
+        pieces: Sequence[Piece],
+        meanwhile: Callable[[], None] = lambda: None,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> list[list[Row]]:
+        """Append new tokens to texts and compute them, in one micro-batch, or in a sweep of several; returns what is
+        wanted of the logits, by piece and token. meanwhile: called once, when this thread leaves Python for long:
+        others can use the time. given_up: a sweep asks between layers whether nobody waits for any of the texts any
+        more.
 
         Raises:
-            UserError, before anything changes: no tokens, more than the largest tier's, ids out of the vocabulary, a
+            UserError, before anything changes: no tokens, more than the step can have, ids out of the vocabulary, a
                 text twice or closed, or with drafts that are not committed where the new tokens are none, a wish that
                 no row can meet, a full context, or too few blocks (see `missing`).
             StepFailed: as `Engine.forward`.
+            GivenUp: it was given up.
         """
-        self._check(pieces)
+        _check_step(self, pieces)
+        self._commits.open_rows.check()
         self._blocks.admit([(piece.text, piece.ids) for piece in pieces], self._vocab)
         begin = time.monotonic()
         self._executor.meanwhile.expect(meanwhile)
         with self._guard():
-            results = self._runner.run_pieces(pieces)
+            results = self._sweeps.run_pieces(pieces, given_up)
             if self._prefix_cache.is_kept:
                 self._prefix_cache.keep_some(SHARE_OF_STEP * (time.monotonic() - begin))
         self._executor.meanwhile.begin()
+        if results is None:
+            for piece in pieces:
+                self.close(piece.text)
+            raise GivenUp
         return results
 
     def commit(self, text: Text, length: int) -> list[int]:
@@ -208,7 +226,7 @@ class TextPool:
         if not text.committed <= length <= len(text.ids):
             raise UserError(f"{text.committed} to {len(text.ids)} tokens can hold of the text; {length} were committed")
         with self._guard():
-            again = self._cut(text, length)
+            again = cut_text(text, length, self._blocks, self._commits, self._copies)
             self._commits.commit_all(text, len(text.ids), len(text.ids))
         return again
 
@@ -221,30 +239,11 @@ class TextPool:
         """
         check_open(text)
         with self._guard():
-            return self._cut(text, length)
+            return cut_text(text, length, self._blocks, self._commits, self._copies)
 
     def keep_tier(self, tokens: int) -> None:
         """Let micro-batches run under tiers of at least so many tokens; all ranks call it. ValueError: none has."""
         self._executor.least = self._executor.plan.covering(tokens).tokens
-
-    def _cut(self, text: Text, length: int) -> list[int]:
-        wanted = text.ids[: max(0, length)]
-        if text.opened is not None or len(wanted) < len(text.ids):
-            at = self._commits.find_length(text, len(wanted))
-            at = at if self._blocks.keeps_window(text, at) else 0
-            for copy in self._blocks.own_last(text, at):
-                self._copies.copy(*copy)
-            self._commits.cut_states(text, at)
-            self._blocks.shorten(text, at)
-        self._commits.follower.cut(text, max(0, length))
-        return wanted[len(text.ids) :]
-
-    def _check(self, pieces: Sequence[Piece]) -> None:
-        check_pieces(pieces, self._most, self._vocab, self.open_rows)
-        self._commits.open_rows.check()
-        wanted = {piece.text: len(piece.text.ids) + len(piece.ids) for piece in pieces}
-        if lacking := self.missing(wanted):
-            raise UserError(f"the step lacks {lacking} KV blocks; close a text, or plan a larger -c")
 
     def keep_in_files(self, folder: Path | None, file_bytes: int, memory_bytes: int) -> None:
         """From now on keep full blocks in files of that folder too, one folder for all models (None: in pshard's own,
@@ -273,10 +272,19 @@ class TextPool:
 
     def counts(self) -> BlockCounts:
         """How the KV blocks are used now."""
-        pool, cached = self._blocks.pool, len(self._blocks.pool.idle)
-        held = self._checkpoints.shared_nbytes + self._prefix_cache.nbytes
-        used, free = pool.blocks - pool.room, pool.room - cached
-        return BlockCounts(pool.blocks, used, cached, free, held, self.files_problem or "")
+        pool, held = self._blocks.pool, self._checkpoints.shared_nbytes + self._prefix_cache.nbytes
+        cached = len(pool.idle)
+        counts = pool.blocks, pool.blocks - pool.room, cached, pool.room - cached
+        return BlockCounts(*counts, held, self.files_problem or "")
+
+
+def _check_step(pool: TextPool, pieces: Sequence[Piece]) -> None:
+    """Raise UserError where pieces are no step of a pool."""
+    swept = 1 if any(piece.drafts for piece in pieces) else pool.most_swept
+    check_pieces(pieces, swept * pool.largest_step, pool.vocab, pool.open_rows)
+    wanted = {piece.text: len(piece.text.ids) + len(piece.ids) for piece in pieces}
+    if lacking := pool.missing(wanted):
+        raise UserError(f"the step lacks {lacking} KV blocks; close a text, or plan a larger -c")
 
 
 def _agree_rows(executor: Executor, own: OpenRows) -> int | None:

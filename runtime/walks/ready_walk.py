@@ -16,6 +16,7 @@ from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.logits import Logits
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import IndexView, RunContext, TierInForce
+from pshard.runtime.walks.beside import bring_weights
 from pshard.runtime.walks.chain import Chain, make_chain
 from pshard.runtime.walks.program import Program
 from pshard.runtime.walks.step_sizes import fill_rows
@@ -104,6 +105,13 @@ class WalkMaker:
             self._chain = tier, make_chain(self._context, self._residents, tier, program)
         chain = self._chain[1]
         return chain.run(token, segment, count, self._bound(segment.past + count)) if chain else None
+
+    def refill_slots(self, tier: TierInForce, program: Program) -> None:
+        """Bring what the slots of a tier hold between micro-batches, after one that ended in its midst."""
+        done = (self._context.device.mark(),)
+        for step in program.entering:
+            if step.slot is not None:
+                bring_weights(self._context, tier, step, done)
 
     def forget(self) -> None:
         """Drop the walk that was made for the next micro-batch, and the chain of the tier."""

@@ -73,11 +73,16 @@ def sweep(
     device: Device,
     transfers: Transfers,
     passed: Callable[[int, frozenset[str]], None],
-) -> None:
-    """Compute micro-batches in one sweep, in `computing()`. passed: told of a turn, by its number, and of units that
-    have been computed in it. Raises RuntimeError where something could not be brought from beyond host memory."""
+    given_up: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Compute micro-batches in one sweep, in `computing()`; whether they were. passed: told of a turn, by its number,
+    and of units that have been computed in it. given_up: asked before each round whether nobody waits for the sweep any
+    more; it ends there then, with anything in the slots. Raises RuntimeError where something could not be brought from
+    beyond host memory."""
     marks, sends = list[object](), False
     for item, units in rounds:
+        if given_up():
+            return False
         if not isinstance(item, Program):
             ACTS[type(item)](turns[-1].walk, item)
             continue
@@ -96,3 +101,4 @@ def sweep(
         if len(marks) > AHEAD:
             device.host_wait(marks.pop(0))
         transfers.check()
+    return True
