@@ -54,7 +54,12 @@ class IdlePool:
         """There is room for all."""
         return 0
 
-    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> list[list[Row]]:
+    def step(
+        self,
+        pieces: Sequence[Piece],
+        meanwhile: Callable[[], None] = lambda: None,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> list[list[Row]]:
         """Appends tokens."""
         meanwhile()
         if self._seconds:

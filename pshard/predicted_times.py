@@ -44,10 +44,9 @@ def first_token_seconds(variant: Variant) -> float:
 
 def count_swept(workload: Workload, tokens: int) -> int:
     """Micro-batches of up to so many tokens that the expected prompts are cut into, where these may go in sweeps; 0
-    where there is one, where prompts come in single steps, as to a server, or where what drafts computes after each."""
+    where there is one, or where what drafts computes after each."""
     batches = -(-workload.prompt_tokens // tokens)
-    alone = workload.concurrency or workload.drafting.kind in PROGRAMS
-    return 0 if alone or batches < 2 else batches
+    return 0 if workload.drafting.kind in PROGRAMS or batches < 2 else batches
 
 
 def _swept_seconds(variant: Variant) -> float | None:

@@ -12,6 +12,7 @@ from pshard.units.kv_cells import KV_BLOCK
 from pshard.workload import Workload
 
 USUAL_GAP = 1.0  # seconds between tokens that a server promises by itself
+BROKEN = 2.0  # times as long as the least step: so long a step with prompts may take where that breaks the gap already
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Pace:
 @dataclass(frozen=True)
 class Promise:
     """Predicted for one plan. at_once: how many requests of the expected lengths have room in the KV cache, at most the
-    plan's sequences. chunk: tokens of the largest step that keeps the gap when all of these run (the smallest tier
-    beyond decoding where none does); prompts beside decoding come in such steps."""
+    plan's sequences. chunk: tokens of the largest step that keeps the gap when all of these run (see `widen_gap` where
+    none does); prompts beside decoding come in such steps."""
 
     vram_mib: tuple[int, ...]
     concurrency: int
@@ -51,14 +52,24 @@ def promise(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Promi
     return promise_times(variant.workload, time_steps(spec, profile, variant), USUAL_GAP)
 
 
+def widen_gap(gap: float, least: float) -> float:
+    """Seconds that a step with prompts may take where the least one with a token of a prompt takes so long: where that
+    breaks the gap already, twice as long as it. So weights that are read from disk for every step are read for more
+    than a few tokens of a prompt."""
+    return gap if least <= gap else max(gap, BROKEN * least)
+
+
 def promise_times(w: Workload, times: StepTimes, gap: float) -> Promise:
     """What steps of such times can promise to a workload, that of a server's load or all its texts; gap: seconds."""
     tiers = [tier.tokens for tier in times.tiers]
+    tiers += range(2 * tiers[-1], times.largest + 1, tiers[-1])
     room = w.context // align(w.prompt + w.generated, KV_BLOCK)
-    at_once = max(1, min(w.sequences, tiers[-1], room))  # a step has a token of each
+    at_once = max(1, min(w.sequences, times.tiers[-1].tokens, room))  # a step has a token of each
     depth = min(w.prompt + w.generated // 2, w.context // at_once)
     wide = [t for t in tiers if t > at_once] or tiers[-1:]
-    fit = [t for t in wide if times.seconds(at_once - 1, (at_once - 1) * depth, t - at_once + 1) <= gap]
+    took = {t: times.seconds(at_once - 1, (at_once - 1) * depth, t - at_once + 1) for t in wide}
+    widened = widen_gap(gap, times.seconds(at_once - 1, (at_once - 1) * depth, 1))
+    fit = [t for t, seconds in took.items() if seconds <= widened]
     chunk = max(fit, default=wide[0])
     widths = sorted({1, min(w.concurrency or 1, at_once), at_once, *(n for n in DECODE_WIDTHS if n < at_once)})
     paces = tuple(_pace(times, n, depth, (w.prompt, w.generated), chunk) for n in widths)
@@ -71,7 +82,7 @@ def _pace(times: StepTimes, requests: int, depth: int, lengths: tuple[int, int],
     others = requests - 1
     gap = times.seconds(requests, requests * depth)
     batches, done = list[float](), 0
-    largest = chunk - others if others else times.tiers[-1].tokens  # nobody else waits: as fast as can be
+    largest = chunk - others if others else times.largest  # nobody else waits: as fast as can be
     while done < prompt:
         take = min(max(1, largest), prompt - done)
         batches.append(times.seconds(others, others * depth, take, done))

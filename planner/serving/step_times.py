@@ -13,6 +13,7 @@ from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad, tier_loads
 from pshard.predicted_times import tier_seconds
+from pshard.speculation import PROGRAMS
 from pshard.units.divide_unit import arena_portion
 from pshard.units.unit import Unit
 
@@ -36,28 +37,51 @@ class TierSteps:
     def seconds(self, decodes: int, cells: int, prompt: int, past: int) -> float:
         """Seconds of `decodes` tokens, drafts among them, of texts with `cells` cached cells in all, and of `prompt`
         tokens after `past` cells of their own."""
+        return _at(self.empty, decodes + prompt) + self.attended(cells, prompt, past)
+
+    def attended(self, cells: int, prompt: int, past: int) -> float:
+        """How much more a step takes by cells of texts that decode, and by those that a prompt has already."""
         if self.prompt:
-            attended = _at(self.decoding, cells) + _at(self.prompt, past) * prompt / self.tokens
-        else:
-            attended = _at(self.decoding, cells + past)
-        return _at(self.empty, decodes + prompt) + attended
+            return _at(self.decoding, cells) + _at(self.prompt, past) * prompt / self.tokens
+        return _at(self.decoding, cells + past)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What `time_steps` returns. switches: by tier before and tier after, seconds of what changes hands."""
+    """What `time_steps` returns. switches: by tier before and tier after, seconds of what changes hands. sweep: by
+    tokens of several micro-batches of the largest tier that go through the model together, without cached cells; () in
+    plans without sweeps."""
 
     tiers: tuple[TierSteps, ...]
     switches: tuple[tuple[float, ...], ...]
+    sweep: Line = ()
+
+    @property
+    def largest(self) -> int:
+        """Tokens that a step can have."""
+        return round(self.sweep[-1][0]) if self.sweep else self.tiers[-1].tokens
 
     def seconds(self, decodes: int, cells: int = 0, prompt: int = 0, past: int = 0) -> float:
-        """Predicted seconds of one micro-batch.
+        """Predicted seconds of one step.
 
         decodes: texts that decode, a token each, with `cells` cached cells of all of them together. prompt: tokens of
         prompts beside them, after `past` cells that these prompts have already. It runs under the smallest tier that
-        covers all its tokens. Raises ValueError for no tokens, or more than the largest tier's.
+        covers all its tokens, more than the largest one's in a sweep. Raises ValueError for no tokens, or more than a
+        step can have.
         """
+        if self.tiers[-1].tokens < decodes + prompt <= self.largest:
+            return self._swept(decodes, cells, prompt, past)
         return self.tiers[self._covering(decodes + prompt)].seconds(decodes, cells, prompt, past)
+
+    def _swept(self, decodes: int, cells: int, prompt: int, past: int) -> float:
+        """The same of a sweep: those that decode are in its first micro-batch."""
+        last, seconds = self.tiers[-1], _at(self.sweep, decodes + prompt)
+        room, done = last.tokens - decodes, 0
+        while done < prompt:
+            take = min(room, prompt - done)
+            seconds += last.attended(cells, take, past + done)
+            cells, room, done = 0, last.tokens, done + take
+        return seconds
 
     def switch_seconds(self, before: int, after: int) -> float:
         """Seconds that a micro-batch of `after` tokens takes more when the one before it had `before` tokens: weights
@@ -81,7 +105,7 @@ def time_steps(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> St
     timer = _Timer(specs, profile, variant)
     tokens = tuple(tier.tokens for tier in variant.ranks[0].tiers)
     tiers = [timer.time_tier(load, below) for load, below in zip(tier_loads(variant.workload, tokens), (0, *tokens))]
-    return StepTimes(tuple(tiers), _time_switches(specs, profile, variant))
+    return StepTimes(tuple(tiers), _time_switches(specs, profile, variant), timer.time_sweep())
 
 
 class _Timer:
@@ -89,7 +113,7 @@ class _Timer:
 
     def __init__(self, specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant) -> None:
         self._predictor, self._workload = Predictor(specs, profile, variant), variant.workload
-        self._stored = tier_seconds(variant)
+        self._stored, self._last = tier_seconds(variant), variant.ranks[0].tiers[-1]
 
     def time_tier(self, load: TierLoad, below: int) -> TierSteps:
         """below: tokens of the tier before, 0 for the first."""
@@ -111,6 +135,21 @@ class _Timer:
             prompt = _rise([(n, scale * self._simulate(tier, 1, n, tier)) for n in pasts])
         empty = ((float(few), scale * fewest), (float(tier), scale * full))
         return TierSteps(tier, empty[few == tier :], _rise(decoding), prompt)
+
+    def time_sweep(self) -> Line:
+        """By tokens: of one micro-batch of the largest tier, of twice as many and so on."""
+        tier = self._last
+        if tier.most_swept < 2 or self._workload.drafting.kind in PROGRAMS:
+            return ()
+        batch, counts = Batch.even(tier.tokens, 1, 0), [1]
+        while counts[-1] < tier.most_swept:
+            counts.append(min(2 * counts[-1], tier.most_swept))
+        alone = self._simulate(tier.tokens, 1, 0, tier.tokens)
+        taken = [(n * tier.tokens, self._predictor.sweep_seconds(batch, n)) for n in counts[1:]]
+        (load,) = tier_loads(self._workload, (tier.tokens,))
+        scale = self._stored[tier.tokens] / self._simulate(tier.tokens, load.sequences, load.past, tier.tokens)
+        rising = _rise([(tier.tokens, alone), *taken])
+        return tuple((tokens, scale * (alone + more)) for tokens, more in rising)
 
     def _time_verifying(self, load: TierLoad, below: int) -> TierSteps:
         """The same of a tier in which texts verify drafts: `decoding` by cells of all of them."""

@@ -51,7 +51,7 @@ def _why_apart(w: Workload) -> str:
     """Why micro-batches of a prompt cannot go through the model together; empty where they can."""
     if w.drafting.kind in PROGRAMS:
         return f", as the {'head' if PROGRAMS[w.drafting.kind] == MTP else 'draft model'} follows each micro-batch"
-    return ", as a server's steps hold one micro-batch" if w.concurrency else ""
+    return ""
 
 
 def print_budgets(

@@ -7,7 +7,7 @@ from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
 from pshard.runtime.speculation.second_program import Ask, SecondProgram
 from pshard.server.life.how_to_run import PrefixLimits
-from pshard.server.life.read_facts import allow_drafts
+from pshard.server.life.read_facts import allow_drafts, limit_sweeps
 from pshard.server.scheduling.served_machine import Asked, PlanFacts, Pool, TextDrafter
 from pshard.speculation import PROGRAMS
 
@@ -33,6 +33,7 @@ class LocalMachine:
     def __init__(self, engine: Engine, facts: PlanFacts, prefixes: PrefixLimits | None = None) -> None:
         """prefixes: what files of prefixes may take; None: there are none. Raises UserError, and closes the engine,
         when they cannot be kept."""
+        facts = limit_sweeps(facts, engine.texts.most_swept)
         self._engine, self.facts = engine, allow_drafts(facts, engine.texts.most_rows)
         try:
             keep_prefixes(engine, prefixes)

@@ -151,8 +151,13 @@ class RankPool:
         numbers = {text.number: cells for text, cells in wanted.items()}
         return self._ranks.ask("missing", numbers, all_ranks=False)
 
-    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> Sequence[Sequence[Row]]:
-        """As `TextPool.step`."""
+    def step(
+        self,
+        pieces: Sequence[Piece],
+        meanwhile: Callable[[], None] = lambda: None,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> Sequence[Sequence[Row]]:
+        """As `TextPool.step`; several ranks have no sweeps, so nobody asks `given_up`."""
         numbers = tuple(piece.text.number for piece in pieces)
         sent = tuple(replace(piece, text=None) for piece in pieces)  # type: ignore[arg-type]
         self._ranks.tell(Order("step", (numbers, sent, self.tier)))

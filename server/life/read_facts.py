@@ -48,6 +48,7 @@ def read_facts(
         ),
         times=time_steps(under_plan(spec, variant), profile, variant),
         busy={tokens: plans[tokens].prediction.busy for tokens in tiers},
+        swept=variant.ranks[0].tiers[-1].most_swept,
     )
 
 
@@ -69,6 +70,7 @@ def keep_one_tier(facts: PlanFacts) -> PlanFacts:
         sequences=min(facts.sequences, tier),
         shown=shown,
         times=StepTimes((facts.times.tiers[place],), ((0.0,),)),
+        swept=1,
     )
 
 
@@ -85,6 +87,11 @@ def allow_drafts(facts: PlanFacts, rows: int) -> PlanFacts:
     why = "no drafts: their rows cannot be held back from the model's states"
     shown = replace(facts.shown, drafter=NONE, drafts=0, notes=(*facts.shown.notes, why))
     return replace(facts, drafts=DraftSettings(), shown=shown)
+
+
+def limit_sweeps(facts: PlanFacts, most: int) -> PlanFacts:
+    """Facts of an engine whose steps have so many micro-batches at most, see `TextPool.most_swept`."""
+    return replace(facts, swept=min(facts.swept, most))
 
 
 def served_tiers(tiers: Sequence[int], deterministic: bool) -> tuple[int, ...]:

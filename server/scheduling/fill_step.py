@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pshard.batch import Batch
+from pshard.planner.serving.promise import widen_gap
 from pshard.server.scheduling.pace import Pace
 
 IN_PART = 2  # prompts that are computed in part at a time
@@ -13,13 +14,15 @@ def room_for_prompts(pace: Pace, largest: int, decoding: Batch, past: int, gap: 
     """Tokens of prompts that a step may have beside texts that decode. past: tokens that are computed of the prompt
     that is next.
 
-    With nobody to wait for a token, the largest tier is filled; else the largest one that keeps the gap (seconds). One
-    token more than decode has a place whatever that takes: a prompt that is never computed would break more than a gap.
+    largest: tokens of a step. With nobody to wait for a token, it is filled; else the largest one that keeps the gap
+    (seconds), or where none does what `widen_gap` allows. One token more than decode has a place whatever that takes: a
+    prompt that is never computed would break more than a gap.
     """
     if not decoding.texts:
         return largest
     least = decoding.with_prompt(min(1, largest - decoding.tokens), past)
-    return pace.largest_within(gap, least, in_force) - decoding.tokens
+    widened = widen_gap(gap, pace.expect(least, pace.covering(least.tokens)))
+    return pace.largest_within(widened, least, in_force) - decoding.tokens
 
 
 def wants_more(remaining: Sequence[int], room: int) -> bool:

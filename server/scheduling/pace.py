@@ -10,7 +10,7 @@ FORGET = 0.99  # of a correction that keeps a tier from being run, per step: onl
 
 class Pace:
     """Predicted seconds of steps, with a running mean of measured over predicted time for each tier: one of steps that
-    need it, and one of those that a smaller tier would cover.
+    need it, and one of those that a smaller tier would cover; and one of sweeps.
 
     Attributes:
         steps: that needed the tier, by its tokens.
@@ -22,11 +22,13 @@ class Pace:
         self._places = {tokens: i for i, tokens in enumerate(facts.tiers)}
         self._factors: dict[int, float] = {}
         self._idle: dict[int, float] = {}
+        self._swept: dict[int, float] = {}  # by the largest tier, under which they run
+        self._largest_step = facts.largest_step
         self.steps = dict.fromkeys(facts.tiers, 0)
 
     def covering(self, tokens: int) -> int:
-        """The smallest tier that covers so many tokens."""
-        return next(tier for tier in self._tiers if tier >= tokens)
+        """The smallest tier that covers so many tokens; of a sweep the largest."""
+        return next((tier for tier in self._tiers if tier >= tokens), self._tiers[-1])
 
     def planned(self, tier: int) -> float:
         """Seconds of the micro-batch that the plan expects of a tier, as it is stored."""
@@ -51,8 +53,9 @@ class Pace:
 
     def observe(self, batch: Batch, tier: int, seconds: float) -> None:
         """A step, without a switch, took so long."""
-        needed = self.covering(batch.tokens) == tier
-        factors = self._factors if needed else self._idle
+        swept = batch.tokens > tier
+        needed = not swept and self.covering(batch.tokens) == tier
+        factors = self._swept if swept else self._factors if needed else self._idle
         factor = seconds / max(self._predict(batch, tier), 1e-9)
         known = factors.get(tier)
         factor = min(factor, MOST_AT_ONCE * (self._factor(tier) if known is None else known))
@@ -61,27 +64,34 @@ class Pace:
         self.steps[tier] += needed
 
     def largest_within(self, seconds: float, batch: Batch, in_force: int) -> int:
-        """The largest tier that, full with tokens of prompts beside those that decode, keeps to so many seconds, the
-        switch to it included; where none does, the smallest that covers the batch."""
-        fits = self.covering(batch.tokens)
-        for tier in self._tiers:
-            if tier <= fits:
+        """Tokens of the largest step, a full tier or a sweep of full micro-batches, that keeps to so many seconds with
+        tokens of prompts beside those that decode, the switch to its tier included; where none does, of the smallest
+        tier that covers the batch."""
+        fits, largest = self.covering(batch.tokens), self._tiers[-1]
+        for tokens in (*self._tiers, *range(2 * largest, self._largest_step + 1, largest)):
+            if tokens <= fits or (tokens > largest and fits < largest):
                 continue
-            full = batch.with_prompt(tier - batch.decoding.tokens, batch.others.mean_past)
+            tier, factors = (tokens, self._factors) if tokens <= largest else (largest, self._swept)
+            full = batch.with_prompt(tokens - batch.decoding.tokens, batch.others.mean_past)
             switch = self.switch(in_force, tier)
             if self.expect(full, tier) + switch <= seconds:
-                fits = tier
-            elif tier in self._factors and self._predict(full, tier) + switch <= seconds:
-                self._factors[tier] = 1 + (self._factors[tier] - 1) * FORGET
+                fits = tokens
+                continue
+            if tier in factors and self._predict(full, tier) + switch <= seconds:
+                factors[tier] = 1 + (factors[tier] - 1) * FORGET
+            if tokens > largest:
+                break
         return fits
 
     def _predict(self, batch: Batch, tier: int) -> float:
         decoding, others = batch.decoding, batch.others
-        times = self._times.tiers[self._places[tier]]
+        times = self._times if batch.tokens > tier else self._times.tiers[self._places[tier]]
         return times.seconds(decoding.tokens, decoding.cells, others.tokens, others.mean_past)
 
     def _correct(self, tokens: int, tier: int) -> float:
         """Measured over predicted seconds of a step of so many tokens under a tier."""
+        if tokens > tier and tier in self._swept:
+            return self._swept[tier]
         if tier in self._idle and self.covering(tokens) < tier:
             return self._idle[tier]
         return self._factor(tier)

@@ -1,15 +1,16 @@
 """Decides what each step holds, and hands out what comes of it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from pshard.batch import DECODE, VERIFY, Batch, Span
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.speculation.accept import MadeUp
-from pshard.runtime.texts.text import Piece, Row
+from pshard.runtime.texts.text import GivenUp, Piece, Row
 from pshard.server.jobs import Ended, Made, Progress
 from pshard.server.scheduling.choose_tier import TierChoice
 from pshard.server.scheduling.draw_token import Drawn, draw_tokens, limit_piece, make_piece, score_rows, scores
@@ -80,6 +81,8 @@ class Scheduler:
                     drafts = {}
                 else:
                     self._make_room(now)
+            elif drafts and sum(share.count for share in shares) > self.machine.facts.tiers[-1]:
+                drafts = {}  # a sweep has none
             elif not shares and not jobs.running and len(jobs.line):  # it would wait for ever
                 jobs.end({next(iter(jobs.line)).job.id}, Ended("error", NO_ROOM, asked=True), now)
             else:
@@ -110,7 +113,7 @@ class Scheduler:
 
     def _room(self, decoding: Batch, prompts: Sequence[Request]) -> int:
         past = max((count_cells([run]) for run in prompts), default=0)
-        largest = self.machine.facts.tiers[-1]
+        largest = self.machine.facts.largest_step
         return room_for_prompts(self.pace, largest, decoding, past, self.promises.gap, self.choice.in_force)
 
     def _lacks_blocks(self, shares: Sequence[Share]) -> bool:
@@ -276,11 +279,17 @@ def count_cells(runs: Sequence[Request]) -> int:
 
 
 def run_step(
-    scheduler: Scheduler, clock: Callable[[], float], lock: AbstractContextManager, meanwhile: Callable[[], None]
+    scheduler: Scheduler,
+    clock: Callable[[], float],
+    lock: AbstractContextManager,
+    meanwhile: Callable[[], None],
+    given_up: Callable[[Collection[str]], bool] = lambda _: False,
 ) -> bool:
     """Compute one step; whether there was any. What the machine raises comes through.
 
     lock: held while jobs change hands, not while the machine computes. meanwhile: called when it does, or does not.
+    given_up: whether jobs with these ids are all about to be ended. A sweep that only has such ends early, and their
+    texts are closed.
     """
     start = clock()
     with lock:
@@ -297,7 +306,12 @@ def run_step(
         tier = scheduler.choose_tier(batch)
     begun = clock()
     try:
-        rows: Sequence[Sequence[Row] | UserError] = scheduler.machine.pool.step(pieces, meanwhile)
+        ids = frozenset(share.run.job.id for share in kept)
+        rows: Sequence[Sequence[Row] | UserError] = scheduler.machine.pool.step(
+            pieces, meanwhile, partial(given_up, ids)
+        )
+    except GivenUp:
+        return True
     except UserError:
         meanwhile()
         rows = _step_alone(scheduler, pieces)

@@ -17,7 +17,10 @@ class Pool(Protocol):
     def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> Text: ...
     def missing(self, wanted: Mapping[Text, int]) -> int: ...
     def step(
-        self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None
+        self,
+        pieces: Sequence[Piece],
+        meanwhile: Callable[[], None] = lambda: None,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> Sequence[Sequence[Row]]: ...
     def commit(self, text: Text, length: int) -> list[int]: ...
     def close(self, text: Text, keep: bool = True) -> None: ...
@@ -33,7 +36,7 @@ class PlanFacts:
     shown: the plan as people are told of it. times: predicted seconds of any step, and of switches, of the same tiers.
     busy: predicted seconds of each resource in a micro-batch of each tier. drafts: who drafts, and how many drafts a
     text's step has at most; open_rows: how many rows of drafts, with the token before them, all texts of a step can
-    have.
+    have. swept: micro-batches of the largest tier that a step without drafts can have, in a sweep.
     """
 
     tiers: tuple[int, ...]
@@ -46,6 +49,12 @@ class PlanFacts:
     busy: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     drafts: DraftSettings = field(default_factory=DraftSettings)
     open_rows: int = 0
+    swept: int = 1
+
+    @property
+    def largest_step(self) -> int:
+        """Tokens that a step can have."""
+        return self.swept * self.tiers[-1]
 
 
 Asked = tuple[Text, Sequence[int], int]  # a text, its tokens, those that it lacks too, and drafts at most

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 from pshard.errors import UserError
@@ -175,9 +175,15 @@ class EngineThread:
         elif self._keeper.scheduler is None:
             self._wake()
         else:
-            run_step(self._keeper.scheduler, self._clock, self._keeper.lock, self._handover.release)
+            lock, release = self._keeper.lock, self._handover.release
+            run_step(self._keeper.scheduler, self._clock, lock, release, self._are_given_up)
             self._keeper.count_blocks()
             self._idle_since = self._clock()
+
+    def _are_given_up(self, job_ids: Collection[str]) -> bool:
+        """Whether jobs are all to be ended as soon as the step is over."""
+        late = self._drain_until is not None and self._clock() >= self._drain_until
+        return late or self._posts.cancels.issuperset(job_ids)
 
     def _take_posts(self) -> None:
         taken = self._posts.take()

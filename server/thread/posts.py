@@ -68,6 +68,12 @@ class Posts:
             self.changed.wait_for(lambda: bool(self._jobs or self._cancels or self._moves) or until(), seconds)
 
     @property
+    def cancels(self) -> frozenset[str]:
+        """Ids of jobs that are to be cancelled, which have not been taken."""
+        with self.changed:
+            return frozenset(self._cancels)
+
+    @property
     def jobs(self) -> tuple[Request, ...]:
         """Those that have not been taken."""
         return tuple(self._jobs)

@@ -6,7 +6,7 @@ answer.
 
 import zlib
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ from manual_clock import ManualClock
 from pshard.errors import UserError
 from pshard.planner.serving.step_times import StepTimes, TierSteps
 from pshard.runtime.speculation.speculator import DraftSettings
-from pshard.runtime.texts.text import Piece
+from pshard.runtime.texts.text import GivenUp, Piece
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import PlanInForce, TierNow
 from pshard.units.kv_cells import KV_BLOCK
@@ -104,10 +104,16 @@ class FakePool:
         more = sum(max(0, -(-cells // KV_BLOCK) - len(text.blocks)) for text, cells in wanted.items())
         return max(0, more - self.free - len(self.idle))
 
-    def step(self, pieces: list[Piece], meanwhile=lambda: None):
-        assert sum(len(p.ids) for p in pieces) <= self.machine.facts.tiers[-1]
+    def step(self, pieces: list[Piece], meanwhile=lambda: None, given_up=lambda: False):
+        tokens, facts = sum(len(p.ids) for p in pieces), self.machine.facts
+        assert tokens <= facts.largest_step
+        assert tokens <= facts.tiers[-1] or not any(p.drafts for p in pieces)
         assert not self.missing({p.text: len(p.text.ids) + len(p.ids) for p in pieces})
         assert len({id(p.text) for p in pieces}) == len(pieces)
+        if tokens > facts.tiers[-1] and given_up():
+            for piece in pieces:
+                self.close(piece.text)
+            raise GivenUp
         if self.machine.refuse and any(self.machine.refuse(p) for p in pieces):
             raise UserError("refused")
         if self.machine.fail and self.machine.fail(pieces):
@@ -174,6 +180,8 @@ class FakePool:
         return FakeRow(order, masked[order], total, full, logits[list(of)], bad)
 
     def close(self, text: FakeText, keep=True) -> None:
+        if all(text is not other for other in self.open_texts):
+            return
         self.open_texts.remove(text)
         for key in reversed(text.blocks):
             if key is None:
@@ -197,16 +205,19 @@ class FakeMachine:
 
     def __init__(
         self, tiers=(1, 4, 16, 128, 512), seconds=(0.05, 0.06, 0.1, 0.2, 0.5), sequences=8, longest=2048, blocks=None,
-        switch=None, slower=1.0, clock=None, drafts=None,
-    ):  # fmt: skip
+        switch=None, slower=1.0, clock=None, drafts=None, sweep=(),
+    ):  # sweep: seconds of two micro-batches, of three and so on  # fmt: skip
         shown = PlanInForce(
             (100,), longest, longest, sequences, "bf16", "bf16", "none", "made up",
             tuple(TierNow(n, 1e3 * s, 1e3 * s, 0, "link") for n, s in zip(tiers, seconds)),
         )  # fmt: skip
         moves = tuple(tuple((switch or {}).get((a, b), 0.0) for b in tiers) for a in tiers)
         times = StepTimes(tuple(TierSteps(n, ((n, s),), ((0, 0.0),), ()) for n, s in zip(tiers, seconds)), moves)
+        swept = tuple((n * tiers[-1], s) for n, s in enumerate((seconds[-1], *sweep), 1)) if sweep else ()
+        times = replace(times, sweep=swept)
         self.facts = PlanFacts(
-            tiers, seconds, sequences, longest, VOCAB, shown, times, {}, drafts or DraftSettings(), tiers[-1]
+            tiers, seconds, sequences, longest, VOCAB, shown, times, {}, drafts or DraftSettings(), tiers[-1],
+            len(sweep) + 1,
         )  # fmt: skip
         self.clock, self.slower = clock or ManualClock(), slower
         self.pool = FakePool(self, blocks or longest * 2 // KV_BLOCK)
@@ -219,8 +230,10 @@ class FakeMachine:
         self.kept = tokens
 
     def pass_time(self, tokens: int) -> None:
-        tier = next(t for t in self.facts.tiers if t >= max(tokens, self.kept))
+        tier = next((t for t in self.facts.tiers if t >= max(tokens, self.kept)), self.facts.tiers[-1])
         seconds = dict(zip(self.facts.tiers, self.facts.seconds))[tier] * self.slower
+        if tokens > tier:
+            seconds = self.facts.times.seconds(0, 0, tokens) * self.slower
         if self.tier and tier != self.tier:
             seconds += self.facts.times.switch_seconds(self.tier, tier)
         self.tier = tier

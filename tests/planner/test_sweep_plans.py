@@ -7,6 +7,7 @@ from plan_samples import make_tier, make_variant, with_workload
 from planner_cases import DESKTOP
 from toy_kinds import ToyFile
 
+from pshard.batch import Batch
 from pshard.errors import UserError
 from pshard.homes import READ
 from pshard.machine import DiskTiming, MachineProfile
@@ -17,6 +18,8 @@ from pshard.planner.price import host_limits
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.serving.promise import promise, promise_times, widen_gap
+from pshard.planner.serving.step_times import time_steps as time_server_steps
 from pshard.planner.shown.show_summary import describe_reads
 from pshard.planner.time_steps import time_steps
 from pshard.predicted_times import first_token_seconds
@@ -78,7 +81,7 @@ def test_a_plan_says_why_its_prompts_read_the_disk_for_each_micro_batch() -> Non
         ({"drafting": Drafting("mtp", 1)} | drafted, ", as the head follows each micro-batch"),
         ({"drafting": Drafting("lookup,draft", 1)} | drafted, ", as the draft model follows each micro-batch"),
         ({"drafting": Drafting("lookup", 1)} | drafted, ""),
-        ({"concurrency": 1}, ", as a server's steps hold one micro-batch"),
+        ({"concurrency": 1}, ""),
     ):
         variant = with_workload(make_variant(SPEC, tiers, 256, 1), prompt=200, **more)
         assert describe_reads(variant) == f"a prompt of 200 tokens reads them 4 times, for every 64 tokens{why}"
@@ -114,11 +117,34 @@ def test_a_sweep_for_which_rows_have_no_room_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("quick_search")
-def test_what_comes_in_single_steps_has_no_sweeps() -> None:
-    """Prompts of a server, and prompts of one micro-batch."""
-    for more in ({"sequences": 2, "concurrency": 1}, {"prompt": 100}):
-        _, variant = plan_slow_disk("cpu", 6, 11, **more)
-        assert variant.ranks[0].tiers[-1].sweep is None
+def test_a_prompt_of_one_micro_batch_has_no_sweeps() -> None:
+    profile, variant = plan_slow_disk("cpu", 6, 11, prompt=100)
+    assert variant.ranks[0].tiers[-1].sweep is None
+    times = time_server_steps(SPEC, profile, variant)
+    assert not times.sweep and times.largest == variant.ranks[0].tiers[-1].tokens
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_a_servers_plan_has_sweeps_and_promises_by_them() -> None:
+    """A step of several micro-batches takes what a simulation of their sweep does. Beside answers for which the disk is
+    too slow to keep a gap, a step takes twice as long as theirs at most."""
+    profile, variant = plan_slow_disk("cpu", 6, 11, sequences=2, concurrency=1)
+    last, predictor = variant.ranks[0].tiers[-1], Predictor([SPEC], profile, variant)
+    times = time_server_steps(SPEC, profile, variant)
+    assert last.sweep and times.largest == last.most_swept * last.tokens > WORKLOAD.prompt - last.tokens
+    for count in range(2, last.most_swept + 1):
+        swept = predictor.sweep_seconds(Batch.even(last.tokens, 1, (count - 1) * last.tokens // 2), count)
+        assert times.seconds(0, 0, count * last.tokens) == pytest.approx(swept, rel=0.05)
+    steps = [times.seconds(1, 500, n) for n in range(1, times.largest, 40)]
+    assert steps == sorted(steps)
+    with pytest.raises(ValueError, match="no tier covers"):
+        times.seconds(1, 500, times.largest)
+    alone, _ = promise(SPEC, profile, variant).paces
+    assert alone.first_token == pytest.approx(first_token_seconds(variant), rel=0.05)
+    least = times.seconds(1, WORKLOAD.prompt, 1)
+    told = promise_times(variant.workload, times, least / 2)  # the disk is too slow for this gap
+    assert told.chunk > 4 * last.tokens and widen_gap(least / 2, least) == 2 * least
+    assert told.paces[1].longest_gap <= 2.05 * least
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -252,6 +252,68 @@ def test_a_drain_ends_what_is_late_with_an_error_event(started):
     assert thread.join(PATIENCE)
 
 
+def sweep_until_given_up(machine) -> None:
+    """A sweep ends when nobody waits for it, and not before."""
+    pool, step = machine.pool, machine.pool.step
+
+    def waiting(pieces, meanwhile, given_up):
+        if sum(len(piece.ids) for piece in pieces) > machine.facts.tiers[-1]:
+            meanwhile()
+            pool.sweeping = True
+            wait_for(given_up)
+        return step(pieces, meanwhile, given_up)
+
+    pool.sweeping, pool.step = False, waiting
+
+
+def test_a_job_that_is_cancelled_in_a_sweep_ends_it_and_others_go_on(started):
+    garage = Garage(longest=8192, blocks=400, sweep=(0.6, 0.7, 0.8))
+    garage.prepare = sweep_until_given_up
+    thread = started(garage)
+    ready(thread)
+    gone = ask(thread, "gone", [1] * 2000)
+    wait_for(lambda: garage.machines[0].pool.sweeping)
+    after = ask(thread, "after", [2] * 300)
+    time.sleep(0.05)
+    assert not gone.events
+    thread.cancel("gone")
+    assert gone.wait().reason == "cancelled" and after.wait().reason == "length"
+    assert after.tokens == answer([2] * 300, 5)
+    wait_for(lambda: not thread.snapshot().running)
+    assert garage.machines[0].pool.counts().used == 0 and len(garage.machines) == 1
+
+
+def test_a_drain_does_not_wait_for_the_end_of_a_sweep(started):
+    garage = Garage(longest=8192, blocks=400, sweep=(0.6, 0.7, 0.8))
+    garage.prepare = sweep_until_given_up
+    thread = started(garage)
+    ready(thread)
+    ear = ask(thread, prompt=[1] * 2000)
+    wait_for(lambda: garage.machines[0].pool.sweeping)
+    thread.drain(0.05)
+    ended = ear.wait()
+    assert ended.reason == "error" and ended.retry and "stopping" in ended.message
+    assert thread.join(PATIENCE) and garage.machines[0].closed
+
+
+def test_prompts_in_sweeps_go_on_under_another_budget(started):
+    """One plan has sweeps, the other has none."""
+    garage = Garage(longest=8192, blocks=600)
+    garage.prepare = lambda machine: garage.given.update(sweep=() if garage.given.get("sweep") else (0.6, 0.7))
+    thread = started(garage)
+    ready(thread)
+    prompts = [[(7 * i + k) % 1000 for k in range(1500)] for i in range(6)]
+    for _ in range(2):
+        ears = [ask(thread, f"j{len(garage.asked)}-{i}", prompt, 40) for i, prompt in enumerate(prompts)]
+        assert ears[0].began.wait(PATIENCE)
+        assert thread.move_budget(50).result(PATIENCE)
+        for prompt, ear in zip(prompts, ears):
+            assert ear.wait().reason == "length" and ear.tokens == answer(prompt, 40)
+    assert [machine.facts.swept for machine in garage.machines] == [1, 3, 1]
+    largest = [max(sum(count for _, count in step) for step in machine.pool.steps) for machine in garage.machines]
+    assert largest[1] > 512 >= max(largest[0], largest[2])
+
+
 def test_an_idle_server_gives_its_machine_back_and_a_job_wakes_it(started):
     garage = Garage()
     thread = started(garage, sleep_idle=0.05)
@@ -372,13 +434,13 @@ def watch_steps(machine) -> None:
     pool, step = machine.pool, machine.pool.step
     pool.computing = False
 
-    def watched(pieces, meanwhile):
+    def watched(pieces, meanwhile, given_up):
         def told():
             pool.computing = True
             meanwhile()
 
         try:
-            return step(pieces, told)
+            return step(pieces, told, given_up)
         finally:
             pool.computing = False
 

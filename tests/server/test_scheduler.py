@@ -15,6 +15,7 @@ from pshard.batch import DECODE, Batch, Span
 from pshard.errors import UserError
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
+from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.server.jobs import Ended, Job, Progress
 from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.promises import Promises
@@ -41,8 +42,8 @@ class Bench:
         self.scheduler.jobs.line.add(Request(job, ear, self.clock.monotonic()))
         return ear
 
-    def step(self) -> bool:
-        return run_step(self.scheduler, self.clock.monotonic, nullcontext(), lambda: None)
+    def step(self, given_up=lambda ids: False) -> bool:
+        return run_step(self.scheduler, self.clock.monotonic, nullcontext(), lambda: None, given_up)
 
     def run(self, most=100_000) -> None:
         while self.scheduler.busy:
@@ -337,7 +338,7 @@ def test_a_constraint_is_kept_to_by_the_best_of_what_it_allows(sampling, likely)
     bench, constraint = Bench(FakeMachine()), Odd()
     asked = []
     step = bench.machine.pool.step
-    bench.machine.pool.step = lambda pieces, meanwhile: asked.extend(pieces) or step(pieces)
+    bench.machine.pool.step = lambda pieces, *_: asked.extend(pieces) or step(pieces)
     ear = bench.add(prompt_of(1, 5), 12, sampling=sampling, likely=likely, constrain=lambda: constraint)
     bench.run()
     assert constraint.came == ear.tokens and all(token % 2 for token in ear.tokens)
@@ -473,3 +474,88 @@ def test_prefixes_are_read_for_a_part_of_the_gap_while_others_wait_for_a_token()
     bench.add(prompt_of(2, 40), 2)
     bench.run()
     assert bench.machine.pool.reading == [inf, pytest.approx(0.2)]
+
+
+SWEEP = (0.6, 0.7, 0.8)  # seconds of two micro-batches of 512 tokens, of three and of four
+
+
+def test_a_long_prompt_goes_in_one_sweep_where_nobody_waits_for_a_token():
+    bench = Bench(FakeMachine(longest=8192, blocks=400, sweep=SWEEP))
+    first, second = (bench.add(prompt_of(n, length), 1) for n, length in ((1, 1500), (2, 500)))
+    bench.run()
+    steps = [[count for _, count in step] for step in bench.machine.pool.steps]
+    assert steps == [[1500, 500]] and first.events[-1][0] == second.events[-1][0] == pytest.approx(0.8, rel=0.03)
+    assert bench.tally.steps[-1].prompts == 2000 and bench.tally.steps[-1].tier == 512
+
+
+@pytest.mark.parametrize(("gap", "most"), [(0.75, 1536), (0.65, 1024), (0.55, 512), (0.25, 128)])
+def test_a_sweep_beside_a_text_that_decodes_keeps_the_gap(gap, most):
+    bench = Bench(FakeMachine(longest=8192, blocks=400, sweep=SWEEP), gap=gap)
+    speaker = bench.add(prompt_of(1, 10), 200)
+    bench.step()
+    long = bench.add(prompt_of(2, 5000), 3)
+    bench.run()
+    assert max(speaker.gaps) <= gap
+    assert max(sum(count for _, count in step) for step in bench.machine.pool.steps) == most
+    assert speaker.tokens == answer(prompt_of(1, 10), 200) and long.tokens == answer(prompt_of(2, 5000), 3)
+
+
+def test_sweeps_that_take_longer_than_predicted_become_shorter():
+    """By a quarter: four micro-batches would take one second."""
+    bench = Bench(FakeMachine(longest=16384, blocks=800, sweep=SWEEP, slower=1.25), gap=0.9)
+    speaker = bench.add(prompt_of(1, 10), 400)
+    bench.step()
+    bench.add(prompt_of(2, 15000), 3)
+    bench.run()
+    assert max(speaker.gaps[8:]) <= 0.9
+    assert max(sum(count for _, count in step) for step in bench.machine.pool.steps[8:]) == 1536
+
+
+def test_where_decoding_alone_breaks_the_gap_prompts_at_most_double_it():
+    tiers, seconds = (1, 4, 16, 128, 512), (1.3, 1.3, 1.3, 1.4, 1.6)
+    bench = Bench(FakeMachine(tiers, seconds, longest=8192, blocks=400, sweep=(1.9, 2.5, 3.2)), gap=1.0)
+    speaker = bench.add(prompt_of(1, 10), 30)
+    bench.step()
+    bench.add(prompt_of(2, 5000), 3)
+    bench.run()
+    assert max(sum(count for _, count in step) for step in bench.machine.pool.steps) == 1536
+    assert max(speaker.gaps) == pytest.approx(2.5, abs=0.01)
+
+
+def test_a_sweep_whose_jobs_are_all_given_up_ends_and_leaves_nothing():
+    bench = Bench(FakeMachine(longest=8192, blocks=400, sweep=SWEEP))
+    gone, asked = bench.add(prompt_of(1, 3000), 2), list[frozenset[str]]()
+
+    def given_up(ids: frozenset[str]) -> bool:
+        asked.append(ids)
+        return True
+
+    assert bench.step(given_up) and asked == [{"j0"}] and not bench.machine.pool.steps
+    bench.scheduler.jobs.end({"j0"}, Ended("cancelled"), bench.clock.monotonic())
+    assert gone.ended.reason == "cancelled"
+    bench.check_all_back()
+    other = bench.add(prompt_of(1, 3000), 2)
+    bench.run()
+    assert other.tokens == answer(prompt_of(1, 3000), 2)
+
+
+def test_drafts_wait_while_a_prompt_goes_in_a_sweep():
+    """A sweep has none: the pool refuses such a step."""
+    drafts = DraftSettings("lookup", 3)
+    bench = Bench(FakeMachine(longest=8192, blocks=400, sweep=SWEEP, drafts=drafts), gap=5.0)
+    speaker = bench.add([1, 2, 3] * 5, 60)
+    for _ in range(20):
+        bench.step()
+    bench.add(prompt_of(2, 4000), 3)
+    bench.run()
+    assert speaker.tokens == answer([1, 2, 3] * 5, 60)
+    assert max(sum(count for _, count in step) for step in bench.machine.pool.steps) > 512
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs, st.integers(2, 8), st.integers(20, 90), st.data())
+def test_no_token_is_lost_in_sweeps_whatever_comes(asked, sequences, blocks, data):
+    tiers, seconds = (1, 8, 64), (0.05, 0.06, 0.1)
+    machine = FakeMachine(tiers, seconds, sequences, longest=800, blocks=blocks, sweep=(0.12, 0.14, 0.2, 0.3))
+    bench = Bench(machine, gap=0.15)
+    bench.run_whatever_comes([(turn, n, most, {"key": key}) for turn, n, most, key in sorted(asked)], data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_files import OSS, write_gguf
-from served import DEMO, EngineLoader
+from served import DEMO, DiskLoader, EngineLoader
 from test_engine_thread import PATIENCE, Waiter, ready, wait_for
 from tiles_in_use import tiles_in_use
 
@@ -248,6 +248,52 @@ def test_clients_with_one_system_prompt_get_answers_longer_than_the_window(serve
             assert ear.over.wait(PATIENCE * 6) and ear.ended == Ended("length") and len(ear.tokens) == most
     check_blocks(thread, loader)
     assert len(loader.machines) == 1, "it was loaded again after an error"
+
+
+def test_prompts_of_a_model_on_disk_read_it_once_and_are_answered_as_from_memory(serve, monkeypatch):
+    """Alone, several at once beside a text that is answered, after one that is cancelled in a sweep, and on the way to
+    a budget in which all is in memory."""
+    monkeypatch.setenv("PSHARD_DISK", "fake:rate=200M")
+    asked = [(prompts(9)[i] * 60)[:length] for i, length in enumerate((400, 300, 280, 460))]
+    shape = {"sequences": 4, "tokens": (1, 4, 16, 64)}
+    loader, memory = DiskLoader(**shape), EngineLoader(**shape)
+    at_ease, thread = serve(memory), serve(loader, promises={"gap": 10.0})
+    expected = [ask(at_ease, f"one{i}", prompt) for i, prompt in enumerate(asked)]
+    expected = [ear.wait() and ear.tokens for ear in expected]
+
+    def read() -> int:
+        loader.machines[-1]._engine.device.synchronize()
+        return loader.machines[-1]._engine.memory().read
+
+    assert ask(thread, "first", asked[0], 0).wait().reason == "length"  # nothing is drawn: one step
+    before = read()
+    alone = ask(thread, "alone", [*asked[1], *asked[2][:150]], 0, salt="b")
+    assert alone.wait().reason == "length"
+    spec = loader.machines[-1]._engine._executor.spec
+    tier = loader.machines[-1]._engine.rank_plan.tiers[-1]
+    far = [spec.unit(p.unit) for p in tier.placements if p.site.is_beyond_host]
+    assert read() - before == sum(t.file_nbytes for u in far for t in u.tensors if len(t.shape) == 2)
+    assert thread.snapshot().steps[-1].prompts == 450
+
+    speaker = ask(thread, "speaker", asked[0], salt="c")
+    assert speaker.began.wait(PATIENCE)
+    others = [ask(thread, f"all{i}", prompt, salt="c") for i, prompt in enumerate(asked[1:])]
+    for ear, tokens in zip((speaker, *others), expected):
+        assert ear.wait().reason == "length" and ear.tokens == tokens
+    assert max(step.prompts for step in thread.snapshot().steps) > 64
+
+    gone = ask(thread, "gone", asked[3], salt="d")
+    wait_for(lambda: thread.snapshot().running)
+    thread.cancel("gone")
+    assert gone.wait().reason == "cancelled"
+    again = ask(thread, "again", asked[3], salt="d")
+    assert again.wait().reason == "length" and again.tokens == expected[3]
+    moving = [ask(thread, f"move{i}", prompt, 24, salt="e") for i, prompt in enumerate(asked)]
+    assert thread.move_budget(2).result(PATIENCE)
+    for ear, tokens in zip(moving, expected):
+        assert ear.wait().reason == "length" and ear.tokens == tokens
+    check_blocks(thread, loader)
+    assert [machine.facts.swept for machine in loader.machines] == [8, 1]
 
 
 def test_a_model_is_called_by_its_file() -> None:

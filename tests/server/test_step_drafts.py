@@ -88,7 +88,7 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(sampling, likely,
 def test_masks_go_along_the_drafts_and_end_them_where_a_token_may_not_come():
     bench, asked = bench_of(1.0, 7, True), []
     step = bench.machine.pool.step
-    bench.machine.pool.step = lambda pieces, meanwhile: asked.extend(pieces) or step(pieces)
+    bench.machine.pool.step = lambda pieces, *_: asked.extend(pieces) or step(pieces)
     ear = bench.add(prompt_of(1, 5), 12, constrain=Odd)
     bench.run()
     verified = [piece for piece in asked if piece.drafts]
@@ -191,7 +191,7 @@ def test_only_so_many_rows_are_drafts_as_states_can_be_held_back_from():
     seen = []
     step = bench.machine.pool.step
 
-    def watch(pieces, meanwhile):
+    def watch(pieces, *_):
         seen.append(sum(len(piece.ids) for piece in pieces if piece.drafts))
         return step(pieces)
 
