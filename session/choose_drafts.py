@@ -71,8 +71,9 @@ def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tupl
         )
     planned = made.drafts
     most = min(ask.most or planned or USUAL_DRAFTS, rows - 1)
-    if ask.kind == AUTO and not planned and not ask.made_up and not find_paying(variant, most):
-        return None, "no drafts: the plan says that steps of several rows cost more than lookup brings"
+    if ask.kind == AUTO and not planned and not find_paying(variant, most, ask.made_up or ASSUMED_ACCEPTANCE[LOOKUP]):
+        brings = "drafts of these chances bring" if ask.made_up else "lookup brings"
+        return None, f"no drafts: the plan says that steps of several rows cost more than {brings}"
     from pshard.runtime.speculation.speculator import DraftSettings
 
     why = "acceptance is made up: the text means nothing" if ask.made_up else ""
@@ -80,11 +81,11 @@ def choose_drafts(ask: DraftAsk, variant: Variant, ranks: bool = False) -> "tupl
     return DraftSettings(kind, most, ask.made_up is not None, ask.made_up, record, p_min=ask.p_min), why
 
 
-def find_paying(variant: Variant, most: int) -> int:
-    """How many drafts of lookup pay by the plan's tiers and what is usually accepted; 0: none."""
+def find_paying(variant: Variant, most: int, acceptance: Acceptance) -> int:
+    """How many drafts that take no time to make pay by the plan's tiers; 0: none."""
     seconds = tier_seconds(variant)
     times = {k: seconds_covering(seconds, k + 1) for k in range(most + 1)}
-    return best_drafts(ASSUMED_ACCEPTANCE[LOOKUP], times)
+    return best_drafts(acceptance, times)
 
 
 def describe_drafts(settings: "DraftSettings") -> str:

@@ -8,7 +8,8 @@ from cli_world import World, make_world
 
 from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.commands.everyday import cli_chat
-from pshard.session.choose_drafts import DraftAsk, choose_drafts, find_paying
+from pshard.session.choose_drafts import DraftAsk, choose_drafts
+from pshard.speculation import Acceptance
 
 
 @pytest.fixture
@@ -109,7 +110,10 @@ def test_auto_drafts_where_the_plans_tiers_say_that_it_can_pay(planned: World) -
         )
         return replace(variant, ranks=(replace(rank, tiers=tiers),))
 
-    assert find_paying(cost(1.1), 7) > 0 and find_paying(cost(1.6), 7) == 0
     assert choose_drafts(DraftAsk("auto"), cost(1.1))[0] is not None
     settings, why = choose_drafts(DraftAsk("auto"), cost(1.6))
     assert settings is None and "cost more than lookup brings" in why
+    often = DraftAsk("auto", made_up=Acceptance((0.8,)))
+    assert choose_drafts(often, cost(1.6))[0] is not None
+    settings, why = choose_drafts(often, cost(6.0))
+    assert settings is None and "cost more than drafts of these chances bring" in why
