@@ -41,7 +41,7 @@ def test_no_memory_at_all_is_refused(world: World, capfd) -> None:
         pshard.load(world.model, ram=0)
 
 
-def test_every_ram_from_the_least_on_gives_the_logits_of_all_in_memory(world: World, capfd) -> None:
+def test_the_least_ram_gives_the_logits_of_all_in_memory(world: World, capfd) -> None:
     flags = ["-m", str(world.model), "-c", "128", "-ctk", "f32", "-ctv", "f32"]
     assert plan([*flags, "--ram", "1"]) == 2
     *_, line = capfd.readouterr().err.strip().splitlines()
@@ -49,9 +49,8 @@ def test_every_ram_from_the_least_on_gives_the_logits_of_all_in_memory(world: Wo
     least = int(line.split("give ")[1].split()[0])
     plan(flags)
     right = speak(world, 0)
-    for ram in (least, least + 3):
-        assert plan([*flags, "--ram", str(ram)]) == 0
-        assert torch.equal(speak(world, ram), right)
+    assert plan([*flags, "--ram", str(least)]) == 0
+    assert torch.equal(speak(world, least), right)
 
 
 @pytest.mark.slow  # the test above has the least without a budget

@@ -18,8 +18,8 @@ CONTEXT, SEQUENCES, VOCAB = 96, 3, 320
 @pytest.mark.parametrize(
     ("arch", "seed"),
     [
-        ("qwen3", 1),
-        *(pytest.param(arch, seed, marks=pytest.mark.slow) for arch, seed in (("qwen3", 2), ("qwen3moe", 1))),
+        pytest.param("qwen3", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3moe", 1, marks=pytest.mark.slow),
     ],
 )
 def test_logits_stay_right_through_joins_cuts_switches_and_refused_requests(

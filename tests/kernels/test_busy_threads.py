@@ -217,8 +217,9 @@ def stop_helper(point: int, call: Call, want: torch.Tensor) -> torch.Tensor:
     return found[0]
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(  # the points are the pool's, whatever is computed
+    ("kind", "point"), [*(("experts", point) for point in POINTS), *((kind, "has taken a chunk") for kind in CALLS)]
+)
 def test_a_helper_that_is_put_aside_is_not_waited_for_and_writes_nothing_later(kind: str, point: str) -> None:
     torch.manual_seed(1)
     call = CALLS[kind]()

@@ -118,15 +118,16 @@ def scaled_input(case: Case, tokens: int) -> torch.Tensor:
     return x.mul_(2 / (x @ unpack(gate).T).std())
 
 
-def slow(tokens: int) -> object:
-    """A number of tokens between others that take the same ways through the kernels, or one that takes seconds."""
-    return pytest.param(tokens, marks=pytest.mark.slow)
+UNLIKE = ["Q4_0", "Q5_K", "BF16", "MXFP4", "IQ2_S", "NVFP4"]  # in how blocks are laid out and read
 
 
-@pytest.mark.parametrize("qtype", TYPES)
-@pytest.mark.parametrize(  # few tokens take no tiles
-    ("tokens", "tiles"),
-    [(1, ""), (64, ""), (64, "emulated"), *(pytest.param(n, "", marks=pytest.mark.slow) for n in (2, 5, 16))],
+@pytest.mark.parametrize(  # few tokens take no tiles; products of tiles in every type are in test_native_kernels.py
+    ("qtype", "tokens", "tiles"),
+    [
+        *((qtype, 1, "") for qtype in TYPES),
+        *((qtype, 64, tiles) for qtype in UNLIKE for tiles in ("", "emulated")),
+        *(pytest.param(qtype, n, "", marks=pytest.mark.slow) for qtype in UNLIKE for n in (2, 5, 16)),
+    ],
     indirect=["tiles"],
 )
 def test_experts_are_those_of_plain_torch(qtype: str, tokens: int, tiles: str) -> None:
@@ -149,7 +150,7 @@ SOME = [
     ("activation", "accumulate", "qtypes"),
     [(a, (i + n) % 2 == 0, q) for i, a in enumerate(("silu", "clamped", "gelu")) for n, q in enumerate(SOME)],
 )
-@pytest.mark.parametrize("tokens", [1, slow(3), 90])
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, ""), (90, ""), (90, "emulated")], indirect=["tiles"])
 def test_biases_activations_and_sums_are_those_of_plain_torch(
     activation: str, accumulate: bool, qtypes: tuple[str, str, str], tokens: int, tiles: str
 ) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from forward_parts import rms, sigmoid, silu, softmax, stretch
 
 Weights = dict[str, np.ndarray]  # float64 by GGUF name, q, k and v apart, norms as they are multiplied by
 
@@ -181,7 +182,7 @@ def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarra
                 continue  # a layer without it
             added = branch(_normalise(recipe, x, own, norm) if recipe.before else x)
             if recipe.after:
-                added = _norm(added, own[f"{after}.weight"], recipe.eps)
+                added = rms(added, own[f"{after}.weight"], recipe.eps)
             x = x + recipe.residual * added
     x = _normalise(recipe, x, weights, "output_norm")
     return cap(recipe.logits * (x @ weights.get("output.weight", weights["token_embd.weight"]).T), recipe.caps[1])
@@ -196,11 +197,7 @@ def _normalise(recipe: Recipe, x: np.ndarray, own: Weights, name: str) -> np.nda
 
 
 def _centre(recipe: Recipe, x: np.ndarray, weight: np.ndarray | float) -> np.ndarray:
-    return _norm(x - x.mean(-1, keepdims=True) if recipe.centred else x, weight, recipe.eps)
-
-
-def _norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return rms(x - x.mean(-1, keepdims=True) if recipe.centred else x, weight, recipe.eps)
 
 
 def _convolve(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
@@ -225,18 +222,18 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
         if recipe.clamp:
             parts[part] = np.clip(parts[part], -recipe.clamp, recipe.clamp)
         if recipe.wide_norms and part != "v":
-            parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
+            parts[part] = rms(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
         parts[part] = parts[part].reshape(n, -1, recipe.value or recipe.head if part == "v" else recipe.head)
         if recipe.own_norms and part != "v":
             parts[part] = _centre(recipe, parts[part], own[f"attn_{part}_norm.weight"])
         if recipe.head_norms and part != "v" and not recipe.turned:
-            parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
+            parts[part] = rms(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
     position = np.arange(n)
     q, k = (_turn(recipe, parts[part], position, layer) for part in "qk")
     if recipe.bare_norms and not recipe.still[layer]:
-        q, k = (_norm(x, 1.0, recipe.eps) for x in (q, k))
+        q, k = (rms(x, 1.0, recipe.eps) for x in (q, k))
     if recipe.turned:
-        q, k = (_norm(x, own[f"attn_{part}_norm.weight"], recipe.eps) for x, part in ((q, "q"), (k, "k")))
+        q, k = (rms(x, own[f"attn_{part}_norm.weight"], recipe.eps) for x, part in ((q, "q"), (k, "k")))
     scale, span = recipe.temperature
     if not recipe.counted or recipe.still[layer]:
         q = q * (1 + scale * np.log1p((position + recipe.counted) // span))[:, None, None]
@@ -285,10 +282,7 @@ def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
     plain = theta ** (-np.arange(0, dims, 2) / dims)
     if recipe.yarn and not local:
         factor, original, grows = recipe.yarn
-        first, last = (dims / 2 * np.log(original / (turns * 2 * np.pi)) / np.log(theta) for turns in (32, 1))
-        first, last = max(np.floor(first), 0), min(np.ceil(last), dims - 1)
-        slow = np.clip((np.arange(dims // 2) - first) / max(last - first, 0.001), 0, 1)
-        return plain * (1 - slow) + plain / factor * slow, grows
+        return stretch(theta, dims, factor, original), grows
     if recipe.longrope:
         by = recipe.longrope
         return plain / np.array(by.long if recipe.context > by.original else by.short), by.grows
@@ -309,13 +303,9 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
     if rule.early == "inputs" and began is not None:
         matrices = (own[f"ffn_{role}.weight"] for role in ("gate", "up", "down"))
         beside = _expert(recipe, *matrices, h, _limit(recipe, own, 1))
-        h = _norm(began, own["ffn_norm_exps.weight"], recipe.eps)
+        h = rms(began, own["ffn_norm_exps.weight"], recipe.eps)
     logits = (began if rule.early == "scores" else h) @ own["ffn_gate_inp.weight"].T
-    if rule.sigmoid:
-        shares = 1 / (1 + np.exp(-logits))
-    else:
-        shares = np.exp(logits - logits.max(1, keepdims=True))
-        shares /= shares.sum(1, keepdims=True)
+    shares = sigmoid(logits) if rule.sigmoid else softmax(logits)
     chosen = np.argsort(-(shares + own["exp_probs_b.bias"] if rule.bias else shares), 1)[:, : rule.used]
     weights = np.take_along_axis(shares, chosen, 1)
     weights = rule.scale * weights / (weights.sum(1, keepdims=True) if rule.normed else 1)
@@ -373,5 +363,5 @@ def _expert(
     recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray, limit: float
 ) -> np.ndarray:
     g = h @ gate.T
-    bent = gelu(g) if recipe.gelu else np.maximum(g, 0) if recipe.relu else g / (1 + np.exp(-g))
+    bent = gelu(g) if recipe.gelu else np.maximum(g, 0) if recipe.relu else silu(g)
     return (np.minimum(bent, limit) * np.clip(h @ up.T, -limit, limit)) @ down.T

@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 from family_files import add_matrices
 from family_forward import gelu
+from forward_parts import rms, softmax
 from model_files import _add_metadata, _finish
 
 Weights = dict[str, np.ndarray]
@@ -139,7 +140,7 @@ def gemma4_logits(r: Gemma4, weights: Weights, ids: list[int]) -> np.ndarray:
 
 
 def _norm(r: Gemma4, x: np.ndarray, weight: np.ndarray | float = 1.0) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + r.eps) * weight
+    return rms(x, weight, r.eps)
 
 
 def _per_layer(r: Gemma4, weights: Weights, ids: list[int], x: np.ndarray) -> np.ndarray:
@@ -162,8 +163,7 @@ def _attend(r: Gemma4, own: Weights, h: np.ndarray, layer: int, cells: dict[int,
     mixed = np.empty_like(q)
     for i in range(r.heads):
         scores = np.where(seen, q[:, i] @ k[:, i // (r.heads // kv)].T, -np.inf)
-        shares = np.exp(scores - scores.max(1, keepdims=True))
-        mixed[:, i] = shares / shares.sum(1, keepdims=True) @ v[:, i // (r.heads // kv)]
+        mixed[:, i] = softmax(scores) @ v[:, i // (r.heads // kv)]
     return mixed.reshape(n, -1) @ own["attn_output"].T
 
 
@@ -193,8 +193,7 @@ def _mix(r: Gemma4, own: Weights, x: np.ndarray) -> np.ndarray:
     """The experts, which a router of its own norm chooses."""
     _, used, rows = r.experts
     logits = (_norm(r, x) * own["ffn_gate_inp.scale"] / math.sqrt(r.d)) @ own["ffn_gate_inp"].T
-    shares = np.exp(logits - logits.max(1, keepdims=True))
-    shares /= shares.sum(1, keepdims=True)
+    shares = softmax(logits)
     chosen, h, added = np.argsort(-shares, 1)[:, :used], _norm(r, x, own["pre_ffw_norm_2"]), np.zeros_like(x)
     for t, numbers in enumerate(chosen):
         for e in numbers:

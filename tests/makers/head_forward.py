@@ -8,9 +8,10 @@ norm(y), logits of x_{p+1} = head s. Drafts are chained by s. The blocks themsel
 from collections.abc import Collection
 
 import numpy as np
+from forward_parts import rms, swiglu
 from hybrid_forward import _attend, hybrid_stream
 from latent_forward import attend_by_latents
-from moe_forward import _attention, _mixture, _norm, _swiglu, trace_moe
+from moe_forward import _attention, _mixture, trace_moe
 
 from pshard.model_config import ModelConfig
 
@@ -32,7 +33,7 @@ def head_logits(
     w = {name: array.astype(np.float64) for name, array in tensors.items()}
     own = {n.split(".", 2)[2]: a for n, a in w.items() if n.startswith(f"blk.{config.n_layers}.")}
     stream = _stream(config, w, ids[:-1])
-    states = _norm(stream, w["output_norm.weight"], config.norm_eps)
+    states = rms(stream, w["output_norm.weight"], config.norm_eps)
     states = stream if "state before its norm" in mistakes else states
     before = [np.zeros(config.d_model), *states]
     if "state of the same position" in mistakes:
@@ -41,7 +42,7 @@ def head_logits(
     for _ in range(drafts):
         y = _block(config, own, _join(config, w, own, ids, before, mistakes), mistakes)
         norm = w["output_norm.weight"] if "output's norm" in mistakes else own["nextn.shared_head_norm.weight"]
-        s = _norm(y, norm, config.norm_eps)
+        s = rms(y, norm, config.norm_eps)
         head = w.get("output.weight", w["token_embd.weight"])
         if "the model's head" not in mistakes:
             head = own.get("nextn.shared_head_head.weight", head)
@@ -71,15 +72,15 @@ def _join(
         table = own.get("nextn.embed_tokens.weight", table)
     token, state = table[ids], np.stack(before)
     if "no norm of the token" not in mistakes:
-        token = _norm(token, own["nextn.enorm.weight"], config.norm_eps)
+        token = rms(token, own["nextn.enorm.weight"], config.norm_eps)
     if "no norm of the state" not in mistakes:
-        state = _norm(state, own["nextn.hnorm.weight"], config.norm_eps)
+        state = rms(state, own["nextn.hnorm.weight"], config.norm_eps)
     both = (state, token) if "halves swapped" in mistakes else (token, state)
     return np.concatenate(both, 1) @ own["nextn.eh_proj.weight"].T
 
 
 def _block(config: ModelConfig, own: Weights, z: np.ndarray, mistakes: Collection[str]) -> np.ndarray:
-    normed = _norm(z, own["attn_norm.weight"], config.norm_eps)
+    normed = rms(z, own["attn_norm.weight"], config.norm_eps)
     skip = 1 if "first cell left out" in mistakes else len(z) - 1 if "no past" in mistakes else 0
     if config.latent:
         y = z[skip:] + attend_by_latents(config, own, normed[skip:])
@@ -88,7 +89,7 @@ def _block(config: ModelConfig, own: Weights, z: np.ndarray, mistakes: Collectio
     else:
         y = z[skip:] + _attention(config, own, normed[skip:], len(z))
     after = own["ffn_norm.weight"] if "ffn_norm.weight" in own else own["post_attention_norm.weight"]
-    h = _norm(y, after, config.norm_eps)
+    h = rms(y, after, config.norm_eps)
     if config.experts:
         return y + _mixture(config.experts, own, h)[0]
-    return y + _swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
+    return y + swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
-from moe_forward import _mixture, _norm, _rotate, _sigmoid, _softmax, _swiglu
+from forward_parts import rms, sigmoid, silu, softmax, swiglu
+from moe_forward import _mixture, _rotate
 
 from pshard.model_config import Delta, ModelConfig
 
@@ -27,7 +28,7 @@ def hybrid_logits(
     """Logits of every token of one sequence: float64 [n, vocabulary], from tensors by the names of GGUF. tiled: how the
     value heads of these stand; None: as the configuration says."""
     x = hybrid_stream(config, tensors, ids, mistakes, tiled)
-    x = _norm(x, tensors["output_norm.weight"].astype(np.float64), config.norm_eps)
+    x = rms(x, tensors["output_norm.weight"].astype(np.float64), config.norm_eps)
     return x @ tensors.get("output.weight", tensors["token_embd.weight"]).astype(np.float64).T
 
 
@@ -41,21 +42,17 @@ def hybrid_stream(
     x = tensors["token_embd.weight"][ids]
     for layer in range(config.n_layers):
         own = {n.split(".", 2)[2]: w for n, w in tensors.items() if n.startswith(f"blk.{layer}.")}
-        normed = _norm(x, own["attn_norm.weight"], config.norm_eps)
+        normed = rms(x, own["attn_norm.weight"], config.norm_eps)
         if layer in delta.full:
             x = x + _attend(config, own, normed, mistakes)
         else:
             x = x + _delta(config, delta, own, normed, mistakes, delta.tiled if tiled is None else tiled)
-        h = _norm(x, own["post_attention_norm.weight"], config.norm_eps)
+        h = rms(x, own["post_attention_norm.weight"], config.norm_eps)
         if config.experts:
             x = x + _mixture(config.experts, own, h)[0]
         else:
-            x = x + _swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
+            x = x + swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
     return x
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * _sigmoid(x)
 
 
 def _inputs(delta: Delta, own: Weights, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -87,16 +84,16 @@ def _delta(
     if "state not reset" in mistakes:  # as if the same text had been there before
         before[:3] = qkv[-3:]
     if "tail after silu" in mistakes:
-        before[:-1] = np.concatenate((before[:3], _silu(before[3:-1])))
+        before[:-1] = np.concatenate((before[:3], silu(before[3:-1])))
     mixed = sum(before[i : i + n] * conv[:, i] for i in range(4))
-    mixed = mixed if "no silu" in mistakes else _silu(mixed)
+    mixed = mixed if "no silu" in mistakes else silu(mixed)
     q, k = (part.reshape(n, -1, d) for part in (mixed[:, :keys], mixed[:, keys : 2 * keys]))
     v = mixed[:, 2 * keys :].reshape(n, -1, d)
     eps = 1e-2 if "l2 epsilon" in mistakes else 1e-6
     if "no l2" not in mistakes:
         q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + eps) for part in (q, k))
     q = q if "no scale of queries" in mistakes else q / np.sqrt(d)
-    beta = np.ones_like(b) if "no beta" in mistakes else _sigmoid(b)
+    beta = np.ones_like(b) if "no beta" in mistakes else sigmoid(b)
     g = own["ssm_a"] * np.log1p(np.exp(a + own["ssm_dt.bias"]))
     g = -g if "decay's sign" in mistakes else g
     out = np.zeros((n, delta.value_heads, d))
@@ -115,10 +112,10 @@ def _delta(
             out[i] = (asked @ state)[:, 0]
     z = z.reshape(n, -1, d)
     if "gate before norm" in mistakes:
-        out = _norm(out * _silu(z), own["ssm_norm.weight"], config.norm_eps)
+        out = rms(out * silu(z), own["ssm_norm.weight"], config.norm_eps)
     else:
-        gate = 1.0 if "no gate of the net" in mistakes else _silu(z)
-        out = _norm(out, own["ssm_norm.weight"], config.norm_eps) * gate
+        gate = 1.0 if "no gate of the net" in mistakes else silu(z)
+        out = rms(out, own["ssm_norm.weight"], config.norm_eps) * gate
     return out.reshape(n, -1) @ own["ssm_out.weight"].T
 
 
@@ -132,8 +129,8 @@ def _attend(config: ModelConfig, own: Weights, x: np.ndarray, mistakes: Collecti
         q, gate = np.split(both.reshape(n, heads, 2 * d), 2, 2)
         gate = gate.reshape(n, -1)
     k, v = ((x @ own[f"attn_{part}.weight"].T).reshape(n, -1, d) for part in "kv")
-    q = _norm(q, own["attn_q_norm.weight"], config.norm_eps)
-    k = _norm(k, own["attn_k_norm.weight"], config.norm_eps)
+    q = rms(q, own["attn_q_norm.weight"], config.norm_eps)
+    k = rms(k, own["attn_k_norm.weight"], config.norm_eps)
     if "all of a head rotated" in mistakes:
         config = replace(config, rope=replace(config.rope, dims=d))
     q, k = _rotate(config, q), _rotate(config, k)
@@ -141,6 +138,6 @@ def _attend(config: ModelConfig, own: Weights, x: np.ndarray, mistakes: Collecti
     for head in range(heads):
         of_head = head // (heads // config.n_kv_heads)
         scores = np.where(ahead, -np.inf, q[:, head] @ k[:, of_head].T / np.sqrt(d))
-        mixed[:, head] = _softmax(scores) @ v[:, of_head]
-    gate = np.ones_like(gate) if "no gate of attention" in mistakes else _sigmoid(gate)
+        mixed[:, head] = softmax(scores) @ v[:, of_head]
+    gate = np.ones_like(gate) if "no gate of attention" in mistakes else sigmoid(gate)
     return (mixed.reshape(n, -1) * gate) @ own["attn_output.weight"].T

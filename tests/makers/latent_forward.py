@@ -2,6 +2,8 @@
 2405.04434, 2.1; rotation 2104.09864; YaRN 2309.00071): what the runtime does with absorbed matrices."""
 
 import numpy as np
+from forward_parts import rms as norm_rows
+from forward_parts import softmax, stretch
 
 from pshard.model_config import ModelConfig
 
@@ -24,8 +26,7 @@ def attend_by_latents(config: ModelConfig, own: Weights, x: np.ndarray) -> np.nd
         values = latents @ own["attn_v_b.weight"][head].T
         plain, turned = queries[:, head, : latent.nope], turn(config, queries[:, head, latent.nope :])
         scores = np.where(past, (plain @ keys.T + turned @ shared.T) * scale, -np.inf)
-        shares = np.exp(scores - scores.max(1, keepdims=True))
-        mixed[:, head] = shares / shares.sum(1, keepdims=True) @ values
+        mixed[:, head] = softmax(scores) @ values
     return mixed.reshape(len(x), -1) @ own["attn_output.weight"].T
 
 
@@ -35,10 +36,6 @@ def make_queries(config: ModelConfig, own: Weights, x: np.ndarray) -> np.ndarray
         return x @ own["attn_q.weight"].T
     lowered = norm_rows(x @ own["attn_q_a.weight"].T, own["attn_q_a_norm.weight"], config.norm_eps)
     return lowered @ own["attn_q_b.weight"].T
-
-
-def norm_rows(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
 def turn(config: ModelConfig, x: np.ndarray) -> np.ndarray:
@@ -54,17 +51,10 @@ def turn(config: ModelConfig, x: np.ndarray) -> np.ndarray:
     return factor * turned
 
 
-def list_frequencies(config: ModelConfig) -> list[float]:
+def list_frequencies(config: ModelConfig) -> np.ndarray:
     """base^(-2 pair / dims), or YaRN's blend of these and slower ones, between whole pairs."""
     rope = config.rope
-    plain = [rope.base ** (-2 * pair / rope.dims) for pair in range(rope.dims // 2)]
     if rope.scaling == "none":
-        return plain
+        return rope.base ** (-np.arange(0, rope.dims, 2) / rope.dims)
     assert rope.scaling == "yarn" and rope.rounded
-    first, last = (
-        rope.dims / 2 * np.log(rope.original_context / (turns * 2 * np.pi)) / np.log(rope.base)
-        for turns in (rope.beta_fast, rope.beta_slow)
-    )
-    first, last = max(np.floor(first), 0), min(np.ceil(last), rope.dims - 1)
-    slow = [min(1, max(0, (pair - first) / max(last - first, 0.001))) for pair in range(rope.dims // 2)]
-    return [f * (1 - share) + f / rope.factor * share for f, share in zip(plain, slow)]
+    return stretch(rope.base, rope.dims, rope.factor, rope.original_context, (rope.beta_fast, rope.beta_slow))

@@ -8,6 +8,7 @@ bias for the choice, groups).
 from typing import NamedTuple
 
 import numpy as np
+from forward_parts import rms, sigmoid, softmax, stretch, swiglu
 from latent_forward import attend_by_latents
 from random_blocks import dequantise_rows
 
@@ -55,37 +56,19 @@ def trace_moe(config: ModelConfig, weights: Weights, ids: list[int]) -> Traced:
     for layer in range(config.n_layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
         window = config.sliding_window if layer % config.window_every == 0 else 0
-        normed = _norm(x, own["attn_norm.weight"], config.norm_eps)
+        normed = rms(x, own["attn_norm.weight"], config.norm_eps)
         if config.latent:
             x = x + attend_by_latents(config, own, normed)
         else:
             x = x + _attention(config, own, normed, window or len(x))
-        h = _norm(x, own["ffn_norm.weight"], config.norm_eps)
+        h = rms(x, own["ffn_norm.weight"], config.norm_eps)
         if config.experts is None or layer < config.experts.dense_layers:
-            x = x + _swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
+            x = x + swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
         else:
             added, chosen[layer] = _mixture(config.experts, own, h)
             x = x + added
-    normed = _norm(x, weights["output_norm.weight"], config.norm_eps)
+    normed = rms(x, weights["output_norm.weight"], config.norm_eps)
     return Traced(normed @ weights.get("output.weight", weights["token_embd.weight"]).T, chosen, x)
-
-
-def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def _softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def _swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    g = x @ gate.T
-    return (g * _sigmoid(g) * (x @ up.T)) @ down.T
 
 
 def _attention(config: ModelConfig, own: Weights, x: np.ndarray, window: int) -> np.ndarray:
@@ -95,7 +78,7 @@ def _attention(config: ModelConfig, own: Weights, x: np.ndarray, window: int) ->
     for part in "qkv":
         heads[part] = (x @ own[f"attn_{part}.weight"].T + own.get(f"attn_{part}.bias", 0.0)).reshape(n, -1, d)
         if f"attn_{part}_norm.weight" in own:
-            heads[part] = _norm(heads[part], own[f"attn_{part}_norm.weight"], config.norm_eps)
+            heads[part] = rms(heads[part], own[f"attn_{part}_norm.weight"], config.norm_eps)
     q, k, v = _rotate(config, heads["q"]), _rotate(config, heads["k"]), heads["v"]
     mixed = np.zeros_like(q)
     group, sinks = config.n_heads // config.n_kv_heads, own.get("attn_sinks.weight", np.zeros((config.n_heads, 0)))
@@ -104,7 +87,7 @@ def _attention(config: ModelConfig, own: Weights, x: np.ndarray, window: int) ->
     for head in range(config.n_heads):
         scores = np.where(seen, q[:, head] @ k[:, head // group].T / np.sqrt(d), -np.inf)
         beside = np.broadcast_to(sinks[head], (n, np.size(sinks[head])))
-        mixed[:, head] = _softmax(np.hstack((scores, beside)))[:, :n] @ v[:, head // group]
+        mixed[:, head] = softmax(np.hstack((scores, beside)))[:, :n] @ v[:, head // group]
     return mixed.reshape(n, -1) @ own["attn_output.weight"].T + own.get("attn_output.bias", 0.0)
 
 
@@ -121,24 +104,15 @@ def _rotate(config: ModelConfig, x: np.ndarray) -> np.ndarray:
     return turned
 
 
-def _frequencies(config: ModelConfig) -> tuple[list[float], float]:
-    """base^(-2 pair / dims), or YaRN's blend of these (arXiv 2309.00071); and what multiplies sine and cosine."""
+def _frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """base^(-2 pair / dims), or YaRN's blend of these; and what multiplies sine and cosine."""
     rope = config.rope
-    plain = [rope.base ** (-2 * pair / rope.dims) for pair in range(rope.dims // 2)]
     if rope.scaling == "none" and not rope.freq_factors:
-        return plain, 1.0
+        return rope.base ** (-np.arange(0, rope.dims, 2) / rope.dims), 1.0
     if rope.scaling != "yarn":
         raise NotImplementedError(f"the oracle does not scale positions this way ({rope})")
-    # pairs that turn beta_fast times and more over the original context stay, those of beta_slow and less slow down
-    first, last = (
-        rope.dims / 2 * np.log(rope.original_context / (turns * 2 * np.pi)) / np.log(rope.base)
-        for turns in (rope.beta_fast, rope.beta_slow)
-    )
-    if rope.rounded:
-        first, last = np.floor(first), np.ceil(last)
-    first, last = max(first, 0), min(last, rope.dims - 1)
-    slow = [min(1, max(0, (pair - first) / (last - first))) for pair in range(rope.dims // 2)]
-    blended = [f * (1 - share) + f / rope.factor * share for f, share in zip(plain, slow)]
+    turns = rope.beta_fast, rope.beta_slow
+    blended = stretch(rope.base, rope.dims, rope.factor, rope.original_context, turns, rope.rounded)
     return blended, 1 + 0.1 * np.log(rope.factor)
 
 
@@ -152,9 +126,9 @@ def _mixture(rule: Experts, own: Weights, x: np.ndarray) -> tuple[np.ndarray, np
         rows, places = np.nonzero(chosen == number)
         added[rows] += shares[rows, places][:, None] * _expert(rule, own, number, x[rows])
     if rule.d_shared:
-        shared = _swiglu(x, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")))
+        shared = swiglu(x, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")))
         if rule.shared_gate:
-            shared *= _sigmoid(x @ own["ffn_gate_inp_shexp.weight"])[:, None]
+            shared *= sigmoid(x @ own["ffn_gate_inp_shexp.weight"])[:, None]
         added += shared
     return added, chosen
 
@@ -163,16 +137,16 @@ def _expert(rule: Experts, own: Weights, number: int, x: np.ndarray) -> np.ndarr
     """One expert's results for some tokens; gpt-oss clamps both factors, and the gate's sigmoid is steeper."""
     gate, up, down = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
     if rule.activation == "silu":
-        return _swiglu(x, gate, up, down)
+        return swiglu(x, gate, up, down)
     biases = (own[f"ffn_{role}_exps.bias"].reshape(rule.count, -1) for role in ("gate", "up", "down"))
     of_gate, of_up, of_down = (bias[number] for bias in biases)
     g, u = np.minimum(x @ gate.T + of_gate, CLAMP), np.clip(x @ up.T + of_up, -CLAMP, CLAMP)
-    return (g * _sigmoid(1.702 * g) * (u + 1)) @ down.T + of_down
+    return (g * sigmoid(1.702 * g) * (u + 1)) @ down.T + of_down
 
 
 def _route(rule: Experts, logits: np.ndarray, choice_bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """One token's experts, the best first, and what each of their results is multiplied by."""
-    scores = {"softmax": _softmax, "sigmoid": _sigmoid, "chosen": lambda x: x}[rule.scores](logits)
+    scores = {"softmax": softmax, "sigmoid": sigmoid, "chosen": lambda x: x}[rule.scores](logits)
     choice = scores if choice_bias is None else scores + choice_bias
     if rule.groups > 1:
         members = choice.reshape(rule.groups, -1)
@@ -181,7 +155,7 @@ def _route(rule: Experts, logits: np.ndarray, choice_bias: np.ndarray | None) ->
     ids = np.argsort(-choice, kind="stable")[: rule.used]
     shares = scores[ids]
     if rule.scores == "chosen":
-        shares = _softmax(shares)
+        shares = softmax(shares)
     elif rule.normed:
         shares = shares / shares.sum()
     return ids, shares * rule.scale

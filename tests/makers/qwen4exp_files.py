@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from forward_parts import rms, sigmoid, silu, softmax, swiglu
 from model_files import _add_encoded, _add_metadata, _finish
 
 Weights = dict[str, np.ndarray]
@@ -273,33 +274,21 @@ def gram_rows(r: Recipe, ids: list[int]) -> np.ndarray:
     return np.array(found)
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * _sigmoid(x)
-
-
-def _norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-
-
 def _mix(r: Recipe, own: Weights, name: str, streams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What a block takes of the streams [n, S, d], and the share of its result that each stream is given [n, S]."""
     n, count, d = streams.shape
     weight = own[f"{name}_norm.weight"]
     if r.mistake == "norm over all streams":
-        normed = _norm(streams.reshape(n, -1), weight.reshape(-1), r.eps).reshape(streams.shape)
+        normed = rms(streams.reshape(n, -1), weight.reshape(-1), r.eps).reshape(streams.shape)
     else:
-        normed = _norm(streams, weight, r.eps)
+        normed = rms(streams, weight, r.eps)
     flat = normed.reshape(n, count * d)
-    gates = _sigmoid(_silu(flat @ own[f"{name}_down.weight"].T / count) @ own[f"{name}_up.weight"].T)
+    gates = sigmoid(silu(flat @ own[f"{name}_down.weight"].T / count) @ own[f"{name}_up.weight"].T)
     taken = (gates.reshape(streams.shape) * normed).sum(1) / (1 if r.mistake == "no mean of streams" else count)
     if f"{name}_inject.weight" not in own:
         return taken, np.zeros((n, count))
     twice = 1 if r.mistake == "not twice" else 2
-    return taken, twice * _sigmoid(flat @ own[f"{name}_inject.weight"].T / count)
+    return taken, twice * sigmoid(flat @ own[f"{name}_inject.weight"].T / count)
 
 
 def _rotate(r: Recipe, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -315,13 +304,13 @@ def _rotate(r: Recipe, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def choose_cells(r: Recipe, own: Weights, x: np.ndarray) -> np.ndarray:
     """Which cells every token sees: bool [n, n]."""
     n, (heads, dim, each, budget) = len(x), r.index
-    queries = _norm((x @ own["indexer.q_proj.weight"].T).reshape(n, heads, dim), own["indexer.q_norm.weight"], r.eps)
+    queries = rms((x @ own["indexer.q_proj.weight"].T).reshape(n, heads, dim), own["indexer.q_norm.weight"], r.eps)
     queries = _rotate(r, queries, np.arange(n))
     raw = x @ own["indexer.k_proj.weight"].T
     if r.mistake == "keys normalised before":
-        raw = _norm(raw, own["indexer.k_norm.weight"], r.eps)
+        raw = rms(raw, own["indexer.k_norm.weight"], r.eps)
     pools = np.array([raw[at : at + each].mean(0) for at in range(0, n - each + 1, each)]).reshape(-1, dim)
-    pools = pools if r.mistake == "keys normalised before" else _norm(pools, own["indexer.k_norm.weight"], r.eps)
+    pools = pools if r.mistake == "keys normalised before" else rms(pools, own["indexer.k_norm.weight"], r.eps)
     late = each - 1 if r.mistake == "keys rotated late" else 0
     pools = _rotate(r, pools, np.arange(len(pools)) * each + late)
     most = budget // each - (r.mistake == "one block less")
@@ -341,8 +330,8 @@ def _attend(r: Recipe, own: Weights, x: np.ndarray) -> np.ndarray:
     q, gate = np.split((x @ own["attn_q.weight"].T).reshape(n, heads, 2 * dim), 2, 2)
     k, v = ((x @ own[f"attn_{part}.weight"].T).reshape(n, kv, dim) for part in "kv")
     positions = np.arange(n)
-    q = _rotate(r, _norm(q, own["attn_q_norm.weight"], r.eps), positions)
-    k = _rotate(r, _norm(k, own["attn_k_norm.weight"], r.eps), positions)
+    q = _rotate(r, rms(q, own["attn_q_norm.weight"], r.eps), positions)
+    k = _rotate(r, rms(k, own["attn_k_norm.weight"], r.eps), positions)
     seen = choose_cells(r, own, x)
     mixed = np.zeros_like(q)
     for head in range(heads):
@@ -350,9 +339,8 @@ def _attend(r: Recipe, own: Weights, x: np.ndarray) -> np.ndarray:
         for token in range(n):
             own_scores = scores[token, seen[token]]
             if own_scores.size:
-                share = np.exp(own_scores - own_scores.max())
-                mixed[token, head] = share / share.sum() @ v[seen[token], head // (heads // kv)]
-    gate = np.ones(1) if r.mistake == "no gate of attention" else _sigmoid(gate.reshape(n, -1))
+                mixed[token, head] = softmax(own_scores) @ v[seen[token], head // (heads // kv)]
+    gate = np.ones(1) if r.mistake == "no gate of attention" else sigmoid(gate.reshape(n, -1))
     return (mixed.reshape(n, -1) * gate) @ own["attn_output.weight"].T
 
 
@@ -360,10 +348,10 @@ def _delta(r: Recipe, own: Weights, x: np.ndarray) -> np.ndarray:
     n, (key_heads, value_heads, d) = len(x), r.delta
     qkv, z = x @ own["attn_qkv.weight"].T, (x @ own["attn_gate.weight"].T).reshape(n, value_heads, d)
     before = np.concatenate((np.zeros((3, qkv.shape[1])), qkv))
-    mixed = _silu(sum(before[i : i + n] * own["ssm_conv1d.weight"][:, i] for i in range(4)))
+    mixed = silu(sum(before[i : i + n] * own["ssm_conv1d.weight"][:, i] for i in range(4)))
     q, k, v = (part.reshape(n, -1, d) for part in np.split(mixed, [key_heads * d, 2 * key_heads * d], 1))
     q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + 1e-6) for part in (q, k))
-    beta = _sigmoid(x @ own["ssm_beta.weight"].T)
+    beta = sigmoid(x @ own["ssm_beta.weight"].T)
     decay = np.exp(own["ssm_a"] * np.log1p(np.exp(x @ own["ssm_alpha.weight"].T + own["ssm_dt.bias"])))
     out = np.zeros((n, value_heads, d))
     for head in range(value_heads):
@@ -372,33 +360,31 @@ def _delta(r: Recipe, own: Weights, x: np.ndarray) -> np.ndarray:
             state = decay[token, head] * state
             state = state + np.outer(k[token, key], beta[token, head] * (v[token, head] - k[token, key] @ state))
             out[token, head] = q[token, key] / np.sqrt(d) @ state
-    gate = _silu(z) if r.mistake == "silu of z" else _sigmoid(z)
-    return (_norm(out, own["ssm_norm.weight"], r.eps) * gate).reshape(n, -1) @ own["ssm_out.weight"].T
+    gate = silu(z) if r.mistake == "silu of z" else sigmoid(z)
+    return (rms(out, own["ssm_norm.weight"], r.eps) * gate).reshape(n, -1) @ own["ssm_out.weight"].T
 
 
 def _grams(r: Recipe, own: Weights, rows: np.ndarray, streams: np.ndarray) -> np.ndarray:
     """What the layer's n-grams add to the streams [n, S, d]. rows: of the table, those of a token in a row."""
     n, count, d = streams.shape
-    keys = _norm((rows @ own["ple_key.weight"].T).reshape(streams.shape), own["ple_norm_key.weight"], r.eps)
-    scores = (keys * _norm(streams, own["ple_norm_query.weight"], r.eps)).sum(-1) / np.sqrt(d)
+    keys = rms((rows @ own["ple_key.weight"].T).reshape(streams.shape), own["ple_norm_key.weight"], r.eps)
+    scores = (keys * rms(streams, own["ple_norm_query.weight"], r.eps)).sum(-1) / np.sqrt(d)
     bent = scores if r.mistake == "no root" else np.sign(scores) * np.sqrt(np.maximum(np.abs(scores), 1e-6))
-    given = _sigmoid(bent)[..., None] * (rows @ own["ple_value.weight"].T)[:, None]
-    normed = given if r.mistake == "tail not normed" else _norm(given, own["ple_norm_conv.weight"], r.eps)
+    given = sigmoid(bent)[..., None] * (rows @ own["ple_value.weight"].T)[:, None]
+    normed = given if r.mistake == "tail not normed" else rms(given, own["ple_norm_conv.weight"], r.eps)
     taps, apart = own["ple_conv1d.weight"], 1 if r.mistake == "no dilation" else r.grams[0]
     inputs = np.concatenate((np.zeros((apart * (taps.shape[1] - 1), count * d)), normed.reshape(n, -1)))
     mixed = sum(inputs[apart * tap : apart * tap + n] * taps[:, tap] for tap in range(taps.shape[1]))
-    return given + _silu(mixed).reshape(streams.shape)
+    return given + silu(mixed).reshape(streams.shape)
 
 
 def _experts(r: Recipe, own: Weights, x: np.ndarray) -> np.ndarray:
     out = np.zeros_like(x)
-    scores = np.exp(x @ own["ffn_gate_inp.weight"].T)
-    scores /= scores.sum(1, keepdims=True)
+    scores = softmax(x @ own["ffn_gate_inp.weight"].T)
     for token, row in enumerate(x):
         chosen = np.argsort(-scores[token], kind="stable")[: r.experts[1]]
         for expert, share in zip(chosen, scores[token, chosen] / scores[token, chosen].sum()):
             gate, up, down = (own[f"ffn_{part}_exps.weight"][expert] for part in ("gate", "up", "down"))
-            out[token] += share * (down @ (_silu(gate @ row) * (up @ row)))
-    gate, up, down = (own[f"ffn_{part}_shexp.weight"] for part in ("gate", "up", "down"))
-    shared = (_silu(x @ gate.T) * (x @ up.T)) @ down.T
-    return out + _sigmoid(x @ own["ffn_gate_inp_shexp.weight"])[:, None] * shared
+            out[token] += share * (down @ (silu(gate @ row) * (up @ row)))
+    shared = swiglu(x, *(own[f"ffn_{part}_shexp.weight"] for part in ("gate", "up", "down")))
+    return out + sigmoid(x @ own["ffn_gate_inp_shexp.weight"])[:, None] * shared

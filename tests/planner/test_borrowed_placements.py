@@ -92,6 +92,7 @@ def test_no_tier_of_a_real_shape_would_be_faster_as_another_one_is(model: str, m
     assert find_slow_tiers(make_shape(model), find_machine(machine), Workload((mib,))) == []
 
 
+@pytest.mark.slow
 def test_rare_tiers_of_one_placement_for_unlike_ranks_stream_with_the_slots_that_suit_them():
     """Such a plan is made within the memory that all ranks have for it, anew: its rare tiers are searched like those
     of other plans."""

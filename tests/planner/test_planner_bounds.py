@@ -64,8 +64,7 @@ def draw_tiers(seed, kind):
         yield task, costs, place_randomly(rng, task.room, costs)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("seed", "kind"), [(seed, ("cuda", "cpu")[seed % 2]) for seed in range(10)])
 def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
     for task, costs, tier in draw_tiers(seed, kind):
         counted = settle_slots(task.room, tier)
@@ -74,7 +73,7 @@ def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
         assert simulated_seconds(task.room, tier, costs, ROUNDS) >= least * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_placement_beats_the_bound_that_is_printed(seed):
     """FFNs divided at any row: some rows on the CPU where that may be, or kept in VRAM while the others are copied."""
     rng, kept = random.Random(seed), 0
@@ -100,11 +99,10 @@ def test_no_placement_beats_the_bound_that_is_printed(seed):
     assert kept or seed
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_what_is_not_simulated_would_not_have_been_faster(kind):
+def test_what_is_not_simulated_would_not_have_been_faster():
     near = 0
     for seed in range(12):
-        for task, costs, tier in draw_tiers(seed, kind):
+        for task, costs, tier in draw_tiers(seed, ("cuda", "cpu")[seed % 2]):
             if any(p.cpu_rows for p in tier.placements):
                 continue
             floor, counts = Floor(task.room, task.classes, costs), count_tier(task.classes, tier)

@@ -106,6 +106,7 @@ def test_memory_that_holds_everything_changes_nothing_and_less_never_makes_plans
     plan_variant(spec, with_memory(PROFILE, whole - arena * 11 // 10), more)
 
 
+@pytest.mark.slow  # less memory is planned above
 def test_where_the_limit_binds_the_plan_without_it_would_not_have_loaded():
     """Prefill alone would stream more than decode pins; then it must pin more itself."""
     spec = make_model(layers=24, d_model=2048, heads=16, d_ffn=8192)

@@ -67,6 +67,7 @@ def plan_under(gib: float) -> tuple[MachineProfile, Variant]:
     return profile, plan_variant(SPEC, profile, WORKLOAD)
 
 
+@pytest.mark.slow
 def test_without_a_limit_or_under_one_that_holds_everything_nothing_changes():
     want = plan_without_a_limit()
     for got in (plan_variant(SPEC, limited(PROFILE, None), WORKLOAD), plan_under(16.0)[1]):

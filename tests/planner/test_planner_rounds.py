@@ -134,6 +134,7 @@ def test_a_round_is_improved_or_left_as_it_is() -> None:
     assert again is better or again.tiers != better.tiers
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_ranks_with_layers_of_their_own_are_searched_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has few units; when each was searched like a small model, planning over 4 ranks took half a minute."""

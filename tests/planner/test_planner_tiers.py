@@ -74,6 +74,7 @@ def test_a_tier_that_is_slower_than_alone_says_what_the_switch_would_cost() -> N
     assert TierAlone(16, 2.0, 1.0, -0.5).in_words().endswith("would take no longer than the plan's own")
 
 
+@pytest.mark.slow  # of one text above
 def test_a_tier_alone_is_planned_without_the_others_and_with_its_own_load() -> None:
     """Of a server's load too: as many texts at a time as the tier is for, each with its share of the cells."""
     spec, profile = make_shape("qwen3-30b-a3b"), find_machine("h100")

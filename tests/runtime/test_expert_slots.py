@@ -115,14 +115,6 @@ def test_slots_move_logits_by_no_more_than_rounding_where_the_cpu_has_experts(wa
     assert (found[0] - found[1]).abs().max() < 1e-5 * found[0].std()
 
 
-def test_a_run_from_a_fresh_engine_repeats_every_bit() -> None:
-    file, text, found = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), []
-    for _ in range(2):
-        with open_cached(file, make_cached(file, SHARED, (cache_of(file, 4, "lru"),)), "fast") as engine:
-            found.append((walk_text(engine, text), engine.expert_hits))
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-
-
 def test_how_long_copies_take_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions hang on tokens, never on clocks: over a link that dawdles, now more, now less."""
     file, text, found, rng = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), [], random.Random(0)

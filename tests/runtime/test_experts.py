@@ -263,21 +263,6 @@ def test_a_large_tier_that_reads_in_place_is_refused() -> None:
         check_runnable((file.spec,), make_variant(file.spec, tiers, CONTEXT, 1), "cpu")
 
 
-def test_a_planned_mix_runs(planned: tuple[ExpertsFile, Variant]) -> None:
-    """The plan's placements, with buffers for the CPU as accelerator."""
-    (file, variant), sequences = planned, 3
-    tiers = tuple(
-        make_tier(
-            file.spec, max(t.tokens, sequences), {p.unit: (p.where, p.kv, *p.share) for p in t.placements},
-            t.buffers.slots, CONTEXT * sequences, sequences, in_place=t.in_place,
-        )
-        for t in variant.ranks[0].tiers
-        if t.tokens >= sequences
-    )  # fmt: skip
-    with open_toy(file, tiers, sequences) as engine:
-        check_talk(engine, file, sequences, 5)
-
-
 def test_a_tier_that_comes_back_is_not_bound_anew() -> None:
     """Graphs that were captured in it read tables of its experts' addresses, which are made once."""
     file = ExpertsFile()

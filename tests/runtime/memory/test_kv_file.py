@@ -102,13 +102,6 @@ def test_the_file_is_the_same_whoever_saves_it(model: Path, tmp_path: Path) -> N
         assert torch.equal(load_and_save(before)(engine), wanted)
 
 
-def test_ranks_that_load_go_on_as_ranks_that_never_stopped(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "cache"
-    kept = run_ranks(model, (1.0, 1.0), start_and_save(file), CONTEXT)
-    loaded = run_ranks(model, (1.0, 1.0), load_and_save(file), CONTEXT)
-    assert all(torch.equal(a, kept[0]) for a in (*kept, *loaded))
-
-
 def test_ranks_that_hold_whole_layers_write_and_take_the_same_file(model: Path, tmp_path: Path) -> None:
     first, tensor, layers = tmp_path / "one", tmp_path / "tensor", tmp_path / "layers"
     with open_engine(model, context=CONTEXT, tokens=(4, 16)) as engine:
