@@ -7,11 +7,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pshard.units.operands import Rows
-from pshard.units.operations import GatedProduct, Operation, Product, ProductGroup
+from pshard.units.operations import (
+    GatedProduct,
+    InjectStream,
+    NormStreams,
+    Operation,
+    Product,
+    ProductGroup,
+    SpreadStream,
+)
 
 GATE_UP, WHOLE_FFN = "gate and up", "whole FFN"
+ENTER_STREAMS = "streams and their norms"
 SUM_NORM, LEFT_NORM = "sum and norm", "product and norm"  # of two units: see UnitRuns
-FUSED = frozenset((GATE_UP, WHOLE_FFN, SUM_NORM, LEFT_NORM))
+FUSED = frozenset((GATE_UP, WHOLE_FFN, ENTER_STREAMS, SUM_NORM, LEFT_NORM))
 
 
 def fuses(what: str) -> bool:
@@ -58,7 +67,25 @@ class Ffn:
         return self.down.writes
 
 
-Step = Operation | Gate | Ffn
+@dataclass(frozen=True)
+class EnterStreams:
+    """What blocks have given goes into the streams, and these are normalised."""
+
+    begin: SpreadStream | InjectStream
+    norm: NormStreams
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operands."""
+        return self.begin.reads
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """What it leaves."""
+        return *self.begin.writes, *self.norm.writes
+
+
+Step = Operation | Gate | Ffn | EnterStreams
 
 
 def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
@@ -76,6 +103,13 @@ def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
             and operation.bias is None
         ):
             found[-1] = Ffn(before, operation)
+        elif (
+            fuses(ENTER_STREAMS)
+            and isinstance(operation, NormStreams)
+            and isinstance(before, SpreadStream | InjectStream)
+            and operation.x == before.out
+        ):
+            found[-1] = EnterStreams(before, operation)
         else:
             found.append(operation)
     return tuple(found)

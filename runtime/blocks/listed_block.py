@@ -47,7 +47,7 @@ from pshard.units.operations import (
     Take,
     TimesRows,
 )
-from pshard.units.rewrites import Ffn, Gate, Step, rewrite
+from pshard.units.rewrites import EnterStreams, Ffn, Gate, Step, rewrite
 from pshard.units.short_conv import OPEN as OPEN_CONVS
 
 
@@ -201,7 +201,7 @@ class Course:
         slopes = None if attend.slopes is None else self.vector(attend.slopes.role)
         bent = Scoring(attend.cap, slopes, attend.chunked)
         if attend.seen is not None and (rule := side.config.selection):
-            bent = replace(bent, seen=self.at(attend.seen).view(torch.int32), each=rule.each)
+            bent = replace(bent, seen=self.at(attend.seen).view(torch.int32), each=rule.each, most=rule.most)
         given = self.heads(attend), attend.heads, self.state, rows
         side.kernels.attention(*given, scale, out, partial, sinks=sinks, bent=bent)
 
@@ -325,6 +325,13 @@ def _norm_streams(course: Course, norm: NormStreams) -> None:
     side.kernels.norm_streams(course.at(norm.x), weight, norm.count, side.config.norm_eps, course.at(norm.out))
 
 
+def _enter_streams(course: Course, step: EnterStreams) -> None:
+    side, begin, norm = course.work.side, step.begin, step.norm
+    x, streams, weight = course.at(begin.x), course.at(begin.out), course.vector(norm.weight.role)
+    given = x, streams, isinstance(begin, SpreadStream), weight, norm.count
+    side.kernels.enter_streams(*given, side.config.norm_eps, course.at(norm.out))
+
+
 def _mix_streams(course: Course, mix: MixStreams) -> None:
     cleared = course.at(STREAM) if mix.clears else None
     x, gates, out = course.at(mix.x), course.at(mix.gates), course.at(mix.out)
@@ -375,6 +382,7 @@ ACTS: dict[type, Callable[[Course, Any], None]] = {
     SpreadStream: _spread,
     InjectStream: _inject,
     NormStreams: _norm_streams,
+    EnterStreams: _enter_streams,
     MixStreams: _mix_streams,
     GateGrams: _gate_grams,
     AddGrams: _add_grams,

@@ -147,13 +147,14 @@ class Scoring:
     """What attention makes of scores, once they are scaled: they become cap tanh(score / cap) (0: they stay), and lose
     a head's number of `slopes`, float32 [H], for each cell that they lie back (None: nothing). chunked: windows are
     chunks of the text that follow each other, of which a row sees the cells of its own up to itself. seen: of the cells
-    that a row would see, those that count, `each` in a row by a bit, as `IndexKernels.choose_cells` leaves them."""
+    that a row would see, those that count, as `IndexKernels.choose_cells` leaves them by the rule (each, most)."""
 
     cap: float = 0.0
     slopes: torch.Tensor | None = None
     chunked: bool = False
     seen: torch.Tensor | None = None
     each: int = 1
+    most: int = 0
 
     @property
     def changes(self) -> bool:
@@ -399,6 +400,19 @@ class StreamKernels(Protocol):
         self, streams: torch.Tensor, weight: torch.Tensor, count: int, eps: float, out: torch.Tensor
     ) -> None:
         """out[M, S D], act_dtype: each stream as RMS-normalised, times weight[S D], divided by S."""
+        ...
+
+    def enter_streams(
+        self,
+        x: torch.Tensor,
+        streams: torch.Tensor,
+        spreads: bool,
+        weight: torch.Tensor,
+        count: int,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """`spread_stream`, or without `spreads` `inject_stream`, and then `norm_streams`, in one call."""
         ...
 
     def mix_streams(

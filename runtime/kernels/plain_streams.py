@@ -29,6 +29,20 @@ class PlainStreams:
         """See `StreamKernels.norm_streams`."""
         out.copy_(norm_parts(streams[:, : weight.shape[0]], weight, count, eps).flatten(1) / count)
 
+    def enter_streams(
+        self,
+        x: torch.Tensor,
+        streams: torch.Tensor,
+        spreads: bool,
+        weight: torch.Tensor,
+        count: int,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See `StreamKernels.enter_streams`."""
+        (self.spread_stream if spreads else self.inject_stream)(x, streams, count)
+        self.norm_streams(streams, weight, count, eps, out)
+
     def mix_streams(
         self, x: torch.Tensor, gates: torch.Tensor, count: int, out: torch.Tensor, cleared: torch.Tensor | None = None
     ) -> None:

@@ -51,9 +51,11 @@ HEADS = (  # of the supported models: head sizes, and heads that share one
 )  # fmt: skip
 BRIEF_HEADS = (HEADS[0], HEADS[2], HEADS[4], *HEADS[7:])
 CAPPED, SLOPED, CHUNKED = Scoring(50.0), Scoring(slopes=torch.zeros(64)), Scoring(chunked=True)
+CHOSEN = Scoring(seen=torch.ones(128, 32, dtype=torch.int32), each=4, most=512)
 WINDOWS = ((Attend(64, 8, 64), 128, True), (Attend(64, 8, 64), 0, True), (Attend(16, 8, 256), 1024, False),
            (Attend(32, 8, 128), 512, False), (Attend(16, 8, 256), 512, False, CAPPED),
-           (Attend(40, 40, 128), 0, False, SLOPED), (Attend(40, 8, 128), 512, False, CHUNKED))  # fmt: skip
+           (Attend(40, 40, 128), 0, False, SLOPED), (Attend(40, 8, 128), 512, False, CHUNKED),
+           (Attend(24, 2, 256), 0, False, CHOSEN))  # fmt: skip
 LATENTS = (AttendLatent(16, 512, 64), AttendLatent(128, 512, 64))
 MANY_SMALL, VERY_MANY = Experts(128, 8, 768), Experts(512, 10, 512)
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
@@ -62,7 +64,7 @@ RANKS = (2, 4, 8)
 DECODING = {
     "matvec_kernel", "gate_up_pairs_kernel", "down_pairs_kernel", "rows_kernel", "combine_kernel", "decode_kernel",
     "decode_combine_kernel", "decode_latent_kernel", "combine_latent_kernel", "delta_steps_kernel", "route_kernel",
-    "conv_steps_kernel",
+    "conv_steps_kernel", "enter_streams_kernel", "mix_streams_kernel",
     "quantise_kernel", "rms_norm_kernel", "rope_store_kernel",
 }  # fmt: skip
 
@@ -193,6 +195,7 @@ def _other_calls(bench: KernelBench) -> Iterator[Named]:
         yield f"rows of {width}", partial(time_elementwise, bench, width, inner, Attend(32, 8, 128), [1, 16, 128])
     for count in (1, 256):
         yield f"short convolution, {count} tokens", partial(_convolve, bench, count)
+        yield f"streams, {count} tokens", partial(_mix_streams, bench, count)
     flags = torch.zeros(2, dtype=torch.int32)
     yield "flags", lambda: (triton_flags.tell_kernel[(1,)](flags, num_warps=1),
                             triton_flags.await_kernel[(1,)](flags, num_warps=1))  # fmt: skip
@@ -261,6 +264,20 @@ def _convolve(bench: KernelBench, tokens: int, channels: int = 2048, taps: int =
     opened = torch.zeros(tokens, channels)
     bench.kernels.short_conv(x, *given, *places, out=out, longest=tokens, opened=opened)
     bench.kernels.settle_states([OpenNet(given[1], opened)], 0, slice(0, 1))
+
+
+def _mix_streams(bench: KernelBench, tokens: int, count: int = 4, width: int = 2560) -> None:
+    """All ways in which streams are entered, with norms and without, and their mix."""
+    kernels, wide = bench.kernels, count * width
+    given, streams, weight = torch.zeros(tokens, width), torch.zeros(tokens, wide + 4), torch.ones(wide)
+    normed, gates = (torch.zeros(tokens, wide, dtype=torch.bfloat16) for _ in range(2))
+    for spreads in (True, False):
+        kernels.enter_streams(given, streams, spreads, weight, count, 1e-6, normed)
+    kernels.inject_stream(given, streams, count)
+    kernels.spread_stream(given, streams, count)
+    kernels.norm_streams(streams, weight, count, 1e-6, normed)
+    for cleared in (given, None):
+        kernels.mix_streams(normed, gates, count, torch.zeros(tokens, width), cleared)
 
 
 def _run_delta(bench: KernelBench, shape: tuple[int, int, int], tokens: int, act: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from pshard.runtime.kernels.api import (
     Scoring,
 )
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.kernels.cpu.host_states import StatesOnHost
+from pshard.runtime.kernels.cpu.host_streams import StreamsOnHost
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.kernels.unpack import plain_rows
 from pshard.units.operations import BENDS
@@ -99,7 +99,7 @@ class HostRows:
         native.scale_rows(x, (x.shape[0], x.shape[1]), strides, hidden, weight, hidden.shape[1])
 
 
-class HostKernels(HostRows, StatesOnHost):
+class HostKernels(HostRows, StreamsOnHost):
     """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels. exact: products
     leave the matrix unit alone, which takes many tokens at once and rounds otherwise than vectors."""
 
@@ -246,14 +246,16 @@ class HostKernels(HostRows, StatesOnHost):
         sinks: torch.Tensor | None = None,
         bent: Scoring = AS_THEY_ARE,
     ) -> None:
-        if bent.seen is not None:
+        if bent.seen is not None and (bent.slopes is not None or rows.window):
             super().attention(qkv, heads, kv, rows, scale, out, partial, sinks=sinks, bent=bent)
             return
         spans = list_spans(rows.segments) if rows.spans is None else rows.spans
         kinds, blocks = _kinds(kv), (rows.blocks, kv.k.shape[1])
         strides, seen = (qkv.stride(0), out.stride(0)), (rows.window, sinks)
         given, scores = (qkv, kv.k, kv.v, kinds, spans, heads), (bent.cap, bent.slopes, bent.chunked)
-        native.attention(*given, scale, out, strides=strides, blocks=blocks, seen=seen, bent=scores)
+        words = (None, 0) if bent.seen is None else (bent.seen, bent.seen.stride(0))
+        chosen = (*words, bent.each, bent.most)
+        native.attention(*given, scale, out, strides=strides, blocks=blocks, seen=seen, bent=scores, chosen=chosen)
 
     def head_products(self, x: torch.Tensor, stack: Packed, out: torch.Tensor) -> None:
         tokens, heads, _ = x.shape

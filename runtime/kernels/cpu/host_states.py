@@ -30,8 +30,7 @@ class StatesOnHost(PlainKernels):
     ) -> None:
         """Which form is faster for a sequence the library knows, and where it needs room."""
         rows, kept = (qkv, z, beta, alpha), (states, tails)
-        known = _are_known(weights.head, *kept) and weights.gate == "silu"
-        if not known or any(x.dtype != torch.float32 for x in (*rows, out)):
+        if not _are_known(weights.head, *kept) or any(x.dtype != torch.float32 for x in (*rows, out)):
             super().delta_net(
                 qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest,
                 opened=opened,

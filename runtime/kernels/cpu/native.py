@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 32  # as csrc/api.cpp has it
+ABI = 33  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -67,7 +67,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "gate_up_tiled": ("v", "plpipillplli"),
     "dequantize": ("v", "pillllpli"),
     "get_rows": ("v", "pillplp"),
-    "attention": ("v", "plpplliiplpliiifpllpfpi"),
+    "attention": ("v", "plpplliiplpliiifpllpfpiplll"),
     "rms_norm": ("v", "plpfllplip"),
     "add_bias": ("v", "plllp"),
     "warm_rows": ("v", "plllpp"),
@@ -89,9 +89,15 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "route": ("v", "plpiilppplliiiiifpp"),
     "choose_chunks": ("v", "pplliiffpp"),
     "experts": ("v", "plpplipiiiillpppiiipppplip"),
-    "delta_net": ("v", "plplplplppppfiiiipppplplpl"),
+    "delta_net": ("v", "plplplplppppfiiiiipppplplpl"),
     "settle_states": ("v", "iiiipplliplll"),
     "short_conv": ("v", "plpllppplplpl"),
+    "enter_streams": ("v", "plipllllpfpl"),
+    "mix_streams": ("v", "plpllllplpl"),
+    "gate_grams": ("v", "plplplpplllfpl"),
+    "add_grams": ("v", "plppllllfplppplpl"),
+    "store_index": ("v", "plpllllpplfpplippplp"),
+    "choose_cells": ("v", "plplllllplppll"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
@@ -490,6 +496,7 @@ def attention(
     blocks: tuple[Buffer, int] | None = None,
     seen: tuple[int, Buffer | None] = (0, None),
     bent: tuple[float, Buffer | None, bool] = (0.0, None, False),
+    chosen: tuple[Buffer | None, int, int, int] = (None, 0, 1, 0),
 ) -> None:
     """Causal attention of new tokens of several sequences: q and out f32 [tokens, heads, head_dim].
 
@@ -508,6 +515,8 @@ def attention(
         seen: a token sees so many cells at most, the last of which is its own (0: all), and sinks: f32 [heads], a logit
             of each head that takes part in the softmax and has no value (None: there are none).
         bent: cap, slopes (f32 [heads]) and whether windows are chunks, as in api.Scoring.
+        chosen: words as `choose_cells` leaves them, elements from row to row of these, and its rule; without words all
+            cells are seen. No slopes and no window beside them.
     """
     n_heads, kv_heads, dim = heads
     if not len(segments) or n_heads == 0:
@@ -523,7 +532,8 @@ def attention(
     window, sinks = seen
     cap, slopes, chunked = bent
     result = (_at(out), out_stride, window, None if sinks is None else _at(sinks))
-    more = cap, None if slopes is None else _at(slopes), chunked
+    words, *rule = chosen
+    more = cap, None if slopes is None else _at(slopes), chunked, None if words is None else _at(words), *rule
     _function("attention")(_at(q), q_stride, *cells, *table, *queries, *result, *more)
 
 
@@ -804,7 +814,7 @@ def delta_net(
     """
     w = weights
     vectors = (_at(w.conv), _at(w.dt_bias), _at(w.decay), _at(w.norm), w.eps)
-    heads = (w.key_heads, w.value_heads, w.head, w.tiled)
+    heads = (w.key_heads, w.value_heads, w.head, w.tiled, w.gate == "sigmoid")
     ends = [part for buffer, stride in rows for part in (_at(buffer), stride)]
     places = (*map(_at, kept), _at(index[0]), _at(index[1]), index[2])
     ends += (_at(out[0]), out[1])
@@ -837,6 +847,116 @@ def short_conv(
     places = (_at(tails), _at(index[0]), _at(index[1]), index[2])
     left = 0 if opened[0] is None else _at(opened[0]), opened[1]
     _function("short_conv")(_at(x[0]), x[1], _at(taps), *shape, *places, _at(out[0]), out[1], *left)
+
+
+def enter_streams(
+    given: tuple[Buffer, int] | None,
+    streams: tuple[Buffer, int],
+    shape: tuple[int, int, int],
+    *,
+    spreads: bool = False,
+    norm: tuple[Buffer, float, Buffer, int] | None = None,
+) -> None:
+    """`spread_stream` of `given` or `inject_stream`, then `norm_streams`: see `api.StreamKernels`.
+
+    Args:
+        given and streams: f32, with the elements from row to row; given None: streams stay. shape: rows, streams and
+            elements of each. norm: weights, eps, and where the result goes, f32, with the elements from row to row.
+    """
+    x, (weight, eps, out, stride) = given or (None, 0), norm or (None, 0.0, None, 0)
+    ends = None if weight is None else _at(weight), eps, None if out is None else _at(out), stride
+    _function("enter_streams")(
+        None if x[0] is None else _at(x[0]), x[1], spreads, _at(streams[0]), streams[1], *shape, *ends
+    )
+
+
+def mix_streams(
+    x: tuple[Buffer, int],
+    gates: tuple[Buffer, int],
+    shape: tuple[int, int, int],
+    out: tuple[Buffer, int],
+    cleared: tuple[Buffer | None, int],
+) -> None:
+    """See `api.StreamKernels.mix_streams`; f32, each with the elements from row to row. shape as in `enter_streams`."""
+    ends = _at(out[0]), out[1], None if cleared[0] is None else _at(cleared[0]), cleared[1]
+    _function("mix_streams")(_at(x[0]), x[1], _at(gates[0]), gates[1], *shape, *ends)
+
+
+def gate_grams(
+    rows: Sequence[tuple[Buffer, int]],
+    norms: tuple[Buffer, Buffer],
+    shape: tuple[int, int, int],
+    eps: float,
+    out: tuple[Buffer, int],
+) -> None:
+    """See `api.StreamKernels.gate_grams`. rows: keys, values and streams; f32, each with the elements from row to row.
+    shape as in `enter_streams`."""
+    ends = [part for buffer, stride in rows for part in (_at(buffer), stride)]
+    _function("gate_grams")(*ends, *map(_at, norms), *shape, eps, _at(out[0]), out[1])
+
+
+def add_grams(
+    x: tuple[Buffer, int],
+    norm: tuple[Buffer, float],
+    taps: Buffer,
+    sizes: tuple[int, int, int, int],
+    streams: tuple[Buffer, int],
+    tails: Buffer,
+    index: tuple[Buffer, Buffer, int],
+    opened: tuple[Buffer | None, int],
+) -> None:
+    """See `api.StreamKernels.add_grams`; slots and offsets are read when the call is made, also when it is replayed.
+
+    Args:
+        x and streams: f32, with the elements from row to row. norm: weights and eps. sizes: streams, elements of each,
+            taps, and how many tokens these lie apart. tails: f32, all slots without gaps. index, opened: as in
+            `short_conv`.
+    """
+    places = (_at(tails), _at(index[0]), _at(index[1]), index[2])
+    left = None if opened[0] is None else _at(opened[0]), opened[1]
+    given = (_at(x[0]), x[1], _at(norm[0]), _at(taps), *sizes, norm[1])
+    _function("add_grams")(*given, _at(streams[0]), streams[1], *places, *left)
+
+
+def store_index(
+    q: tuple[Buffer, int],
+    key: tuple[Buffer, int],
+    shape: tuple[int, int, int],
+    norms: tuple[Buffer, Buffer, float],
+    each: int,
+    rope: tuple[Buffer, Buffer, int, str],
+    rows: tuple[Buffer, Buffer, Buffer],
+    index: tuple[Buffer, int],
+) -> None:
+    """See `api.IndexKernels.store_index`.
+
+    Args:
+        q and key: f32, with the elements from row to row. shape: rows, heads, elements of each. norms: of q and of
+            keys, and eps. rope, rows: as in `rope_store`. index: f32, and cells of a block.
+    """
+    turn = _at(rope[0]), _at(rope[1]), rope[2], rope[3] == "halves"
+    given = (_at(q[0]), q[1], _at(key[0]), key[1], *shape, _at(norms[0]), _at(norms[1]), each, norms[2])
+    _function("store_index")(*given, *turn, *map(_at, rows), index[1], _at(index[0]))
+
+
+def choose_cells(
+    q: tuple[Buffer, int],
+    index: tuple[Buffer, int],
+    heads: tuple[int, int],
+    rule: tuple[int, int],
+    segments: "ctypes.Array[ctypes.c_int64]",
+    blocks: Buffer,
+    seen: tuple[Buffer, int, int],
+) -> None:
+    """See `api.IndexKernels.choose_cells`.
+
+    Args:
+        q: f32, with the elements from row to row. index: f32, and cells of a block. heads: how many, and elements of
+            each. segments, blocks: as in `attention`. seen: i32, elements from row to row, and words of a row.
+    """
+    given, words = (_at(q[0]), q[1], _at(index[0]), index[1]), (_at(seen[0]), *seen[1:])
+    spans = (segments, len(segments) // 4, _at(blocks))
+    _function("choose_cells")(*given, *heads, *rule, *spans, *words)
 
 
 def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:

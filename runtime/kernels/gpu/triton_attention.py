@@ -33,10 +33,16 @@ def _bend_scores(scores, scale, cap, slope, back, CAPPED: tl.constexpr, SLOPED: 
 
 
 @triton.jit
-def _are_chosen(words, cell, there, CELLS: tl.constexpr, EACH: tl.constexpr):
-    """Whether bits say so of cells: a word of a row for each block of CELLS, a bit of it for EACH."""
-    bits = tl.load(words + cell // CELLS, mask=there, other=0)
-    return ((bits >> (cell % CELLS // EACH)) & 1) != 0
+def _are_chosen(words, cell, start, last, TILE: tl.constexpr, CELLS: tl.constexpr, EACH: tl.constexpr):
+    """Whether bits say so of the TILE cells from `start` on, where some lie before `last`: a word of a row for each
+    block of CELLS, a bit of it for EACH. cell: those cells, words: a pointer, or a column of them. Loaded cell by cell,
+    words would take a GPU's shared memory."""
+    word = tl.load(words + start // CELLS)
+    if TILE > CELLS:
+        word = tl.where(
+            cell < start + CELLS, word, tl.load(words + start // CELLS + 1, mask=start + CELLS < last, other=0)
+        )
+    return ((word >> (cell % CELLS // EACH)) & 1) != 0
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -53,7 +59,7 @@ def decode_kernel(
     partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
     cells are a tile, CELLS a block of the cache. With a WINDOW the row sees its last so many cells, CHUNKED
     those of its chunk; the shares begin with the block where these do. Scores are as `Scoring` has them; of EACH cells,
-    where that is not 0, a bit of `words` says if the row sees them.
+    where that is not 0, a bit of `words` says if the row sees them; others are not read.
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
@@ -88,17 +94,20 @@ def decode_kernel(
     one, two = find_blocks(blocks, first, last, BLOCK, CELLS)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         cell = start + tl.arange(0, BLOCK)
+        chosen = None
+        if EACH:
+            chosen = _are_chosen(words + m.to(tl.int64) * words_stride, cell, start, last, BLOCK, CELLS, EACH)
         at_k, behind = locate_cells(one, two, start, k_block, k_cell, BLOCK, CELLS)
-        ks = load_cells(k, k_scales, at_k, behind, last - start, D, DP, BLOCK, True, kind)
+        ks = load_cells(k, k_scales, at_k, behind, last - start, D, DP, BLOCK, True, kind, chosen)
         at_v, behind = locate_cells(one, two, start, v_block, v_cell, BLOCK, CELLS)
-        vs = load_cells(v, v_scales, at_v, behind, last - start, D, DP, BLOCK, True, kind)
+        vs = load_cells(v, v_scales, at_v, behind, last - start, D, DP, BLOCK, True, kind, chosen)
         one, two = find_blocks(blocks, start + BLOCK, last, BLOCK, CELLS)
         scores = tl.dot(qs, tl.trans(ks))
         visible = cell < last
         if WINDOW:
             visible = visible & (cell >= seen)
         if EACH:
-            visible = visible & _are_chosen(words + m.to(tl.int64) * words_stride, cell, visible, CELLS, EACH)
+            visible = visible & chosen
         scores = _bend_scores(scores, scale, cap, slope, (length - 1 - cell)[None, :], CAPPED, SLOPED)
         scores = tl.where(visible[None, :], scores, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
@@ -180,7 +189,7 @@ def _attend(
             elif WINDOW:
                 visible = visible & (row[:, None] < cell[None, :] + WINDOW)
             if EACH:
-                visible = visible & _are_chosen(words[:, None], cell[None, :], visible, CELLS, EACH)
+                visible = visible & _are_chosen(words[:, None], cell[None, :], start, cells, BN, CELLS, EACH)
             scores = tl.where(visible, scores, -1e30)
             top = tl.maximum(peak, tl.max(scores, axis=1))
             p = tl.exp2(scores - top[:, None])

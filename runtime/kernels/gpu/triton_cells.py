@@ -100,9 +100,10 @@ def locate_cells(one, two, start, block_stride, cell_stride, TILE: tl.constexpr,
 @triton.jit
 def load_cells(
     cells, scales, first, behind, left,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, seen=None,
 ):  # fmt: skip
-    """One head's numbers [BLOCK, DP] of cells as KIND; with MASKED zeros beyond `left` of them and beyond D.
+    """One head's numbers [BLOCK, DP] of cells as KIND; with MASKED zeros beyond `left` of them and beyond D,
+    and in place of those that `seen` [BLOCK] says nobody sees, which are not read.
 
     cells, scales: where the head's numbers and scales are in cell 0 of the cache; first, behind: see `locate_cells`.
     """
@@ -112,6 +113,8 @@ def load_cells(
     at = cells + first + (behind[:, None] + dim[None, :])
     if MASKED:
         there = (cell < left)[:, None]
+        if seen is not None:
+            there = there & seen[:, None]
         raw = tl.load(at, mask=there & (dim < elements_of(D, cells.dtype.element_ty))[None, :], other=0)
     else:
         raw = tl.load(at)

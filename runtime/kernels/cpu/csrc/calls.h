@@ -23,7 +23,8 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
                                  int kv_heads, int d, float scale, float* out, int64_t out_stride, int64_t window,
-                                 const float* sinks, float cap, const float* slopes, int chunked);
+                                 const float* sinks, float cap, const float* slopes, int chunked,
+                                 const int32_t* words, int64_t words_stride, int64_t each, int64_t most);
 PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t cols, const int64_t* ids, int64_t n,
                                 float* out);
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
@@ -89,9 +90,32 @@ PSHARD_API void pshard_short_conv(const float* x, int64_t x_stride, const float*
 PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const float* z, int64_t z_stride,
                                  const float* beta, int64_t beta_stride, const float* alpha, int64_t alpha_stride,
                                  const float* conv, const float* dt_bias, const float* decay, const float* norm,
-                                 float eps, int key_heads, int value_heads, int head, int tiled, float* states,
-                                 float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
+                                 float eps, int key_heads, int value_heads, int head, int tiled, int sigmoid,
+                                 float* states, float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
                                  float* out, int64_t out_stride,
                                  float* opened, int64_t opened_stride);
+PSHARD_API void pshard_enter_streams(const float* given, int64_t given_stride, int spreads, float* streams,
+                                     int64_t stride, int64_t tokens, int64_t count, int64_t width,
+                                     const float* weight, float eps, float* out, int64_t out_stride);
+PSHARD_API void pshard_mix_streams(const float* x, int64_t x_stride, const float* gates, int64_t gates_stride,
+                                   int64_t tokens, int64_t count, int64_t width, float* out, int64_t out_stride,
+                                   float* cleared, int64_t cleared_stride);
+PSHARD_API void pshard_gate_grams(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
+                                  const float* streams, int64_t stride, const float* key_norm,
+                                  const float* stream_norm, int64_t tokens, int64_t count, int64_t width, float eps,
+                                  float* out, int64_t out_stride);
+PSHARD_API void pshard_add_grams(const float* x, int64_t x_stride, const float* norm, const float* taps, int64_t count,
+                                 int64_t width, int64_t each, int64_t apart, float eps, float* streams, int64_t stride,
+                                 float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
+                                 float* opened, int64_t opened_stride);
+PSHARD_API void pshard_store_index(float* q, int64_t q_stride, const float* key, int64_t key_stride, int64_t tokens,
+                                   int64_t heads, int64_t head, const float* q_norm, const float* k_norm, int64_t each,
+                                   float eps, const float* cos, const float* sin, int64_t half, int halves,
+                                   const int32_t* begin, const int32_t* position, const int32_t* blocks, int64_t cells,
+                                   float* data);
+PSHARD_API void pshard_choose_cells(const float* q, int64_t q_stride, float* data, int64_t cells, int64_t heads,
+                                    int64_t head, int64_t each, int64_t most, const int64_t* segments,
+                                    int64_t n_segments, const int32_t* blocks, int32_t* seen, int64_t seen_stride,
+                                    int64_t words);
 PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum);
 PSHARD_API void pshard_replay(const int64_t* words, int64_t n);

@@ -77,10 +77,11 @@ struct Kernels {
   void (*clamped_mul)(float* gate, const float* up, int64_t n);  // the same for gpt-oss' clamped form
   void (*limited_mul)(float* gate, const float* up, int64_t n, float limit);  // silu's, within limits: see below
   void (*attention)(const AttentionTask& task);
+  float (*score_key)(const float* q, int64_t heads, int64_t n, const float* key);  // see attention/index_kernel.h
   // of gated delta nets, see delta/delta_kernel.h
   void (*delta_mix)(const float* const* x, const float* conv, int64_t n, float* out);
   void (*delta_scale)(float* x, int64_t n, float eps, float factor);
-  void (*delta_gate)(const float* o, const float* z, const float* norm, float eps, int64_t n, float* out);
+  void (*delta_gate)(const float* o, const float* z, const float* norm, float eps, int64_t n, float* out, bool sigmoid);
   void (*delta_read)(const float* state, int64_t d, const float* k, const float* q, float* by_k, float* by_q);
   void (*delta_write)(const float* from, float* to, int64_t rows, int64_t d, float left, const float* k,
                       const float* u, const float* next);

@@ -69,6 +69,12 @@ const Callable kCallables[] = {
     make<pshard_experts>("experts", pshard_experts),
     make<pshard_short_conv>("short_conv", pshard_short_conv),
     make<pshard_delta_net>("delta_net", pshard_delta_net),
+    make<pshard_enter_streams>("enter_streams", pshard_enter_streams),
+    make<pshard_mix_streams>("mix_streams", pshard_mix_streams),
+    make<pshard_gate_grams>("gate_grams", pshard_gate_grams),
+    make<pshard_add_grams>("add_grams", pshard_add_grams),
+    make<pshard_store_index>("store_index", pshard_store_index),
+    make<pshard_choose_cells>("choose_cells", pshard_choose_cells),
     make<pshard_read>("read", pshard_read),
 };
 

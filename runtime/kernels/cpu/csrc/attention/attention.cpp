@@ -35,6 +35,8 @@ struct Attention {  // of tokens of one sequence, all within one run
   float cap;            // see AttentionTask
   const float* slopes;
   bool chunked;  // windows are chunks that follow each other: a query sees those cells of its own up to itself
+  const int32_t* runs = nullptr;  // the first cells of those that one token sees, `each` in a row; nullptr: all
+  int64_t each = 1;
   int64_t first_task = 0, first_join = 0, first_partial = 0;  // tasks, joins and partial floats of those before
 
   int shared() const { return heads / kv_heads; }
@@ -62,6 +64,7 @@ struct Attention {  // of tokens of one sequence, all within one run
   int64_t joins() const { return static_cast<int64_t>(blocks()) * kv_heads; }
   int64_t partial_floats() const { return static_cast<int64_t>(kv_heads) * slots() * (padded() + 2); }
   int64_t place(int64_t cell) const {  // where it lies, in cells
+    if (runs) cell = runs[cell / each] + cell % each;
     return kv_blocks ? kv_blocks[cell / block_cells] * block_cells + cell % block_cells : cell;
   }
   int64_t first_place(int64_t task) const { return place(origin() + task % splits() * split()); }
@@ -77,10 +80,23 @@ const TileAttention* tile_unit(const Attention& a) {
   return suits && !a.cap && !a.slopes && &kernels() == kernels_avx512() ? attention_tiles() : nullptr;
 }
 
-// A thread's room for queries, then for a tile.
+// A thread's room for queries, then for a tile, then for the cells of a task that lie here and there.
 size_t query_bytes(const Attention& a) { return round_up<size_t>(sizeof(float) * a.kv_heads * a.slots() * a.padded(), 64); }
+size_t tile_bytes(const Attention& a) {
+  return round_up<size_t>(attention_tile_bytes(a.kv_heads, std::min(kQueries, a.queries()), a.padded()), 64);
+}
 size_t room_bytes(const Attention& a) {
-  return query_bytes(a) + attention_tile_bytes(a.kv_heads, std::min(kQueries, a.queries()), a.padded());
+  return query_bytes(a) + tile_bytes(a) + (a.runs ? a.split() * (a.k_stride + a.v_stride) : 0);
+}
+
+// Copies of the cells [begin, end) that a token sees, one after the other.
+void gather(const Attention& a, int64_t begin, int64_t end, uint8_t* keys, uint8_t* values) {
+  for (int64_t cell = begin; cell < end;) {
+    const int64_t n = std::min(end - cell, a.each - cell % a.each), place = a.place(cell);
+    std::memcpy(keys + (cell - begin) * a.k_stride, a.k + place * a.k_stride, n * a.k_stride);
+    std::memcpy(values + (cell - begin) * a.v_stride, a.v + place * a.v_stride, n * a.v_stride);
+    cell += n;
+  }
 }
 
 // Partial result: out [kv_heads][slots][padded], then peaks and sums [kv_heads][slots]. next: where this thread goes on.
@@ -100,8 +116,16 @@ void attend_task(const Attention& a, const TileAttention* unit, int64_t block, i
     for (int i = 0; i < queries; ++i)
       for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i, a.q_stride) + j] * a.scale;
   float* peak = partial + a.kv_heads * slots * padded;
-  (unit ? unit->attend : kernels().attention)({q, a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_blocks, a.block_cells, a.kv_heads,
-                       queries, slots, a.d, padded, sees, visible, a.cap, a.slopes, first, a.shared(), std::max(begin, from), std::min(last, begin + a.split()), next, room + query_bytes(a),
+  const int64_t start = std::max(begin, from), end = std::min(last, begin + a.split());
+  const char *k = a.k, *v = a.v;
+  if (a.runs) {
+    uint8_t *keys = room + query_bytes(a) + tile_bytes(a), *values = keys + a.split() * a.k_stride;
+    gather(a, start, end, keys, values);
+    k = reinterpret_cast<const char*>(keys) - start * a.k_stride, v = reinterpret_cast<const char*>(values) - start * a.v_stride;
+    next = start;  // what comes after lies here and there
+  }
+  (unit ? unit->attend : kernels().attention)({q, k, v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.runs ? nullptr : a.kv_blocks, a.block_cells, a.kv_heads,
+                       queries, slots, a.d, padded, sees, visible, a.cap, a.slopes, first, a.shared(), start, end, next, room + query_bytes(a),
                        partial, peak, peak + a.kv_heads * slots});
 }
 
@@ -164,6 +188,14 @@ void attend(const std::vector<Attention>& all) {
   });
 }
 
+// The first cells of those that a token sees at its place in the text, as its words say: see Kernels.choose_cells.
+std::vector<int32_t> list_runs(const int32_t* words, int64_t place, int64_t per, int64_t each) {
+  std::vector<int32_t> runs;
+  for (int64_t block = 0; block * each <= place; ++block)
+    if (words[block / per] >> block % per & 1) runs.push_back(static_cast<int32_t>(block * each));
+  return runs;
+}
+
 }  // namespace
 }  // namespace pshard
 
@@ -173,8 +205,10 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
                                  int kv_heads, int d, float scale, float* out, int64_t out_stride, int64_t window,
-                                 const float* sinks, float cap, const float* slopes, int chunked) {
+                                 const float* sinks, float cap, const float* slopes, int chunked,
+                                 const int32_t* words, int64_t words_stride, int64_t each, int64_t most) {
   std::vector<Attention> all;  // as many as the scratch of one job holds
+  std::vector<std::vector<int32_t>> runs;  // of those who see some cells alone
   for (const int64_t* s = segments; s < segments + 4 * n_segments; s += 4) {  // first token, tokens, cells before, block
     for (int64_t done = 0; done < s[1];) {
       const int64_t at = s[0] + done;
@@ -182,6 +216,13 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                   static_cast<const char*>(v), k_stride, v_stride, k_type, v_type, kv_blocks ? kv_blocks + s[3] : nullptr,
                   block_cells, s[2] + done, 0, heads, kv_heads, d, scale, window, sinks, cap, slopes, chunked != 0};
       a.tokens = static_cast<int>(std::min(s[1] - done, a.run_begin() + a.run() - a.before));
+      if (words && (a.before + 1) / each > most) {  // whose cells are brought together, by itself
+        runs.push_back(list_runs(words + at * words_stride, a.before, block_cells / each, each));
+        a.runs = runs.back().data(), a.each = each, a.tokens = 1;
+        a.before = (runs.back().size() - 1) * each + std::min(each, a.before + 1 - runs.back().back()) - 1;
+      } else if (words) {
+        a.tokens = static_cast<int>(std::min<int64_t>(a.tokens, (most + 1) * each - 1 - a.before));
+      }
       done += a.tokens;
       if (!all.empty()) {
         const Attention& b = all.back();
@@ -189,6 +230,7 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
         if ((floats + a.tasks() * a.partial_floats()) * static_cast<int64_t>(sizeof(float)) > kMostScratch) {
           attend(all);
           all.clear();
+          runs.erase(runs.begin(), runs.end() - (a.runs ? 1 : 0));
         } else {
           a.first_task = b.first_task + b.tasks(), a.first_join = b.first_join + b.joins(), a.first_partial = floats;
         }

@@ -25,7 +25,7 @@ struct Net {
   float eps;
   int key_heads, value_heads;
   int64_t d;
-  bool tiled;
+  bool tiled, sigmoid;  // sigmoid: gates are, of silu
   float *states, *tails;
   const int32_t *slots, *offsets;
   float* out;
@@ -131,7 +131,7 @@ void step_head(const Net& net, int64_t i, int head, const float* mixed, Journal&
       for (int64_t j = 0; j < d; ++j) both += k[j] * q[j];
       for (int64_t j = 0; j < d; ++j) u[j] = share * (v[j] - left * u[j]), o[j] = left * o[j] + both * u[j];
       kernels().delta_gate(o, net.z + row * net.z_stride + head * d, net.norm, net.eps, d,
-                           net.out + row * net.out_stride + head * d);
+                           net.out + row * net.out_stride + head * d, net.sigmoid);
       if (net.is_open(i)) leave_open(net, row, head, k, u, left);
       finish(stage + 1);
     }
@@ -182,7 +182,7 @@ void advance(const Net& net, int64_t row, int64_t tokens, int head, const float*
     for (int64_t j = 0; j < d; ++j) room.mixed[t * d + j] *= left, room.left[t * d + j] = after * room.fresh[t * d + j];
     multiply(room.seen + t * kTokens, 0, 1, room.fresh, d, 1, t + 1, d, room.mixed + t * d, d, 1);
     kernels().delta_gate(room.mixed + t * d, net.z + (row + t) * net.z_stride + head * d, net.norm, net.eps, d,
-                         net.out + (row + t) * net.out_stride + head * d);
+                         net.out + (row + t) * net.out_stride + head * d, net.sigmoid);
   }
   multiply(k, 1, width, room.left, d, d, tokens, d, room.state, d, std::exp(sum));
 }
@@ -290,11 +290,11 @@ using namespace pshard;
 PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const float* z, int64_t z_stride,
                                  const float* beta, int64_t beta_stride, const float* alpha, int64_t alpha_stride,
                                  const float* conv, const float* dt_bias, const float* decay, const float* norm,
-                                 float eps, int key_heads, int value_heads, int head, int tiled, float* states,
-                                 float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
+                                 float eps, int key_heads, int value_heads, int head, int tiled, int sigmoid,
+                                 float* states, float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
                                  float* out, int64_t out_stride, float* opened, int64_t opened_stride) {
   const Net net{qkv, z, beta, alpha, qkv_stride, z_stride, beta_stride, alpha_stride, conv, dt_bias, decay, norm, eps,
-                key_heads, value_heads, head, tiled != 0, states, tails, slots, offsets, out, out_stride, opened,
+                key_heads, value_heads, head, tiled != 0, sigmoid != 0, states, tails, slots, offsets, out, out_stride, opened,
                 opened_stride};
   if (offsets[sequences] > 0) run(net, sequences);
 }

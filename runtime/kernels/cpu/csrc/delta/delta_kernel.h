@@ -32,12 +32,12 @@ void delta_scale(float* x, int64_t n, float eps, float factor) {  // to length `
   for (int64_t i = 0; i < n; i += 16) store(x + i, mul(load(x + i), by));
 }
 
-// out = RMSNorm(o) * silu(z)
-void delta_gate(const float* o, const float* z, const float* norm, float eps, int64_t n, float* out) {
+// out = RMSNorm(o) * silu(z), or the sigmoid of z
+void delta_gate(const float* o, const float* z, const float* norm, float eps, int64_t n, float* out, bool sigmoid) {
   const Floats factor = splat(1 / __builtin_sqrtf(sum_squares(o, n) / n + eps));
   for (int64_t i = 0; i < n; i += 16) {
     const Floats g = load(z + i);
-    const Floats gate = div(g, add(splat(1.0f), exponential(sub(zero(), g))));
+    const Floats gate = div(sigmoid ? splat(1.0f) : g, add(splat(1.0f), exponential(sub(zero(), g))));
     store(out + i, mul(mul(mul(load(o + i), factor), load(norm + i)), gate));
   }
 }

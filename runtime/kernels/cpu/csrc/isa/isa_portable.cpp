@@ -15,6 +15,7 @@ namespace {
 #include "products/quant_kernels.h"
 #include "products/dense_kernels.h"
 #include "attention/attention_kernel.h"
+#include "attention/index_kernel.h"
 #include "delta/delta_kernel.h"
 #include "isa_table.h"
 }  // namespace

@@ -41,6 +41,7 @@ Kernels make_kernels(const char* isa) {
   k.clamped_mul = clamped_mul;
   k.limited_mul = limited_mul;
   k.attention = attention;
+  k.score_key = score_key;
   k.delta_mix = delta_mix, k.delta_scale = delta_scale, k.delta_gate = delta_gate;
   k.delta_read = delta_read, k.delta_write = delta_write, k.delta_multiply = delta_multiply;
   k.sum = sum_bytes;
