@@ -241,6 +241,11 @@ class Sample:
     disturbed: float
 
     @property
+    def own_seconds(self) -> float:
+        """The same as far as the cores were its own."""
+        return self.seconds * (1 - self.disturbed)
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nearly all cores were its own."""
         return self.disturbed <= DISTURBED

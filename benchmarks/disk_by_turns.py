@@ -1,0 +1,156 @@
+"""Prompts of a model on disk and of the same model in memory, by turns: how much longer they take, and predictions.
+
+    python benchmarks/disk_by_turns.py -m llama.gguf --profile profile.json --ram 1600 -p 512 -o disk-by-turns.json
+
+Without a GPU, reading and computing share the cores. Other programs slow both engines alike. So the ratio of their
+times, as far as the cores were their own, can be compared with the predicted one on a busy machine, where seconds
+cannot (`disk_run.py` measures these). Beside it stands the ratio that is predicted when packing takes no core. Both
+plans have the same micro-batches.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from disk_run import ANSWER, DISKS, Sample, cache_file, take_sample
+from parallel import run
+
+from pshard.commands.command_line import parse_ram
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.planner.price.predict_published import Predictor
+from pshard.runtime.engine import Engine
+from pshard.runtime.memory.disk.fake_disk import VARIABLE
+from pshard.session.bench_engine import BenchTest, count_ids, predict_seconds
+from pshard.session.open_plan import Opened, open_plan
+from pshard.session.run_request import RunRequest
+from pshard.session.start_engine import start_engine
+from pshard.session.this_machine import environment_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """The model's file, the profile's, tokens of a prompt and of a micro-batch, and where plans are kept."""
+
+    model: Path
+    profile: Path
+    prompt: int
+    ubatch: int
+    folder: Path
+
+    def open(self, name: str, ram: int, vram: int) -> Opened:
+        """A plan for the CPU with so many MiB in all, or to pin units in; 0: as pshard chooses. Raises UserError."""
+        places = ["--profile", str(self.profile), "--registry", str(self.folder / f"{name}.json")]
+        sizes = ["-c", str(self.prompt + ANSWER), "-ub", str(self.ubatch)]
+        lengths = ["--prompt", str(self.prompt), "--generated", str(ANSWER), "--no-validate"]
+        budgets = [word for flag, mib in (("--ram", ram), ("--vram", vram)) if mib for word in (flag, str(mib))]
+        if run(["pshard-plan", "-m", str(self.model), *budgets, *sizes, *lengths, *places]).returncode:
+            raise UserError(f"{name}: nothing was planned")
+        registry = self.folder / f"{name}.json"
+        asked = RunRequest(self.model, (vram,) if vram else None, self.prompt + ANSWER, registry=registry)
+        return open_plan(replace(asked, profile=self.profile, ram_mib=ram))
+
+
+def main() -> int:
+    """Measure all disks that were asked for."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser.add_argument("--profile", type=Path, required=True, help="machine profile of the CPU; disks are added to it")
+    parser.add_argument(
+        "--ram", type=parse_ram, required=True, help="MiB, or as 6G, of the engine that reads from disk"
+    )
+    parser.add_argument("-p", type=int, default=512, help="tokens of a prompt (512)")
+    parser.add_argument("-ub", type=int, default=128, help="tokens of a micro-batch (128)")
+    parser.add_argument("-r", type=int, default=4, help="samples of each (4)")
+    parser.add_argument("--disks", nargs="+", choices=DISKS, default=[name for name in DISKS if name != "real"])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    args = parser.parse_args()
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"disk_by_turns.py -m {args.model.name} --ram {args.ram} -p {args.p} -ub {args.ub} -r {args.r}",
+        "disks": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(args.model, args.profile, args.p, args.ub, Path(folder))
+        for name in args.disks:
+            os.environ[VARIABLE] = DISKS[name]
+            try:
+                record["disks"][name] = found = measure(case, name, args.ram, args.r)
+            except UserError as error:
+                print(f"error: {error}")
+                return 2
+            print(describe(name, found), flush=True)
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def measure(case: Case, name: str, ram: int, repetitions: int) -> dict[str, Any]:
+    """Both engines' samples, and what is predicted of them."""
+    cache_file(case.model)
+    far, near = case.open(f"far {name[0]}", ram, 0), case.open(f"near {name[0]}", 0, 2 * _mib(case.model))
+    test = BenchTest(case.prompt, 0)
+    expected = [predict(far, far.profile, test), predict(near, near.profile, test)]
+    with start_plan(far) as one, start_plan(near) as other:
+        cache_file(case.model)  # loading has dropped it
+        ids, samples = count_ids(one, case.prompt, 0), (list[Sample](), list[Sample]())
+        for engine in (one, other):
+            engine.forward(ids)
+        for _ in range(repetitions):
+            for engine, own in zip((one, other), samples):
+                engine.reset()
+                own.append(take_sample(engine, ids))
+    return {
+        "environment": dict(environment_of(far.profile)),
+        "timings": [asdict(row) for row in far.profile.unit_reads],
+        "swept": far.variant.ranks[0].tiers[-1].most_swept,
+        "ratio": _sum(samples[0]) / _sum(samples[1]),
+        "predicted": expected[0] / expected[1],
+        "predicted_without_packing": predict(far, _without_packing(far.profile), test) / expected[1],
+        "seconds_predicted": expected,
+        "from_disk": [asdict(one) for one in samples[0]],
+        "from_memory": [asdict(one) for one in samples[1]],
+    }
+
+
+def start_plan(opened: Opened) -> Engine:
+    """An engine of a plan."""
+    return start_engine(opened, opened.variant, checkpoints=False)
+
+
+def predict(opened: Opened, profile: MachineProfile, test: BenchTest) -> float:
+    """Seconds of a prompt by a plan, on a machine."""
+    return predict_seconds(Predictor([opened.file.spec], profile, opened.variant), test)
+
+
+def _without_packing(profile: MachineProfile) -> MachineProfile:
+    return replace(profile, disks=tuple(replace(row, cpu_seconds=0.0) for row in profile.disks))
+
+
+def _mib(model: Path) -> int:
+    return model.stat().st_size >> 20
+
+
+def _sum(samples: list[Sample]) -> float:
+    return sum(one.own_seconds for one in samples)
+
+
+def describe(disk: str, found: dict[str, Any]) -> str:
+    """A line: the ratios, seconds in the mean, and what other programs took."""
+    both = found["from_disk"] + found["from_memory"]
+    means = [sum(one["seconds"] for one in found[name]) / len(found[name]) for name in ("from_disk", "from_memory")]
+    others = sum(one["disturbed"] for one in both) / len(both)
+    off = found["predicted"] / found["ratio"] - 1
+    return (
+        f"{disk}: {means[0]:.2f} s from disk, {means[1]:.2f} from memory: {found['ratio']:.3f} times as long, "
+        f"predicted {found['predicted']:.3f} ({off:+.1%}; without packing {found['predicted_without_packing']:.3f}); "
+        f"others had {others:.0%} of the cores"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
