@@ -16,10 +16,12 @@ from pshard.units.moe.routed import scratch_of
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    ChooseCells,
     DeltaNet,
     ExpertProducts,
     GatedProduct,
     LookUp,
+    NormStreams,
     Operation,
     Route,
     matrices_of,
@@ -55,6 +57,8 @@ class Shapes:
     routers: tuple[tuple[str, int, Experts], ...] = ()  # (quant type, d_model, the rule)
     latent: tuple[AttendLatent, ...] = ()
     delta: tuple[DeltaNet, ...] = ()  # one of each shape
+    streams: tuple[tuple[int, int], ...] = ()  # how many residual streams, and elements of each
+    index: tuple[ChooseCells, ...] = ()  # one of each rule
 
 
 @dataclass(frozen=True)
@@ -155,12 +159,13 @@ def largest_case(shapes: Shapes, tokens: int) -> int:
     gates = [2 * (2 * d_ffn + d_model) for d_model, d_ffn in shapes.widths]
     attended = [a.heads for a in shapes.attention] + [a.heads for a in shapes.latent]
     heads = [2 * d * (2 * n + 2 * groups) for n, groups, d in attended]
+    streams = [3 * 4 * count * width for count, width in shapes.streams]
     delta = [2 * (n.channels + 2 * n.value_heads * n.head) for n in shapes.delta]
     experts = [
         6 * d_model * tokens + sum(b.nbytes(2) for b in scratch_of(rule, d_model, tokens))
         for _, _, d_model, rule in shapes.experts
     ]
-    return max((*(tokens * each for each in (*plain, *gates, *heads, *delta)), *experts), default=0)
+    return max((*(tokens * each for each in (*plain, *gates, *heads, *streams, *delta)), *experts), default=0)
 
 
 def fit_card(effort: Effort, model: Shapes | None, free: int) -> tuple[Effort, tuple[str, ...]]:
@@ -218,6 +223,8 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
             dict.fromkeys(AttendLatent(o.n_heads, o.rank, o.rope) for o in inside if isinstance(o, AttendLatent))
         ),
         delta=tuple({o.shape: o for o in inside if isinstance(o, DeltaNet)}.values()),
+        streams=tuple(dict.fromkeys((o.count, o.width // o.count) for o in inside if isinstance(o, NormStreams))),
+        index=tuple(dict.fromkeys(o for o in inside if isinstance(o, ChooseCells))),
     )
 
 

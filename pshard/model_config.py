@@ -222,6 +222,11 @@ class Selection:
     each: int
     most: int
 
+    @property
+    def cells(self) -> int:
+        """That a token sees at most."""
+        return (self.most + 1) * self.each - 1
+
 
 @dataclass(frozen=True)
 class Grams:

@@ -158,9 +158,17 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
 def _price_streams(operation: Operation, by: OneSide) -> list[Term]:
     """The same of what models of several streams have. Raises TypeError for another operation."""
     match operation:
-        case NormStreams() | StoreIndex():
+        case NormStreams():  # timed with what goes into the streams before
+            seconds = _elementwise(by, "streams", operation.width) or _elementwise(by, "norm", operation.width)
+        case StoreIndex():
             seconds = _elementwise(by, "norm", operation.width)
-        case SpreadStream() | InjectStream() | MixStreams() | GateGrams():
+        case SpreadStream() | InjectStream():
+            width = operation.count * operation.width
+            seconds = 0.0 if _elementwise(by, "streams", width) else _elementwise(by, "silu_mul", width)
+        case MixStreams():
+            width = operation.count * operation.width
+            seconds = _elementwise(by, "mix", width) or _elementwise(by, "silu_mul", width)
+        case GateGrams():
             seconds = _elementwise(by, "silu_mul", operation.count * operation.width)
         case AddGrams():  # a norm, and a sum over a few inputs of each channel
             seconds = _elementwise(by, "norm", operation.channels)
@@ -235,6 +243,8 @@ def _attention(by: OneSide, heads: Attend) -> float:
     """Attention of all sequences of the micro-batch; with a window over the cells that it sees. Tokens of a prompt are
     attended ATTENDED_AT_ONCE, so the cells of that many are read beside the window."""
     load, window = by.load, heads.window
+    if heads.chosen and load.past + load.tokens // load.sequences > heads.chosen:
+        return _attend_chosen(by, heads)
     if load.is_decode:
         context = min(load.past + 1, window) if window else load.past + 1
         return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, context)
@@ -249,14 +259,29 @@ def _attention(by: OneSide, heads: Attend) -> float:
     return seconds * min(1.0, seen * each / count_pairs(each, context)) if window else seconds
 
 
+def _attend_chosen(by: OneSide, heads: Attend) -> float:
+    """The same of tokens of which some see no more than the chosen cells. These are attended one by one, but in a GPU's
+    prompts, which read all cells and leave out others."""
+    load, each = by.load, max(1, by.load.tokens // by.load.sequences)
+    if not (by.on_host or load.is_decode or load.verifies):
+        return _attention(by, replace(heads, chosen=0))
+    whole = max(0, min(each, heads.chosen - load.past))  # tokens that see all cells
+    one = by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, heads.chosen)
+    first = load.sequences * by.tables.attention(by.side, heads, by.kv_type, whole, load.past + whole) if whole else 0.0
+    return first + (each - whole) * one
+
+
 def _choose_cells(by: OneSide, index: ChooseCells) -> float:
     """Products of the queries with the keys of complete blocks, as of a matrix of these; then what is best of the
-    scores, which are read as often as a float has bits, in chunks that caches hold; but nothing where all are seen."""
+    scores, which are read as often as a float has bits, in chunks that caches hold; but nothing where all are seen. By
+    its own row where there is one."""
     load = by.load
     each = 1 if load.is_decode else -(-load.tokens // load.sequences)
     blocks = (load.past + each) // index.each
     if blocks <= index.most:
         return 0.0
+    if timed := by.tables.elementwise(by.side, "index", by.rows, blocks * index.heads * index.head):
+        return timed
     rows = by.rows * index.heads
     return by.tables.matmul(by.side, "BF16", blocks, index.head, rows) + _elementwise(by, "norm", 4 * blocks)
 

@@ -71,6 +71,8 @@ def list_cases() -> Iterator[KernelCase]:
         yield KernelCase("gated delta net", f"{_say(tokens)}", partial(_delta_net, tokens))
     for tokens in (1, MANY):
         yield KernelCase("convolution over time", f"{_say(tokens)}", partial(_convolve, tokens))
+    for tokens in (1, MANY):
+        yield KernelCase("residual streams", f"{_say(tokens)}", partial(_mix_streams, tokens))
 
 
 def _list_expert_cases() -> Iterator[KernelCase]:
@@ -218,6 +220,19 @@ def _convolve(tokens: int, kernels: Kernels, device: torch.device) -> Made:
         kernels.short_conv(x, own, tails.clone(), slots, offsets, out=out, longest=tokens)
 
     return convolve, out.float
+
+
+def _mix_streams(tokens: int, kernels: Kernels, device: torch.device) -> Made:
+    count, width = 4, 320
+    given, streams = _random(device, tokens, width), _random(device, tokens, count * width + count, seed=1)
+    weight, out = _random(device, count * width, seed=2), _empty(kernels, device, tokens, count * width)
+    mixed = torch.empty(tokens, width, device=device)
+
+    def mix() -> None:
+        kernels.enter_streams(given, streams, False, weight, count, NORM_EPS, out)
+        kernels.mix_streams(out, out, count, mixed)
+
+    return mix, lambda: torch.cat([out.float().flatten(), mixed.flatten()])
 
 
 def _delta_net(tokens: int, kernels: Kernels, device: torch.device) -> Made:

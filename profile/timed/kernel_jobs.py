@@ -21,6 +21,7 @@ from pshard.profile.timed.time_delta import time_delta
 from pshard.profile.timed.time_experts import time_experts, time_router
 from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
 from pshard.profile.timed.time_latent import time_latent
+from pshard.profile.timed.time_streams import time_index, time_streams
 from pshard.units.kernel_names import kernel_names, name_experts, name_products, name_router
 
 Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | InPlaceTiming | RouteTiming | DeltaTiming
@@ -91,6 +92,7 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
             )
     yield from _latent_jobs(side, effort, shapes)
     yield from _delta_jobs(side, effort, shapes)
+    yield from _stream_jobs(side, effort, shapes, few)
     for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
         run = partial(time_elementwise, d_model=d_model, d_ffn=d_ffn, shape=heads, tokens=few)
         expected = (3 * fill + 6 * each) * len(few)
@@ -136,6 +138,19 @@ def _delta_jobs(side: str, effort: Effort, shapes: Shapes) -> Iterator[tuple[obj
             expected = (fill + each) * len(tokens) + effort.slow
             label = f"{side_name(side)} delta net, {what}"
             yield ("delta", net.shape, sequences), Job(side, label, expected, False, run, *kernel_names(net))
+
+
+def _stream_jobs(side: str, effort: Effort, shapes: Shapes, tokens: tuple[int, ...]) -> Iterator[tuple[object, Job]]:
+    """Residual streams beside each other, and an index of cells: a model's own."""
+    each, name = 1.5 * effort.pace.seconds + (FILL_SECONDS if side != "host" else 0.0), side_name(side)
+    for streams in shapes.streams:
+        run: Callable[[KernelBench], Sequence[Row]] = partial(time_streams, shape=streams, tokens=tokens)
+        yield ("streams", streams), Job(side, f"{name} residual streams", 2 * each * len(tokens), False, run)
+    for index in shapes.index:
+        least = index.most * index.each
+        contexts = tuple(n * least for n in (2, 4, 8) if n * least <= max(shapes.context, 2 * least))
+        run = partial(time_index, index=index, contexts=contexts)
+        yield ("index", index), Job(side, f"{name} choice of cells", each * len(contexts) + effort.slow, False, run)
 
 
 def _expert_jobs(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:

@@ -139,6 +139,7 @@ def _operations(
             chunked=config.chunked and window > 0,
             borrows=borrows,
             seen=chosen[-1].writes[0] if chosen else None,
+            chosen=config.selection.cells if config.selection else 0,
         ),
         *(GateRows(q, mixed, gate, config.gate_curve) for gate in others),
         *narrow,

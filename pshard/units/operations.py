@@ -199,7 +199,7 @@ class Attend:
     """Attention of the new tokens over the cells of their sequences: over the last `window` of them, the token's own
     among these (0: all), with a sink of every head beside them where there are some. cap, slopes, chunked: what becomes
     of scores, as in `Scoring` of the kernels' interface. borrows: the cells are another unit's, and the new tokens' own
-    are there already. seen: which of the cells count, as `ChooseCells` leaves it; None: all."""
+    are there already. seen: which of the cells count, as `ChooseCells` leaves it, `chosen` at most; None: all."""
 
     n_heads: int
     n_kv_heads: int
@@ -213,6 +213,7 @@ class Attend:
     chunked: bool = False
     borrows: bool = False
     seen: Rows | None = None
+    chosen: int = 0
 
     @property
     def reads(self) -> tuple[Rows, ...]:
