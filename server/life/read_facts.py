@@ -91,7 +91,9 @@ def allow_drafts(facts: PlanFacts, rows: int) -> PlanFacts:
 
 def limit_sweeps(facts: PlanFacts, most: int) -> PlanFacts:
     """Facts of an engine whose steps have so many micro-batches at most, see `TextPool.most_swept`."""
-    return replace(facts, swept=min(facts.swept, most))
+    if most >= facts.swept:
+        return facts
+    return replace(facts, swept=most, times=replace(facts.times, sweep=facts.times.sweep if most > 1 else ()))
 
 
 def served_tiers(tiers: Sequence[int], deterministic: bool) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from pshard.units.unit import places_of
 
 FAST = "fake:rate=20G,jitter=1ms"  # pieces arrive in random order
 MOST, SWEEP, CONTEXT, TEXTS = 64, 8, 2048, 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def list_tiers(spec: ModelSpec, site: str, state: str = "vram") -> tuple[TierPlan, ...]:
@@ -84,6 +85,7 @@ def check_alike(found: list[list[np.ndarray]], expected: list[list[np.ndarray]])
             assert (value is None) == (wanted is None) and (value is None or np.array_equal(value, wanted))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("arch", "shape", "state"),
     [
@@ -93,7 +95,7 @@ def check_alike(found: list[list[np.ndarray]], expected: list[list[np.ndarray]])
     ],
 )
 def test_a_step_in_a_sweep_has_the_rows_of_its_micro_batches_and_reads_what_is_on_disk_once(
-    arch: str, shape: dict, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arch: str, shape: dict, state: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PSHARD_DISK", FAST)
     path = write_gguf(tmp_path / "m.gguf", arch, context=CONTEXT, **shape)
@@ -108,9 +110,9 @@ def test_a_step_in_a_sweep_has_the_rows_of_its_micro_batches_and_reads_what_is_o
         read.append(engine.memory().read - before)
         return rows
 
-    with open_engine(path, tiers, context=CONTEXT, sequences=TEXTS) as engine:
+    with open_engine(path, tiers, context=CONTEXT, sequences=TEXTS, device=device) as engine:
         found = speak(engine.texts, sweep)
-    with open_engine(path, list_tiers(spec, "pinned"), context=CONTEXT, sequences=TEXTS) as engine:
+    with open_engine(path, list_tiers(spec, "pinned"), context=CONTEXT, sequences=TEXTS, device=device) as engine:
         check_alike(found, speak(engine.texts, step_in_turn))
     far = [spec.unit(p.unit) for p in tiers[-1].placements if p.site.is_beyond_host]
     assert read == [sum(t.file_nbytes for u in far for t in u.tensors if len(t.shape) == 2)]
@@ -183,8 +185,9 @@ def test_prefixes_of_a_swept_step_are_found_by_other_texts(tmp_path: Path, monke
     assert all(map(np.array_equal, found[1::2], expected[1::2]))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_sweep_that_nobody_waits_for_ends_between_layers_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What another text had is there still; of the swept prompt nothing is found; the next step's weights are right."""
     monkeypatch.setenv("PSHARD_DISK", FAST)
@@ -192,7 +195,7 @@ def test_a_sweep_that_nobody_waits_for_ends_between_layers_and_leaves_nothing_be
     spec, ids = open_model(path).spec, some_ids(400, 3, 320)
     whole = sum(t.file_nbytes for u in spec.units for t in u.tensors if len(t.shape) == 2)
     rows, texts = list[np.ndarray](), list[Text]()
-    with open_engine(path, list_tiers(spec, "disk", "host"), context=CONTEXT, sequences=TEXTS) as engine:
+    with open_engine(path, list_tiers(spec, "disk", "host"), context=CONTEXT, sequences=TEXTS, device=device) as engine:
         pool = engine.texts
         head = pool.open(ids[:130], "a")
         pool.step([Piece(head, ids[:64])])
@@ -219,7 +222,7 @@ def test_a_sweep_that_nobody_waits_for_ends_between_layers_and_leaves_nothing_be
         assert text.cached == 128
         rows.append(pool.step([Piece(text, ids[128:], full=True)])[0][0].full)
         rows.append(pool.step([Piece(text, (9,), full=True, kind=DECODE)])[0][0].full)
-    with open_engine(path, list_tiers(spec, "pinned"), context=CONTEXT, sequences=TEXTS) as engine:
+    with open_engine(path, list_tiers(spec, "pinned"), context=CONTEXT, sequences=TEXTS, device=device) as engine:
         text = engine.texts.open(ids, "a")
         expected = [
             step_in_turn(engine.texts, [Piece(text, part, full=True)])[0][-1].full for part in (ids[:128], ids[128:])
