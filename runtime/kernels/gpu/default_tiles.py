@@ -9,6 +9,8 @@ PROCESSORS = 132  # of the card that the defaults' programs are counted for; oth
 MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU
 # types that take so many registers to decode for the tensor cores that dp4a is faster for up to 4 tokens
 DP4A_TYPES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
+# types of triton_columns, of which many threads at work hide more than many loads of each: books lie in L1
+COLUMN_TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "NVFP4")
 # Keyed by (kernel, bucket of tokens). "kernel type" comes before "kernel".
 TUNING: dict[tuple[str, int], Tile] = {
     **{("matvec", m): Tile(32, 16, 2, 1, 800, 144) for m in (1, 2, 4, 8)},
@@ -21,6 +23,8 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("matvec Q6_K", 1): Tile(32, 16, 2, 1, 800, 128),
     **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800, 112) for qtype in ("Q4_K", "Q6_K")},
     ("matvec Q5_K", 8): Tile(32, 16, 2, 1, 800),
+    **{(f"matvec {qtype}", m): Tile(32, 16, 2, 1, 800, 96) for qtype in COLUMN_TYPES for m in (1, 2, 4)},
+    **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800, 112) for qtype in COLUMN_TYPES},
     ("matvec", 16): Tile(32, 16, 2, 1, 800, 128),
     ("matvec", 32): Tile(32, 8, 1, 1, 800),
     ("matvec", 64): Tile(32, 8, 1, 1, 800),
@@ -30,6 +34,8 @@ TUNING: dict[tuple[str, int], Tile] = {
     **{(f"gated {qtype}", 1): Tile(16, 32, 4, 1, registers=56) for qtype in DP4A_TYPES},
     **{(f"gated {qtype}", m): Tile(16, 32, 4, 1) for qtype in DP4A_TYPES for m in (2, 4)},
     **{(f"gated {qtype}", 4): Tile(32, 16, 2, 1, registers=128) for qtype in ("Q2_K", "Q3_K")},
+    **{(f"gated {qtype}", m): Tile(32, 16, 2, 1, registers=96) for qtype in COLUMN_TYPES for m in (1, 2, 4)},
+    **{(f"gated few {qtype}", 1): Tile(32, 32, 4, 1, registers=96) for qtype in COLUMN_TYPES},
     **{("gated", m): Tile(32, 16, 2, 1, registers=128) for m in (8, 16)},
     ("gated Q3_K", 8): Tile(32, 16, 2, 1),
     ("gated", 32): Tile(32, 8, 1, 1),
@@ -40,6 +46,11 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("dequantise", 0): Tile(16, 16, 4, 1),
     ("pairs gate", 1): Tile(32, 32, 4, 1, registers=168),
     ("pairs down", 1): Tile(32, 32, 4, 1, registers=168),
+    **{
+        (f"pairs {part} {qtype}", 1): Tile(32, 32, 4, 1, registers=96)
+        for qtype in COLUMN_TYPES
+        for part in ("gate", "down")
+    },
     # Products of pairs by expert, keyed by the pairs of a tile; here `depth` is rows of the weight, `tokens` columns.
     # depth * tokens is at least 64 times the threads: with one chunk a thread the compiler stores number by number
     ("grouped gate", 16): Tile(16, 64, 4, 3, tokens=128),
@@ -116,7 +127,7 @@ def candidate_tiles(kernel: str, qtype: str, tokens: int, limits: CardLimits) ->
     changes how the compiler orders loads; a scheduler of the GPU has 512 for each thread of a warp: 128 let four run.
     """
     default = default_tile(kernel, qtype, tokens, limits)
-    ways = [replace(tile, programs=share_programs(tile.programs, limits)) for tile in _ways(tokens)]
+    ways = [replace(tile, programs=share_programs(tile.programs, limits)) for tile in _ways(qtype, tokens)]
     if kernel == "matvec":
         ways += [replace(default, programs=programs) for programs in PROGRAMS]
     else:  # these are not cut into pieces, and 16 rows of theirs need all tokens in one program, see `matvec_kernel`
@@ -124,8 +135,13 @@ def candidate_tiles(kernel: str, qtype: str, tokens: int, limits: CardLimits) ->
     return tuple(dict.fromkeys((default, *ways)))
 
 
-def _ways(tokens: int) -> list[Tile]:
+def _ways(qtype: str, tokens: int) -> list[Tile]:
     """Tiles of 32 rows on the tensor cores and of 16 rows with dp4a; which of them is faster depends on the type."""
+    if qtype in COLUMN_TYPES and tokens <= 8:  # with dp4a these take two to four times the instructions
+        return [Tile(32, 16, 2, 1, 800, 96), Tile(32, 16, 2, 1, 800, 112), Tile(32, 16, 2, 1, 800, 144),
+                Tile(32, 16, 2, 1, 800), Tile(32, 16, 2, 2, 800, 96), Tile(32, 16, 2, 2, 800, 128),
+                Tile(32, 32, 4, 1, 800, 96), Tile(32, 32, 4, 1, 800, 128), Tile(32, 32, 4, 2, 800, 96),
+                Tile(32, 8, 1, 1, 1600, 96), Tile(16, 32, 4, 1, 1056, tokens=4)]  # fmt: skip
     if tokens <= 4:
         return [Tile(32, 16, 2, 1, 800, 144), Tile(32, 16, 2, 1, 800, 128), Tile(16, 32, 4, 1, 1056, 56),
                 Tile(16, 64, 8, 1, 1056), Tile(32, 16, 2, 2, 800, 128), Tile(16, 32, 4, 1, 1056),

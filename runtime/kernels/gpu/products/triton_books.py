@@ -1,7 +1,9 @@
 """Types with a codebook inside a Triton kernel, and the scales of NVFP4 and of types of one or two bits.
 
-A book on the device is int16: for every four columns of an entry four nibbles, which of the type's levels each is; a
-byte permutation makes four int8 of them. It goes where other types have the place of `dmin`.
+A book on the device says of every column of an entry which of the type's levels it is, in a nibble of three bits; a
+byte permutation makes four int8 of four nibbles. An entry of four columns is int16. One of eight is int32: the nibbles
+of columns 0, 2, 1, 3 are in its lower half, those of 4, 6, 5, 7 in its upper half, one place higher, where signs find
+them (`triton_groups`). A book goes where other types have the place of `dmin`.
 """
 
 from functools import lru_cache
@@ -11,22 +13,30 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.codebooks import BOOK_TYPES, list_levels, load_book
+from pshard.runtime.kernels.gpu.products.triton_mma import permute
+
+_EIGHT_PLACES = (0, 8, 4, 12, 17, 25, 21, 29)  # bits of an entry where the columns' nibbles begin
 
 
 @lru_cache
 def book_on(qtype: str, device: torch.device) -> torch.Tensor:
-    """The type's book, int16 [entries * width / 4], on a device."""
+    """The type's book, int16 or int32 [entries], on a device."""
+    width = BOOK_TYPES[qtype].width
     book = torch.from_numpy(load_book(qtype))
-    nibbles = torch.searchsorted(torch.tensor(list_levels(qtype), dtype=torch.int8), book).view(-1, 4)
-    words = (nibbles << torch.tensor([0, 4, 8, 12])).sum(1)
-    return words.to(torch.int32).to(torch.int16).to(device)
+    nibbles = torch.searchsorted(torch.tensor(list_levels(qtype), dtype=torch.int8), book)
+    places = torch.tensor((0, 4, 8, 12) if width == 4 else _EIGHT_PLACES)
+    words = (nibbles << places).sum(1).to(torch.int32)
+    return (words.to(torch.int16) if width == 4 else words).to(device)
 
 
 def _level_words(qtype: str) -> tuple[int, int]:
-    """int8 of nibbles 0..3 and of 4..7; of IQ1 those with a positive delta and those with a negative one."""
+    """int8 of nibbles 0..3 and of 4..7; of IQ1 those with a positive delta and those with a negative one, of IQ2 those
+    with either sign."""
     levels = list(list_levels(qtype))
     if BOOK_TYPES[qtype].step > 1:
         levels = [level + 1 for level in levels] + [0] + [level - 1 for level in levels]
+    elif BOOK_TYPES[qtype].width == 8:
+        levels = [*levels, 0, *(-level for level in levels)]
     levels += [0] * (8 - len(levels))
     low, high = (
         int.from_bytes(bytes(v & 255 for v in part), "little", signed=True) for part in (levels[:4], levels[4:])
@@ -47,39 +57,25 @@ H2: tl.constexpr = _2[1]
 L1: tl.constexpr = _1[0]
 H1: tl.constexpr = _1[1]
 
-if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
-
-    @triton.jit
-    def _permute(entry, LOW: tl.constexpr, HIGH: tl.constexpr):
-        """Four bytes of the eight in HIGH:LOW, which the lowest four nibbles say."""
-        value = tl.zeros_like(entry)
-        for t in tl.static_range(4):
-            own = (entry >> (4 * t)) & 7
-            byte = tl.where(own < 4, (LOW + entry * 0) >> (8 * (own & 3)), (HIGH + entry * 0) >> (8 * (own & 3)))
-            value |= (byte & 255) << (8 * t)
-        return value
-
-else:
-
-    @triton.jit
-    def _permute(entry, LOW: tl.constexpr, HIGH: tl.constexpr):
-        """Four bytes of the eight in HIGH:LOW, which the lowest four nibbles say."""
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [LOW, HIGH, entry], dtype=tl.int32, is_pure=True, pack=1
-        )
-
 
 @triton.jit
 def levels_of(entry, QTYPE: tl.constexpr):
-    """Four int8 of a book's word."""
+    """Four int8 of an entry of four columns."""
     if QTYPE == "IQ3_S":
-        return _permute(entry, L3S, H3S)
-    elif QTYPE == "IQ3_XXS":
-        return _permute(entry, L3XXS, H3XXS)
-    elif QTYPE == "IQ1_S" or QTYPE == "IQ1_M":
-        return _permute(entry, L1, H1)
+        return permute(L3S, H3S, entry)
     else:
-        return _permute(entry, L2, H2)
+        return permute(L3XXS, H3XXS, entry)
+
+
+@triton.jit
+def levels_of_half(entry, SECOND: tl.constexpr, QTYPE: tl.constexpr):
+    """Four int8 of an entry of eight columns: of the first or of the last four."""
+    nibbles = (entry >> (17 * SECOND)) & 0x7777
+    if QTYPE == "IQ1_S" or QTYPE == "IQ1_M":
+        swapped = permute(L1, H1, nibbles)
+    else:
+        swapped = permute(L2, H2, nibbles)
+    return permute(swapped, 0, 0x3120)
 
 
 @triton.jit
@@ -151,20 +147,20 @@ def load_book_codes(words, lane, chunk, mask, high, mins, book, QTYPE: tl.conste
     else:
         for g in tl.static_range(4):
             index = _byte_at(words, (chunk * 4 + g) * 16, lane, mask)
-            extra = tl.zeros_like(index)
+            minus = tl.zeros_like(index)
             if QTYPE == "IQ2_S":
                 index |= ((more >> (2 * g)) & 3) << 8
             elif QTYPE == "IQ2_XS":
                 index |= (more >> (17 + 2 * g)) & 256
             elif QTYPE == "IQ1_S":
                 index |= ((more >> (3 * g)) & 7) << 8
-                extra = (more >> 15) * 0x4444
+                minus = more >> 15
             elif QTYPE == "IQ1_M":
                 index |= ((more >> (4 * g)) & 7) << 8
-                extra = ((more >> (4 * g + 3)) & 1) * 0x4444
+                minus = (more >> (4 * g + 3)) & 1
+            entry = tl.load(book + index, mask=mask, other=0) | (minus * (0x88884444 - (1 << 32)))
             for i in tl.static_range(2):
-                entry = tl.load(book + index * 2 + i, mask=mask, other=0).to(tl.int32) + extra
-                word = levels_of(entry, QTYPE)
+                word = levels_of_half(entry, i, QTYPE)
                 if not (QTYPE == "IQ1_S" or QTYPE == "IQ1_M"):
                     word = with_signs(word, signs >> (2 * g + i))
                 codes = codes + (word,)  # noqa: RUF005

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.codebooks import BOOK_TYPES
-from pshard.runtime.kernels.gpu.products.triton_books import complete_signs, hidden_scale, levels_of, with_signs
 from pshard.runtime.kernels.gpu.products.triton_decode import fp4_values, iq4_values, trits_of
 from pshard.runtime.kernels.gpu.products.triton_mma import and_xor, byte_of, load4, signed_byte_of, turn
 
@@ -25,27 +24,8 @@ _TOP4: tl.constexpr = tl.constexpr(0xF0F0F0F0 - (1 << 32))
 
 @triton.jit
 def load_codes(record, n, q, four, high, mins, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """What `decode` or `decode_scaled` needs of chunk n as it lies in memory: 4, 8 or 12 words, of four rows each.
-
-    With a codebook: a word of signs for each row or none, a word of four indices for each of the thread's two words of
-    columns, and words of high bits.
-    """
-    if HIGH >= 3:
-        words = ()
-        if HIGH == 3:
-            words = load4(record + high // 4 + n * 16 + four, False)
-        if LOW == 2:
-            at = record + n * 32 + q * 4 + four // 4
-            words = words + (tl.load(at), tl.load(at + 16))  # noqa: RUF005
-        else:
-            at = record + n * 16 + q // 2 * 4 + four // 4
-            words = words + (tl.load(at), tl.load(at + 8))  # noqa: RUF005
-        if QTYPE == "IQ3_S" or QTYPE == "IQ2_S":
-            words = words + (tl.load(record + (mins + four) // 4 + n * 4),)  # noqa: RUF005
-        elif HIGH == 4:
-            at = record + mins // 4 + n * 8 + four // 2
-            words = words + (tl.load(at), tl.load(at + 1))  # noqa: RUF005
-    elif QTYPE == "TQ1_0":
+    """What `decode` or `decode_scaled` needs of chunk n as it lies in memory: 4, 8 or 12 words, of four rows each."""
+    if QTYPE == "TQ1_0":
         words = _load_trits(record, n, q, four)
     elif LOW == 1:
         words = load4(record + n * 16 + four, False)
@@ -97,45 +77,14 @@ def _less_one(codes):
 
 
 @triton.jit
-def _book_word(words, row: tl.constexpr, q, second: tl.constexpr, book, QTYPE: tl.constexpr):
-    """Word q of the chunk (`second`: 4 + q) of a row: four int8."""
-    if QTYPE == "IQ1_S" or QTYPE == "IQ1_M":
-        more = words[2 + row // 2] >> (16 * (row % 2))
-        group = q // 2 + 2 * second
-        index = byte_of(words[second], row)
-        if QTYPE == "IQ1_S":
-            index |= ((more >> (3 * group)) & 7) << 8
-            minus = (more >> 15) & 1
-        else:
-            index |= ((more >> (4 * group)) & 7) << 8
-            minus = (more >> (4 * group + 3)) & 1
-        return levels_of(tl.load(book + index * 2 + q % 2).to(tl.int32) + minus * 0x4444, QTYPE)
-    else:
-        place = q + 4 * second
-        signs = complete_signs(words[row], QTYPE)
-        index = byte_of(words[4 + second], row)
-        if QTYPE == "IQ3_S":
-            index |= ((byte_of(words[6], row) >> place) & 1) << 8
-        elif QTYPE == "IQ2_S":
-            index |= ((byte_of(words[6], row) >> (place // 2 * 2)) & 3) << 8
-        elif QTYPE == "IQ2_XS":
-            index |= (words[row] >> (17 + place // 2 * 2)) & 256
-        if not (QTYPE == "IQ3_S" or QTYPE == "IQ3_XXS"):
-            index = index * 2 + q % 2
-        return with_signs(levels_of(tl.load(book + index).to(tl.int32), QTYPE), signs >> place)
-
-
-@triton.jit
-def decode(words, row: tl.constexpr, q, book, QTYPE: tl.constexpr, HIGH: tl.constexpr):
+def decode(words, row: tl.constexpr, q, QTYPE: tl.constexpr):
     """(columns 4q.., columns 16 + 4q..) of the row: words of four int8, `FACTORS[QTYPE]` times what they stand for.
 
     What a format subtracts from its codes becomes the sign: with the highest bit of the code at the top of the byte
     and inverted, the byte is a multiple of the code less half its range.
     """
     w = words[row]
-    if HIGH >= 3:
-        return _book_word(words, row, q, 0, book, QTYPE), _book_word(words, row, q, 1, book, QTYPE)
-    elif QTYPE == "Q1_0":  # 1 or -1
+    if QTYPE == "Q1_0":  # 1 or -1
         return ((w >> q) & 0x01010101) * 254 ^ -1, ((w >> (4 + q)) & 0x01010101) * 254 ^ -1
     elif QTYPE == "Q2_0" or QTYPE == "TQ2_0":
         return _less_one((w >> (2 * q)) & 0x03030303), _less_one((words[4 + row] >> (2 * q)) & 0x03030303)
@@ -143,7 +92,7 @@ def decode(words, row: tl.constexpr, q, book, QTYPE: tl.constexpr, HIGH: tl.cons
         return _less_one(w), _less_one(words[4 + row])
     elif QTYPE == "Q8_0":
         return w, words[4 + row]
-    elif QTYPE == "MXFP4" or QTYPE == "NVFP4":
+    elif QTYPE == "MXFP4":
         return fp4_values(w)
     elif QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":
         return iq4_values(w)
@@ -190,37 +139,6 @@ def decode_scaled(words, row: tl.constexpr, q, scales, QTYPE: tl.constexpr):
 
 
 FACTORS = {"Q4_0": 16, "Q5_0": 8, "Q6_K": 4} | {qtype: kind.eighths for qtype, kind in BOOK_TYPES.items()}
-
-
-@triton.jit
-def odd_scales(record, raw, n, four, scales, HALVES: tl.constexpr, QTYPE: tl.constexpr):
-    """2n + 1 of the four rows' scales in chunk n, of types with a codebook: int32, with HALVES pairs. raw: the codes'
-    words."""
-    found = ()
-    if QTYPE == "IQ3_S":
-        word = tl.load(record + (scales + four) // 4 + n // 2 * 4) >> (n % 2 * 4).to(tl.int32)
-    elif QTYPE == "IQ2_S" or QTYPE == "IQ2_XS":
-        word = tl.load(record + (scales + four) // 4 + n * 4)
-    elif QTYPE == "IQ1_M":
-        at = record + (scales + four) // 4 + n // 8 * 24
-        c = (n % 8).to(tl.int32)
-        low = tl.load(at + c // 2 * 4) >> (c % 2 * 4)
-        high = tl.load(at + (4 + c // 4) * 4) >> (c % 4 * 2)
-        word = (low & 0x0F0F0F0F) | ((high & 0x03030303) << 4)
-    for row in tl.static_range(4):
-        if QTYPE == "IQ3_S":
-            found = found + (2 * (byte_of(word, row) & 15) + 1,)  # noqa: RUF005
-        elif QTYPE == "IQ2_S" or QTYPE == "IQ2_XS":
-            byte = byte_of(word, row)
-            found = found + ((2 * (byte & 15) + 1, 2 * (byte >> 4) + 1),)  # noqa: RUF005
-        elif QTYPE == "IQ1_M":
-            byte = byte_of(word, row)
-            found = found + ((2 * (byte & 7) + 1, 2 * (byte >> 3) + 1),)  # noqa: RUF005
-        elif QTYPE == "IQ1_S":
-            found = found + (2 * ((raw[2 + row // 2] >> (16 * (row % 2) + 12)) & 7) + 1,)  # noqa: RUF005
-        else:
-            found = found + (2 * hidden_scale(raw[row]) + 1,)  # noqa: RUF005
-    return found
 
 
 @triton.jit

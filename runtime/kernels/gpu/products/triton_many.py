@@ -97,11 +97,11 @@ def _weight_scales(record, n, four, whole, scales, d, QTYPE: tl.constexpr):
 
 @triton.jit
 def _add_chunk(totals, FIRST: tl.constexpr, raw, x, xs, record, n, q, four, whole, scales, d, GROUPS: tl.constexpr,
-               QTYPE: tl.constexpr, HIGH: tl.constexpr):  # fmt: skip
+               QTYPE: tl.constexpr):  # fmt: skip
     """The sums from number FIRST on, of a matrix, with those of chunk n."""
     codes: tl.tuple = ()
     for row in tl.static_range(4):
-        codes = codes + (decode(raw, row, q, None, QTYPE, HIGH),)  # noqa: RUF005
+        codes = codes + (decode(raw, row, q, QTYPE),)  # noqa: RUF005
     ws = _weight_scales(record, n, four, whole, scales, d, QTYPE)
     lower: tl.tuple = ()
     for i in tl.static_range(8 if QTYPE == "Q6_K" else 4):
@@ -214,11 +214,11 @@ def sum_chunks(
                     taken = taken + (one,)  # noqa: RUF005
             for k in tl.static_range(UNIT):
                 raw, other, x, xs = taken[k]
-                grown = _add_chunk(totals, 0, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS, QTYPE,
-                                   HIGH)  # fmt: skip
+                grown = _add_chunk(totals, 0, raw, x, xs, mine, inner + k, q, four, whole, scales, d, GROUPS,
+                                   QTYPE)  # fmt: skip
                 if second is not None:
                     grown = grown + _add_chunk(totals, COUNT, other, x, xs, second, inner + k, q, four, other_whole,
-                                               scales, d, GROUPS, QTYPE, HIGH)  # fmt: skip
+                                               scales, d, GROUPS, QTYPE)  # fmt: skip
                 totals = grown
     return totals
 

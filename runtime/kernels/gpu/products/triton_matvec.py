@@ -1,13 +1,15 @@
 """Products of up to 64 rows with packed weights, in int8; activations are quantised per 32 columns.
 
-Two ways to multiply: pairs of records on the tensor cores (triton_records), or one record with dp4a (triton_dp4a),
-faster for very few tokens where decoding takes long. Sums have a fixed order, so a repeated run gives the same bits.
+Two ways to multiply: pairs of records on the tensor cores (triton_records, triton_columns), or one record with dp4a
+(triton_dp4a), faster for very few tokens where decoding takes long. Sums have a fixed order, so a repeated run gives
+the same bits.
 """
 
 import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.gpu.next_norm import factor_of
+from pshard.runtime.kernels.gpu.products.triton_columns import dot_columns
 from pshard.runtime.kernels.gpu.products.triton_dp4a import dot_record
 from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
@@ -49,6 +51,11 @@ def multiply_chunks(
         )  # fmt: skip
         return dot_record(matrix + start * 4, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
                           TOKENS, DEPTH, QTYPE, LOW, HIGH, HALVES)  # fmt: skip
+    elif HIGH >= 3 or QTYPE == "NVFP4":
+        tl.static_assert(DEPTH == 8 * WARPS)
+        mine = matrix.to(tl.pointer_type(tl.int32), bitcast=True) + start
+        return dot_columns(mine, thread, words, scale, width, first, last, high, scales, mins, d, dmin, TOKENS, WARPS,
+                           QTYPE, LOW, HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
     else:
         mine = matrix.to(tl.pointer_type(tl.int32), bitcast=True) + start
         return dot_records(mine, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,

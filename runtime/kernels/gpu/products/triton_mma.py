@@ -27,6 +27,30 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return ((bits << left) | (bits >> right)).to(tl.int32, bitcast=True)
 
     @triton.jit
+    def permute(low, high, selector):
+        """The bytes of high:low, 0 to 7, that the selector's four nibbles name; 8 more: all bits as its highest."""
+        none = low * 0 + high * 0 + selector * 0
+        value = none
+        for t in tl.static_range(4):
+            nibble = (none + selector) >> (4 * t)
+            byte = (tl.where((nibble & 4) == 0, none + low, none + high) >> (8 * (nibble & 3))) & 255
+            value |= tl.where((nibble & 8) == 0, byte, (byte >> 7) * 255) << (8 * t)
+        return value
+
+    @triton.jit
+    def multiply_add(a, b, c):
+        """a * b + c, int32."""
+        return a * b + c
+
+    @triton.jit
+    def count_bits(word):
+        """How many bits are set."""
+        bits = word - ((word >> 1) & 0x55555555)
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+        return ((bits * 0x01010101) >> 24) & 255
+
+    @triton.jit
     def byte_of(word, at: tl.constexpr):
         """Byte number `at`, unsigned."""
         return (word >> (8 * at)) & 255
@@ -40,6 +64,11 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
     def load4(pointer, KEEP: tl.constexpr):
         """Four consecutive int32 at a multiple of 16 bytes. KEEP: worth a place in L1."""
         return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
+
+    @triton.jit
+    def gather(table, index):
+        """Numbers of a table in memory; of int16 ones only the lowest 16 bits count."""
+        return tl.load(table + index).to(tl.int32)
 
     @triton.jit
     def fetch_line(pointer, mask):
@@ -102,6 +131,15 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return d0 + MAGIC_BITS, d1 + MAGIC_BITS, d2 + MAGIC_BITS, d3 + MAGIC_BITS
 
     @triton.jit
+    def add_dot(a0, a1, a2, a3, b0, b1, c, UNSIGNED: tl.constexpr):
+        """Four int32: c plus the product of int8, or of uint8 (a) and int8 (b), over 32 columns."""
+        BITS: tl.constexpr = 255 if UNSIGNED else -1
+        d0, d1, d2, d3 = _spread(
+            _products(a0, b0, BITS) + _products(a2, b1, BITS), _products(a1, b0, BITS) + _products(a3, b1, BITS)
+        )
+        return c[0] + d0, c[1] + d1, c[2] + d2, c[3] + d3
+
+    @triton.jit
     def dot_unsigned(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
         """Four float32, whose bits are c plus the product of uint8 (a) and int8 (b) over 32 columns."""
         d0, d1, d2, d3 = _spread(
@@ -122,6 +160,9 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return c0 + d0, c1 + d1, c2 + d2, c3 + d3
 
 else:
+    _PLACE = "{ .reg .b64 place; mul.wide.u32 place, $2, %d; add.s64 place, place, $1; ld.global.nc.%s $0, [place]; }"
+    _GATHER2: tl.constexpr = tl.constexpr(_PLACE % (2, "u16"))
+    _GATHER4: tl.constexpr = tl.constexpr(_PLACE % (4, "b32"))
 
     @triton.jit
     def and_xor(a, b, c):
@@ -138,21 +179,33 @@ else:
         )
 
     @triton.jit
-    def _permute(word, selector):
-        """The bytes of the word and four zeros as the selector's nibbles name them; 8 more: that byte's sign."""
+    def permute(low, high, selector):
+        """The bytes of high:low, 0 to 7, that the selector's four nibbles name; 8 more: all bits as its highest."""
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector], dtype=tl.int32, is_pure=True, pack=1
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
         )
+
+    @triton.jit
+    def multiply_add(a, b, c):
+        """a * b + c, int32: one instruction, where the compiler makes shifts and sums, of which there are more."""
+        return tl.inline_asm_elementwise(
+            "mad.lo.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def count_bits(word):
+        """How many bits are set."""
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
 
     @triton.jit
     def byte_of(word, at: tl.constexpr):
         """Byte number `at`, unsigned."""
-        return _permute(word, 0x4440 + at)
+        return permute(word, 0, 0x4440 + at)
 
     @triton.jit
     def signed_byte_of(word, at: tl.constexpr):
         """Byte number `at`, signed."""
-        return _permute(word, 0x8880 + 0x1111 * at)
+        return permute(word, 0, 0x8880 + 0x1111 * at)
 
     @triton.jit
     def load4(pointer, KEEP: tl.constexpr):
@@ -162,6 +215,17 @@ else:
         plain: tl.constexpr = how + " {$0, $1, $2, $3}, [$4];"
         return tl.inline_asm_elementwise(
             plain, "=r,=r,=r,=r,l", [pointer.to(tl.int64)], dtype=kinds, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def gather(table, index):
+        """Numbers of a table in memory; of int16 ones only the lowest 16 bits count.
+
+        Addresses take one instruction, where the compiler's own way with an index takes two.
+        """
+        asm: tl.constexpr = _GATHER4 if table.dtype.element_ty == tl.int32 else _GATHER2
+        return tl.inline_asm_elementwise(
+            asm, "=r,l,r", [table.to(tl.int64), index], dtype=tl.int32, is_pure=True, pack=1
         )
 
     @triton.jit
@@ -226,6 +290,21 @@ else:
             }""",
             "=r,=r,=r,=r,r,r,r",
             [a0, a1, b0],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def add_dot(a0, a1, a2, a3, b0, b1, c, UNSIGNED: tl.constexpr):
+        """Four int32: c plus the product of int8, or of uint8 (a) and int8 (b), over 32 columns."""
+        kinds: tl.constexpr = "u8.s8" if UNSIGNED else "s8.s8"
+        what: tl.constexpr = "mma.sync.aligned.m16n8k32.row.col.s32." + kinds + ".s32 "
+        asm: tl.constexpr = what + "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+        return tl.inline_asm_elementwise(
+            asm,
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,

@@ -8,16 +8,13 @@ before. One token costs as much as eight.
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.products.triton_books import e4m3_half
 from pshard.runtime.kernels.gpu.products.triton_fragments import (
     EXCESS_Q3,
     decode,
     decode_scaled,
     load_codes,
     load_exponents,
-    load_floats,
     load_halves,
-    odd_scales,
     scale_words_q3,
 )
 from pshard.runtime.kernels.gpu.products.triton_mma import (
@@ -158,7 +155,7 @@ def _fetch_plane(record, at, lane, mask, NBYTES: tl.constexpr):
 
 
 @triton.jit
-def _fetch_chunks(
+def fetch_chunks(
     record, n, thread, mask, high, scales, mins, d, dmin, UNIT: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):  # fmt: skip
@@ -221,15 +218,12 @@ def dot_records(
     """
     SUPER: tl.constexpr = (
         QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS"
-        or HIGH >= 3 or QTYPE == "TQ1_0" or QTYPE == "TQ2_0" or QTYPE == "NVFP4"
+        or QTYPE == "TQ1_0" or QTYPE == "TQ2_0"
     )  # fmt: skip
     FOLDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K"  # integer scales are multiplied into the codes
     # activations of FOLDED types 16 bytes at once, of which a thread wants 8, or word by word in fewer registers
     WIDE: tl.constexpr = QTYPE == "Q2_K" or TOKENS <= 8
-    # integer scales of 16 columns each, of NVFP4 float32
-    HALVES: tl.constexpr = (
-        QTYPE == "Q6_K" or QTYPE == "IQ2_S" or QTYPE == "IQ2_XS" or QTYPE == "IQ1_M" or QTYPE == "NVFP4"
-    )
+    HALVES: tl.constexpr = QTYPE == "Q6_K"  # integer scales of 16 columns each
     ADDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
     lane = thread % 32
     warp = thread // 32
@@ -252,11 +246,9 @@ def dot_records(
             here = tl.minimum(chunk, (last - 1) // 8 * 8)
         if AHEAD > 0:
             later = chunk + AHEAD * WARPS * UNIT
-            _fetch_chunks(record, later, thread, later + UNIT <= last, high, scales, mins, d, dmin, UNIT,
+            fetch_chunks(record, later, thread, later + UNIT <= last, high, scales, mins, d, dmin, UNIT,
                           QTYPE, LOW, HIGH)  # fmt: skip
-        if QTYPE == "NVFP4":
-            whole = load_floats(record + d // 4 + four)
-        elif SUPER:
+        if SUPER:
             whole = load_halves(halves + d // 2 + here // 8 * 16 + four)
         if QTYPE == "Q3_K":
             inner = scale_words_q3(record, scales, here // 8, four, q)
@@ -281,21 +273,16 @@ def dot_records(
                     for row in tl.static_range(4):
                         row_codes = row_codes + (decode_scaled(raws[k], row, q, word, QTYPE),)  # noqa: RUF005
                 else:
-                    if HIGH >= 3:
-                        row_scale = odd_scales(record, raws[k], n, four, scales, HALVES, QTYPE)
-                    elif HALVES:
+                    if HALVES:
                         low_word = tl.load(record + (scales + four) // 4 + n * 8)
                         up_word = tl.load(record + (scales + four) // 4 + n * 8 + 4)
                         for row in tl.static_range(4):
-                            if QTYPE == "NVFP4":
-                                both = (e4m3_half(byte_of(low_word, row)), e4m3_half(byte_of(up_word, row)))
-                            else:
-                                both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
+                            both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
                             row_scale = row_scale + (both,)  # noqa: RUF005
                     else:
                         row_scale = scales_of_rows(record, n, four, scales, d, QTYPE)
                     for row in tl.static_range(4):
-                        row_codes = row_codes + (decode(raws[k], row, q, dmin, QTYPE, HIGH),)  # noqa: RUF005
+                        row_codes = row_codes + (decode(raws[k], row, q, QTYPE),)  # noqa: RUF005
                 codes = codes + (row_codes,)  # noqa: RUF005
                 row_scales = row_scales + (row_scale,)  # noqa: RUF005
             grown_totals = ()
