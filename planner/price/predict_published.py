@@ -32,9 +32,11 @@ class Predictor:
             for spec, rank in zip(specs, variant.ranks)
         ]
 
-    def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
-        """Seconds of one micro-batch in the steady state, `past` cells of each sequence."""
-        return self._seconds(Batch.even(tokens, sequences, past))
+    def micro_batch(self, tokens: int, sequences: int, past: int, kind: str = "") -> float:
+        """Seconds of one micro-batch in the steady state, `past` cells of each sequence; ranks wait for each other, or
+        come one after the other where they hold different layers. kind: see `Batch.even`."""
+        batch = Batch.even(tokens, sequences, past, kind)
+        return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(batch)])
 
     def rank_seconds(self, batch: Batch, under: int = 0) -> list[float]:
         """Seconds of a micro-batch of texts that are alike on every rank. under: tokens by which the tier is chosen,
@@ -108,9 +110,4 @@ class Predictor:
     def _mean_step(self, rows: int, sequences: int, tokens: int, depth: int, kind: str) -> float:
         n = min(tokens, SAMPLED_STEPS)
         pasts = [depth + (2 * i + 1) * tokens // (2 * n) for i in range(n)]
-        return sum(self._seconds(Batch.even(rows, sequences, past, kind)) for past in pasts) / n
-
-    def _seconds(self, batch: Batch) -> float:
-        """Of one micro-batch; ranks wait for each other, or come one after the other where they hold different
-        layers."""
-        return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(batch)])
+        return sum(self.micro_batch(rows, sequences, past, kind) for past in pasts) / n

@@ -307,16 +307,17 @@ class _Machine:
         self.acc = max(start + unit.acc, read)
         self.note(step, ACC, self.acc - unit.acc, self.acc)  # before that it waits for the link
 
-    def compute_on_demand(self, step: Compute, more: tuple[float, float, float]) -> None:
+    def compute_on_demand(self, step: Compute, more: tuple[tuple[float, float, float], float]) -> None:
         """Experts of which some are read first, which the slots lack: the others are computed meanwhile, and those as
-        they land. more: seconds of computing them, of the reads, and of the last one's computation."""
-        computing, reading, last = more
+        they land. more: seconds of computing them, of the reads, and of the last one's computation; the share of the
+        cores that packs what is read."""
+        (computing, reading, last), share = more
         self.host += self.units[step.unit].issue
         on_acc = step.on == ACC  # the CPU as accelerator
         start = max(self.acc, self.host) if on_acc else self.host
         begun = max(start, self.beyond.get(READ, 0.0))
         self.beyond[READ] = landed = begun + reading
-        self.link.pack(begun, landed, packing_share(self.costs.tables, step.reads))
+        self.link.pack(begun, landed, share)
         done = start + computing if on_acc else self.link.beside(start, computing, self.costs.contended[step.unit])
         self.host = max(done, landed + last if reading else 0.0)
         if on_acc:
@@ -413,7 +414,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Compute() if step.is_divided:
             return _Machine.compute_part, step, 0.0, costs.divided(step.unit, step.share)
         case Compute(source=source) if source == DEMAND:
-            return _Machine.compute_on_demand, step, 0.0, costs.on_demand(step)
+            more = costs.on_demand(step), packing_share(costs.tables, step.reads)
+            return _Machine.compute_on_demand, step, 0.0, more
         case Compute(on="cpu"):
             return _CPU, step, _cost_of(step, costs).cpu, costs.contended[step.unit]
         case Compute():
