@@ -12,13 +12,12 @@ import argparse
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from disk_run import ANSWER, DISKS, Sample, cache_file, take_sample
-from parallel import run
+from disk_run import DISKS, Files, Sample, cache_file, plan_prompts, take_sample
 
 from pshard.commands.command_line import parse_ram
 from pshard.errors import UserError
@@ -27,33 +26,9 @@ from pshard.planner.price.predict_published import Predictor
 from pshard.runtime.engine import Engine
 from pshard.runtime.memory.disk.fake_disk import VARIABLE
 from pshard.session.bench_engine import BenchTest, count_ids, predict_seconds
-from pshard.session.open_plan import Opened, open_plan
-from pshard.session.run_request import RunRequest
+from pshard.session.open_plan import Opened
 from pshard.session.start_engine import start_engine
 from pshard.session.this_machine import environment_of
-
-
-@dataclass(frozen=True)
-class Case:
-    """The model's file, the profile's, tokens of a prompt and of a micro-batch, and where plans are kept."""
-
-    model: Path
-    profile: Path
-    prompt: int
-    ubatch: int
-    folder: Path
-
-    def open(self, name: str, ram: int, vram: int) -> Opened:
-        """A plan for the CPU with so many MiB in all, or to pin units in; 0: as pshard chooses. Raises UserError."""
-        places = ["--profile", str(self.profile), "--registry", str(self.folder / f"{name}.json")]
-        sizes = ["-c", str(self.prompt + ANSWER), "-ub", str(self.ubatch)]
-        lengths = ["--prompt", str(self.prompt), "--generated", str(ANSWER), "--no-validate"]
-        budgets = [word for flag, mib in (("--ram", ram), ("--vram", vram)) if mib for word in (flag, str(mib))]
-        if run(["pshard-plan", "-m", str(self.model), *budgets, *sizes, *lengths, *places]).returncode:
-            raise UserError(f"{name}: nothing was planned")
-        registry = self.folder / f"{name}.json"
-        asked = RunRequest(self.model, (vram,) if vram else None, self.prompt + ANSWER, registry=registry)
-        return open_plan(replace(asked, profile=self.profile, ram_mib=ram))
 
 
 def main() -> int:
@@ -76,11 +51,11 @@ def main() -> int:
         "disks": {},
     }
     with tempfile.TemporaryDirectory() as folder:
-        case = Case(args.model, args.profile, args.p, args.ub, Path(folder))
+        case = Files(args.model, args.profile, Path(folder), args.ub)
         for name in args.disks:
             os.environ[VARIABLE] = DISKS[name]
             try:
-                record["disks"][name] = found = measure(case, name, args.ram, args.r)
+                record["disks"][name] = found = measure(case, name, args.p, args.ram, args.r)
             except UserError as error:
                 print(f"error: {error}")
                 return 2
@@ -89,15 +64,16 @@ def main() -> int:
     return 0
 
 
-def measure(case: Case, name: str, ram: int, repetitions: int) -> dict[str, Any]:
+def measure(case: Files, name: str, prompt: int, ram: int, repetitions: int) -> dict[str, Any]:
     """Both engines' samples, and what is predicted of them."""
     cache_file(case.model)
-    far, near = case.open(f"far {name[0]}", ram, 0), case.open(f"near {name[0]}", 0, 2 * _mib(case.model))
-    test = BenchTest(case.prompt, 0)
+    far = plan_prompts(case, f"{name}, from disk", prompt, ram, 0)
+    near = plan_prompts(case, f"{name}, from memory", prompt, 0, 2 * _mib(case.model))
+    test = BenchTest(prompt, 0)
     expected = [predict(far, far.profile, test), predict(near, near.profile, test)]
     with start_plan(far) as one, start_plan(near) as other:
         cache_file(case.model)  # loading has dropped it
-        ids, samples = count_ids(one, case.prompt, 0), (list[Sample](), list[Sample]())
+        ids, samples = count_ids(one, prompt, 0), (list[Sample](), list[Sample]())
         for engine in (one, other):
             engine.forward(ids)
         for _ in range(repetitions):

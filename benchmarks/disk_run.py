@@ -60,28 +60,29 @@ LOOK = 0.5  # seconds in which others must leave the cores alone
 
 
 @dataclass(frozen=True)
-class Case:
-    """What all disks share: the model's file, the profile's, budgets in MiB (vram 0: as pshard chooses), tokens of a
-    micro-batch (0: likewise), and the tests. patience: seconds that a test waits in all for others to rest."""
+class Files:
+    """The model's file, the profile's, where plans are kept, and tokens of a micro-batch (0: as pshard chooses)."""
 
     model: Path
     profile: Path
+    folder: Path
+    ubatch: int
+
+
+@dataclass(frozen=True)
+class Case(Files):
+    """What all disks share: budgets in MiB (vram 0: as pshard chooses) and the tests. patience: seconds that a test
+    waits in all for others to rest."""
+
     vram: int
     ram: int
-    ubatch: int
     tests: tuple[BenchTest, ...]
-    folder: Path  # where plans are kept
     patience: float
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(test.n_prompt for test in self.tests) or 512
-
-    @property
-    def context(self) -> int:
-        """Cells that the tests need, and an answer."""
-        return self.longest + ANSWER
 
 
 def main() -> int:
@@ -104,7 +105,7 @@ def main() -> int:
     tests = (BenchTest(0, args.n), *(BenchTest(int(n), 0) for n in args.p.split(",")))
     with tempfile.TemporaryDirectory() as folder, written(args.model, args.generator):
         profile = args.profile or Path(folder) / "profile.json"
-        case = Case(args.model, profile, args.vram, args.ram, args.ub, tests, Path(folder), args.patience)
+        case = Case(args.model, profile, Path(folder), args.ub, args.vram, args.ram, tests, args.patience)
         words = ["pshard-profile", "--quick", "-m", str(args.model), "-o", str(case.profile)]
         if not args.profile and run(words).returncode:
             return 2
@@ -179,16 +180,21 @@ def plan(case: Case, name: str) -> Opened:
     drop_file(case.model)
     if DISKS[name]:
         cache_file(case.model)
+    return plan_prompts(case, name, case.longest, case.ram, case.vram)
+
+
+def plan_prompts(case: Files, name: str, prompt: int, ram: int, vram: int) -> Opened:
+    """A plan for prompts of so many tokens and an answer, with so many MiB in all and in VRAM; 0: as pshard chooses.
+    Raises UserError where there is none."""
     registry = case.folder / f"{name.replace('/', ' ')}.json"
     places = ["--profile", str(case.profile), "--registry", str(registry)]
-    budgets = ["--ram", str(case.ram), "-c", str(case.context)]
-    budgets += (["--vram", str(case.vram)] if case.vram else []) + (["-ub", str(case.ubatch)] if case.ubatch else [])
-    lengths = ["--prompt", str(case.longest), "--generated", str(ANSWER), "--no-validate"]
-    if run(["pshard-plan", "-m", str(case.model), *budgets, *lengths, *places]).returncode:
+    lengths = ["--prompt", str(prompt), "--generated", str(ANSWER), "-c", str(prompt + ANSWER), "--no-validate"]
+    given = ("--ram", ram), ("--vram", vram), ("-ub", case.ubatch)
+    sizes = [word for flag, number in given if number for word in (flag, str(number))]
+    if run(["pshard-plan", "-m", str(case.model), *sizes, *lengths, *places]).returncode:
         raise UserError(f"{name}: nothing was planned")
-    vram = (case.vram,) if case.vram else None
-    asked = RunRequest(case.model, vram, case.context, registry=registry, profile=case.profile)
-    return open_plan(replace(asked, ram_mib=case.ram))
+    asked = RunRequest(case.model, (vram,) if vram else None, prompt + ANSWER, registry=registry, profile=case.profile)
+    return open_plan(replace(asked, ram_mib=ram))
 
 
 def describe_plan(opened: Opened) -> dict[str, Any]:

@@ -11,9 +11,6 @@ import argparse
 import json
 import os
 import shlex
-import socket
-import subprocess
-import tempfile
 import time
 import urllib.request
 from datetime import UTC, datetime
@@ -23,6 +20,9 @@ from typing import Any
 
 from beside_llama_cpp import free_mib
 from mixtures import peak_memory
+from serve_load import free_port, running
+
+from pshard.errors import UserError
 
 PROMPT, ANSWER, ROUNDS = 32, 128, 3
 LOADS = 150.0  # seconds that a server may take to load
@@ -53,41 +53,23 @@ def main() -> int:
         made = run_server(words, end) | {"vram": args.vram, "drafts": drafts, "model": args.model.name}
         found.append(made | {"date": datetime.now(UTC).isoformat(timespec="seconds")})
         args.output.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{drafts} drafts: {made.get('tok_s', made.get('error'))} tok/s, {made['peak_mib']} MiB", flush=True)
+        reached = f"{made['tok_s']} tok/s" if "tok_s" in made else made["error"]
+        print(f"{drafts} drafts: {reached}, {made['peak_mib']} MiB", flush=True)
     return 0
 
 
 def run_server(words: list[str], end: float) -> dict[str, Any]:
-    """Answers of one server: their rates by its own clock, or the end of what it printed where it fails."""
-    with socket.socket() as probe, tempfile.TemporaryFile("w+") as log:
-        probe.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        probe.close()
-        words = [*words, "--port", address.rpartition(":")[2]]
-        with peak_memory() as peak:
-            server = subprocess.Popen(words, stdout=log, stderr=log)
-            try:
-                wait_for(address, server, min(end, time.monotonic() + LOADS))
-                rates = [ask(address) for _ in range(ROUNDS + 1)][1:]
-                made: dict[str, Any] = {"tok_s": round(median(rates), 2), "samples": rates}
-            except (OSError, ValueError, KeyError) as error:
-                log.seek(0)
-                made = {"error": f"{error}: {log.read()[-800:]}"}
-            finally:
-                server.kill()
-                server.wait()
-    return made | {"command": shlex.join(words), "peak_mib": peak[0]}
-
-
-def wait_for(address: str, server: subprocess.Popen[bytes], end: float) -> None:
-    """Return when the server has loaded its model. Raises OSError when it ends, or takes too long."""
-    while time.monotonic() < end and server.poll() is None:
+    """Answers of one server: their rates by its own clock, or why there are none. Its lines go to stderr."""
+    port = free_port()
+    words = [*words, "--port", str(port)]
+    with peak_memory() as peak:
         try:
-            urllib.request.urlopen(f"{address}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.3)
-    raise OSError("the server ended" if server.poll() is not None else "the server did not load in time")
+            with running(words, f"http://127.0.0.1:{port}", min(end - time.monotonic(), LOADS)) as address:
+                rates = [ask(address) for _ in range(ROUNDS + 1)][1:]
+            made: dict[str, Any] = {"tok_s": round(median(rates), 2), "samples": rates}
+        except (UserError, OSError, ValueError, KeyError) as error:
+            made = {"error": str(error)}
+    return made | {"command": shlex.join(words), "peak_mib": peak[0]}
 
 
 def ask(address: str) -> float:
