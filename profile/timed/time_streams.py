@@ -33,10 +33,8 @@ def time_index(bench: KernelBench, index: ChooseCells, contexts: Sequence[int]) 
 
 def _time_entering(bench: KernelBench, shape: Streams, tokens: int) -> float:
     count, width = shape
-    given, streams = (
-        torch.ones(tokens, width, device=bench.device),
-        torch.ones(tokens, count * width + count, device=bench.device),
-    )
+    given = torch.ones(tokens, width, device=bench.device)
+    streams = torch.ones(tokens, count * width + count, device=bench.device)
     weight, out = torch.ones(count * width, device=bench.device), bench.activations(tokens, count * width)
     return bench.seconds(
         lambda i: bench.kernels.enter_streams(given, streams, False, weight, count, NORM_EPS, out), tokens
@@ -52,10 +50,8 @@ def _time_mix(bench: KernelBench, shape: Streams, tokens: int) -> float:
 
 def _time_choice(bench: KernelBench, index: ChooseCells, cells: int) -> float:
     rows, blocks = index_rows(bench.device, 1, cells), kv_blocks(cells, 1)
-    keys, q = (
-        torch.rand(blocks, KV_BLOCK, index.head, device=bench.device),
-        bench.activations(1, index.heads * index.head),
-    )
+    keys = torch.rand(blocks, KV_BLOCK, index.head, device=bench.device)
+    q = bench.activations(1, index.heads * index.head)
     scores = torch.empty(1, blocks * KV_BLOCK // index.each, device=bench.device)
     seen, rule = torch.empty(1, blocks, dtype=torch.int32, device=bench.device), (index.each, index.most)
     return bench.seconds(lambda i: bench.kernels.choose_cells(q, keys, rule, rows, scores, seen), 1)
