@@ -84,13 +84,20 @@ def measure(case: Files, name: str, prompt: int, ram: int, repetitions: int) -> 
         "environment": dict(environment_of(far.profile)),
         "timings": [asdict(row) for row in far.profile.unit_reads],
         "swept": far.variant.ranks[0].tiers[-1].most_swept,
-        "ratio": _sum(samples[0]) / _sum(samples[1]),
+        "ratio": find_ratio(*samples),
         "predicted": expected[0] / expected[1],
         "predicted_without_packing": predict(far, _without_packing(far.profile), test) / expected[1],
         "seconds_predicted": expected,
         "from_disk": [asdict(one) for one in samples[0]],
         "from_memory": [asdict(one) for one in samples[1]],
     }
+
+
+def find_ratio(far: list[Sample], near: list[Sample]) -> float | None:
+    """How many times as long the one engine's samples took as far as the cores were their own; None: they never were
+    for one of both."""
+    own = [sum(one.own_seconds for one in samples) for samples in (far, near)]
+    return own[0] / own[1] if all(own) else None
 
 
 def start_plan(opened: Opened) -> Engine:
@@ -111,19 +118,18 @@ def _mib(model: Path) -> int:
     return model.stat().st_size >> 20
 
 
-def _sum(samples: list[Sample]) -> float:
-    return sum(one.own_seconds for one in samples)
-
-
 def describe(disk: str, found: dict[str, Any]) -> str:
     """A line: the ratios, seconds in the mean, and what other programs took."""
     both = found["from_disk"] + found["from_memory"]
     means = [sum(one["seconds"] for one in found[name]) / len(found[name]) for name in ("from_disk", "from_memory")]
     others = sum(one["disturbed"] for one in both) / len(both)
-    off = found["predicted"] / found["ratio"] - 1
+    ratio, off = "no ratio, as others had all cores", ""
+    if found["ratio"] is not None:
+        ratio = f"{found['ratio']:.3f} times as long"
+        off = f"{found['predicted'] / found['ratio'] - 1:+.1%}; "
     return (
-        f"{disk}: {means[0]:.2f} s from disk, {means[1]:.2f} from memory: {found['ratio']:.3f} times as long, "
-        f"predicted {found['predicted']:.3f} ({off:+.1%}; without packing {found['predicted_without_packing']:.3f}); "
+        f"{disk}: {means[0]:.2f} s from disk, {means[1]:.2f} from memory: {ratio}, "
+        f"predicted {found['predicted']:.3f} ({off}without packing {found['predicted_without_packing']:.3f}); "
         f"others had {others:.0%} of the cores"
     )
 

@@ -13,7 +13,6 @@ import torch
 from pshard import __version__
 from pshard.errors import KernelRefused, NoRoom, UserError
 from pshard.machine import (
-    BUSY,
     AcceleratorInfo,
     AttentionTiming,
     CollectiveTiming,
@@ -32,6 +31,7 @@ from pshard.machine import (
     Reserve,
     RouteTiming,
     ShareTiming,
+    describe_busy,
 )
 from pshard.profile.effort import Effort, Shapes, fit_card, shapes_to_tune
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
@@ -135,7 +135,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         timed, skipped = run_jobs(jobs, benches, deadline, show_first, notes)
         again = repeat_unlike(host, [r for r in timed if isinstance(r, MatmulTiming) and r.device == "host"])
         timed = [again.get(row, row) for row in timed]
-        notes += _describe_disturbance(disturbed_share(cores, read_core_time()))
+        notes += describe_busy("kernels were", disturbed_share(cores, read_core_time()))
         rows += timed
         if acc is not None:
             rows += time_in_place(acc, device, layers_to_read(request))
@@ -168,13 +168,6 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         notes.append(f"{skipped} series of the general grid were left out for lack of time")
     profile = _compose(request, accelerators, figures, replace(link, copies=copies), steps.handoff, rows, notes)
     return replace(profile, collectives=collectives, shares=shares, tiles=tiles)
-
-
-def _describe_disturbance(share: float) -> tuple[str, ...]:
-    """A note where others may have cost much of the time in which kernels were timed."""
-    if share < DISTURBED:
-        return ()
-    return (f"{BUSY}, which may have cost {share:.0%} of the time: profile again when nothing else runs",)
 
 
 def layers_to_read(request: ProfileRequest) -> Sequence[Layer]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pshard.errors import UserError
 from pshard.times.gpu_tiles import AUTO, TileChoice, settle_math
+from pshard.times.stolen_time import DISTURBED
 
 PROFILE_VERSION = 1
 MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
@@ -218,7 +219,8 @@ class DiskTiming:
     """Seconds of reading so many bytes of a model's file past the page cache, in pieces of `block` bytes, `depth` at
     once. `block` and `depth` 0: of bringing a unit of so many packed bytes to host memory behind others, as runs do.
     `disk`: what holds the file, as the system calls it; `direct`: whether it takes reads past the page cache;
-    `cpu_seconds`: of all cores together that bringing it took, which pack what was read; 0: not timed."""
+    `cpu_seconds`: of all cores together that bringing it took, which pack what was read; 0: not timed. `disturbed`: of
+    a unit, the share of that time that others may have cost (stolen_time.py)."""
 
     disk: str
     direct: bool
@@ -227,6 +229,7 @@ class DiskTiming:
     nbytes: int
     seconds: float
     cpu_seconds: float = 0.0
+    disturbed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,14 @@ class Provenance:
     short: bool = False  # made in seconds by the first run of a model
 
 
-BUSY = "other programs or machines had cores while kernels were timed"  # how a note on that begins
+BUSY = "other programs or machines had cores while"  # how a note on that begins
+
+
+def describe_busy(what: str, share: float) -> tuple[str, ...]:
+    """A note where others may have cost much of the time in which something, as "kernels were", was timed."""
+    if share < DISTURBED:
+        return ()
+    return (f"{BUSY} {what} timed, which may have cost {share:.0%} of the time: profile again when nothing else runs",)
 
 
 @dataclass(frozen=True)
@@ -337,8 +347,11 @@ class MachineProfile:
 
     @property
     def busy(self) -> str | None:
-        """The note that says how much other programs or machines disturbed the timings; None where they did not."""
-        return next((note for note in self.provenance.notes if note.startswith(BUSY)), None)
+        """How much other programs or machines disturbed the timings, of kernels or disks; None where they did not."""
+        notes = [note for note in self.provenance.notes if note.startswith(BUSY)]
+        for disk in dict.fromkeys(row.disk for row in self.unit_reads):
+            notes += describe_busy(f"{disk} was", max(row.disturbed for row in self.unit_reads if row.disk == disk))
+        return "; ".join(notes) or None
 
     @property
     def unit_reads(self) -> tuple[DiskTiming, ...]:

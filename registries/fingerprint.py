@@ -35,7 +35,8 @@ def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: Machine
     if profile.lockable_bytes is not None:
         pairs.append((PAGE_LOCKS, f"{profile.lockable_bytes} bytes at most"))
     if profile.disks:
-        rows = json.dumps(to_json(profile.disks), sort_keys=True).encode()
+        quiet = [{k: v for k, v in row.items() if k != "disturbed"} for row in to_json(profile.disks)]
+        rows = json.dumps(quiet, sort_keys=True).encode()
         pairs.append((DISK, f"{profile.disks[0].disk}, timed as {hashlib.sha256(rows).hexdigest()[:12]}"))
     pairs += [profile_input(profile), ("registry format", str(REGISTRY_VERSION)), ("plan format", str(PLAN_FORMAT))]
     return tuple(pairs)

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -81,14 +82,15 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
 
 def _time_quietly(file: ReadModel, disk: str, units: list[Unit]) -> DiskTiming:
     """Of units of one size some; while other programs have cores others too, of which the fastest count, as these
-    programs only hold them up."""
+    programs only hold them up. What those may have lost is kept with them."""
     found, each = list[DiskTiming](), max(2, min(MOST_UNITS, UNIT_BYTES // units[0].packed_nbytes))
     for some in (units[at : at + each] for at in range(0, MOST_TIMES * each, each)):
         if len(some) < min(2, len(units)):
             break
         began = read_core_time()
-        found.append(_time_units(file, disk, some))
-        if disturbed_share(began, read_core_time()) <= DISTURBED:
+        row = _time_units(file, disk, some)
+        found.append(replace(row, disturbed=round(disturbed_share(began, read_core_time()), 4)))
+        if found[-1].disturbed < DISTURBED:
             return found[-1]
     return min(found, key=lambda row: row.seconds)
 

@@ -50,6 +50,16 @@ def test_a_soak_of_experts_allows_single_tokens_that_take_another_one_and_no_wro
     assert is_right(near, False) and is_right(near, True) and not is_right([], True)
 
 
+def test_turns_of_a_disk_have_no_ratio_where_others_had_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = runpy.run_path(str(SCRIPTS / "disk_by_turns.py"))
+    half, none = ([script["Sample"](2.0, 1.0, share)] for share in (0.5, 1.0))
+    assert [script["find_ratio"](*both) for both in ((half, half), (half, none), (none, half))] == [1.0, None, None]
+    found = {"ratio": None, "predicted": 1.1, "predicted_without_packing": 1.05}
+    found |= {name: [vars(one) for one in none] for name in ("from_disk", "from_memory")}
+    assert "no ratio, as others had all cores" in script["describe"]("1 GB/s", found)
+
+
 @pytest.mark.slow
 def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

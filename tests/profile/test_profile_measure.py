@@ -13,12 +13,20 @@ from experts_file import RULES, ExpertsFile
 from manual_clock import ManualClock
 
 from pshard.commands import cli_profile
+from pshard.commands.cli_plan import list_gaps
 from pshard.errors import KernelRefused, NoRoom, UserError
 from pshard.jsonio import from_json, to_json
-from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming, RefusedKernel
+from pshard.machine import (
+    ACCELERATOR_TABLES,
+    AcceleratorInfo,
+    DiskTiming,
+    MachineProfile,
+    MatmulTiming,
+    RefusedKernel,
+    describe_busy,
+)
 from pshard.model import ModelSpec
 from pshard.model_config import Experts, ModelConfig, Rope
-from pshard.profile import measure
 from pshard.profile.compare_profiles import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
@@ -537,7 +545,18 @@ def disturbed() -> MachineProfile:
 
 def test_a_profile_says_that_others_had_the_cores(disturbed):
     assert sum("30%" in note for note in disturbed.provenance.notes) == 1
-    assert not measure._describe_disturbance(0.04)
+    assert disturbed.busy in disturbed.provenance.notes and not describe_busy("kernels were", 0.04)
+
+
+def test_a_profile_says_beside_which_load_a_disk_was_timed(disturbed):
+    """Of the units that a run reads; in a line with what it says of kernels."""
+    rows = [DiskTiming(disk, True, 0, 0, 1 << 20, 1e-3, 0.0, lost) for disk, lost in (("quiet", 0.04), ("nvme", 0.4))]
+    said = "other programs or machines had cores while nvme was timed, which may have cost 40% of the time"
+    busy = replace(disturbed, disks=tuple(rows)).busy
+    assert busy.count("kernels were timed") == 1 and f"; {said}: profile again" in busy and "quiet" not in busy
+    calm = replace(disturbed, provenance=replace(disturbed.provenance, notes=()), disks=tuple(rows))
+    assert calm.busy.startswith(said) and calm.of_disk("quiet").busy is None
+    assert list_gaps(calm, False, False)[0].startswith(f"the profile is of a busy machine: {said}")
 
 
 def test_like_accelerators_with_another_link_have_their_own_copies(disturbed):

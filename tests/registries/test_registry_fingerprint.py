@@ -70,6 +70,8 @@ def test_plans_that_were_made_without_a_disk_run_beside_one_and_not_the_other_wa
     (one, other) = (Registry((make_plan_set(inputs=inputs),)) for inputs in (without, beside))
     variants = own_plans(one, beside, "plan").variants
     assert describe_other_locks(one, variants[0], beside) is None
+    loaded = replace(make_profile(), disks=(replace(disk[0], disturbed=0.3),))
+    assert fingerprint_inputs(MODEL, loaded) == beside  # the load is no timing
     with pytest.raises(StaleRegistry, match=r"disk: drive, timed as .* -> absent"):
         own_plans(other, without, "plan")
 

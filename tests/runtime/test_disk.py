@@ -153,12 +153,13 @@ def test_a_disk_is_timed_with_the_cores_that_pack_and_again_while_others_have_th
     monkeypatch.setattr(time_disk, "UNIT_BYTES", 1)
     ffns = [unit for unit in file.spec.units if unit.name.endswith("ffn")]
     row = time_disk._time_quietly(file, "drive", ffns)
-    assert row.seconds == 1.0 and [len(names) for names in timed] == [2, 2, 2, 2]
+    assert row.seconds == 1.0 and row.disturbed == 0.5 and [len(names) for names in timed] == [2, 2, 2, 2]
     assert len({name for names in timed for name in names}) == 8
     assert row.nbytes == ffns[0].packed_nbytes and 0 < row.cpu_seconds < 1
     timed.clear()
     monkeypatch.setattr(time_disk, "disturbed_share", lambda *_: 0.0)
-    assert time_disk._time_quietly(file, "drive", ffns).seconds == 3.0 and len(timed) == 1
+    row = time_disk._time_quietly(file, "drive", ffns)
+    assert row.seconds == 3.0 and not row.disturbed and len(timed) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
