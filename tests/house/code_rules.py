@@ -206,6 +206,27 @@ def find_long_code(most_function: int = 70, most_class: int = 250) -> list[str]:
     return found
 
 
+def find_choices_in_kernels() -> list[str]:
+    """`triton.jit` functions that return a comparison of constants: Triton 3.6 makes a tensor of it, which no branch of
+    the compiler can follow. `triton.constexpr_function` gives a constant."""
+    found = []
+    for path in list_sources():
+        for node in nodes_of(path) if path.name.startswith("triton_") else ():
+            if not isinstance(node, ast.FunctionDef) or "triton.jit" not in map(ast.unparse, node.decorator_list):
+                continue
+            returned = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
+            constants = {a.arg for a in node.args.args if a.annotation and ast.unparse(a.annotation) == "tl.constexpr"}
+            for value in returned:
+                if isinstance(value, ast.Compare | ast.BoolOp) and names_in(value) <= constants:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    return found
+
+
+def names_in(value: ast.AST) -> set[str]:
+    """Names that an expression reads."""
+    return {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+
+
 def find_long_calls(most: int = 8) -> list[str]:
     """Calls with more positional arguments than people can tell apart; Triton kernels aside."""
     found = []

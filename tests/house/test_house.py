@@ -29,6 +29,10 @@ def test_no_function_or_class_is_longer_than_one_sitting() -> None:
     assert not code_rules.find_long_code()
 
 
+def test_kernels_choose_by_constants_that_the_oldest_triton_takes_for_constants() -> None:
+    assert not code_rules.find_choices_in_kernels()
+
+
 def test_values_travel_as_nouns_and_not_by_nine_positions() -> None:
     assert not code_rules.find_long_calls()
 

@@ -42,14 +42,14 @@ _FP4_LESS_LOW: tl.constexpr = tl.constexpr(0x7D7E7F80)
 _FP4_LESS_HIGH: tl.constexpr = tl.constexpr(0x74787A7C)
 
 
-@triton.jit
-def is_biased(QTYPE: tl.constexpr):
+@triton.constexpr_function  # of a jit function Triton 3.6 takes the answer for a tensor
+def is_biased(QTYPE: str) -> bool:
     """Whether `decode_rows` gives unsigned bytes, 128 more than the values."""
     return QTYPE == "IQ3_XXS" or QTYPE == "NVFP4"
 
 
-@triton.jit
-def has_parity(QTYPE: tl.constexpr):
+@triton.constexpr_function  # of a jit function Triton 3.6 takes the answer for a tensor
+def has_parity(QTYPE: str) -> bool:
     """Whether every eighth sign makes the number of minus signs even; its bit holds something else."""
     return QTYPE == "IQ3_XXS" or QTYPE == "IQ2_XXS" or QTYPE == "IQ2_XS"
 
