@@ -10,7 +10,7 @@ from math import inf
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.errors import NoPlan
-from pshard.homes import ON_CPU, PINNED, STREAMED, VRAM, Home
+from pshard.homes import DISK, ON_CPU, ON_DEMAND, PINNED, STREAMED, VRAM, Home
 from pshard.on_host import keep_on_host
 from pshard.plan import Placement, Sweep, TierPlan
 from pshard.planner.price.draft import Beyond, Room, draft_tier, simulated_seconds, swept_seconds
@@ -20,7 +20,7 @@ from pshard.planner.search.residency_order import spread
 from pshard.planner.search.round_times import plan_seconds
 from pshard.predicted_times import count_swept, sum_first_token
 from pshard.units.share import WHOLE
-from pshard.units.unit import Place, Unit, places_of_unit
+from pshard.units.unit import Unit
 
 MOST_SIZES = 4  # of units, the largest, for which slots are tried
 MOST_TRIED = 6  # units of which all sets are tried
@@ -122,13 +122,14 @@ def _list_tries(
 def _choose_evenly(
     room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCosts], beyond: Beyond, size: int
 ) -> set[str]:
-    """What the smallest tier has in VRAM, then units of at most `size` bytes that lie evenly between others, so that
-    each is read while these are computed: so many that host memory holds the rest."""
+    """What the smallest tier has in VRAM, and tables, of which rows are read; then units of at most `size` bytes that
+    lie evenly between others, so that each is read while these are computed: so many that host memory holds the
+    rest."""
     left, movable = kept_bytes(room, tiers) - beyond.host, dict(_list_movable(room, tiers, costs, beyond.home))
-    pinned = {p.unit for p in tiers[0].placements if p.in_arena}
-    moved = _take([pair for pair in movable.items() if pair[0] in pinned], left)
+    first = {p.unit for p in tiers[0].placements if p.in_arena} | _list_looked_up(room)
+    moved = _take([pair for pair in movable.items() if pair[0] in first], left)
     left -= sum(movable[name] for name in moved)
-    others = [name for name in room.columns.names if movable.get(name, size + 1) <= size and name not in pinned]
+    others = [name for name in room.columns.names if movable.get(name, size + 1) <= size and name not in first]
     others.sort(key=lambda name: -movable[name])  # units that are alike stay in their order
     alike = [name for name in others if 2 * movable[name] > size]
     most = sum(movable[name] for name in alike)
@@ -148,8 +149,9 @@ def _choose_moved(
         return
     moved = _take(movable, left)
     yield moved
-    sizes = sorted(nbytes for _, nbytes in movable)
-    small = [(name, nbytes) for name, nbytes in movable if nbytes <= 2 * sizes[len(sizes) // 2]]
+    sizes, tables = sorted(nbytes for _, nbytes in movable), _list_looked_up(room)
+    middle = 2 * sizes[len(sizes) // 2]
+    small = [(name, nbytes) for name, nbytes in movable if nbytes <= middle or name in tables]
     if len(small) < len(movable) and sum(nbytes for _, nbytes in small) >= left:
         yield _take(small, left)  # slots take room too, and are as large as the largest
     if len(movable) > MOST_TRIED:
@@ -210,7 +212,7 @@ def _unpin(room: Room, tier: TierPlan, usual: Mapping[str, Counter[str]]) -> Tie
     where = {p.unit: p.where for p in tier.placements}
     for p in tier.placements:
         if p.in_arena:
-            legal, counted = _legal(room, p.unit), usual.get(room.spec.unit(p.unit).kind.name, Counter[str]())
+            legal, counted = room.list_places(p.unit), usual.get(room.spec.unit(p.unit).kind.name, Counter[str]())
             sites = (*(site for site, _ in counted.most_common()), STREAMED)
             where[p.unit] = next((site for site in sites if (site, p.kv) in legal), p.where)
     kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
@@ -220,8 +222,10 @@ def _unpin(room: Room, tier: TierPlan, usual: Mapping[str, Counter[str]]) -> Tie
 def _leave_on_host(room: Room, tier: TierPlan) -> TierPlan:
     """A tier with nothing divided, and with everything computed by the CPU that may be, but for cells in VRAM."""
     places = tier.placements
-    where = {p.unit: ON_CPU if (ON_CPU, p.kv) in _legal(room, p.unit) else p.where for p in places}
-    away = {p.unit: STREAMED for p in places if where[p.unit] == PINNED and (STREAMED, p.kv) in _legal(room, p.unit)}
+    where = {p.unit: ON_CPU if (ON_CPU, p.kv) in room.list_places(p.unit) else p.where for p in places}
+    away = {
+        p.unit: STREAMED for p in places if where[p.unit] == PINNED and (STREAMED, p.kv) in room.list_places(p.unit)
+    }
     kv = frozenset(p.unit for p in places if p.has_state_in_vram)
     return draft_tier(room, tier.tokens, where | away, kv, SLOTS, {}, tier.in_place)
 
@@ -249,7 +253,7 @@ def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int, slo
     for name in order:
         has_state = room.spec.unit(name).kind.state is not None
         pinned = PINNED, VRAM.name if has_state else None
-        if where[name] == PINNED or pinned not in _legal(room, name):
+        if where[name] == PINNED or pinned not in room.list_places(name):
             continue
         wider = where | {name: PINNED}, kv | ({name} if has_state else set())
         drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), slots, {}, tier.in_place, tier.sweep)
@@ -298,13 +302,24 @@ def _list_movable(
         yield name, nbytes
 
 
+def _list_looked_up(room: Room) -> set[str]:
+    return {unit.name for unit in room.spec.units if unit.kind.is_looked_up}
+
+
 def _may_live(room: Room, unit: Unit, places: Sequence[Placement], home: Home) -> bool:
-    legal = _legal(room, unit.name)
-    return all(not p.share and (p.site.in_arena or (home.name, p.kv) in legal) for p in places)
+    legal = room.list_places(unit.name)
+    return all(not p.share and (p.site.in_arena or (_name_site(unit, home), p.kv) in legal) for p in places)
+
+
+def _name_site(unit: Unit, home: Home) -> str:
+    """What a plan says of a unit that lives in a home: of a table on disk rows are read as they are looked up."""
+    return ON_DEMAND if unit.kind.is_looked_up and home is DISK else home.name
 
 
 def _over_lanes(unit: Unit, cost: TierCosts, home: Home) -> float:
-    """Seconds of the slowest lane for all of a unit."""
+    """Seconds of the slowest lane for all of a unit, or for the rows that are looked up."""
+    if unit.kind.is_looked_up:
+        return cost.reading_rows(unit)
     return max(cost.over_lane(lane, unit.name, WHOLE) for lane in home.way_in)
 
 
@@ -314,7 +329,8 @@ def _redraft(
     """A tier with units beyond host memory but where it has them in VRAM; those that are barred it has not. Where slots
     for them lack room, the last pins live there too. Raises NoPlan where that is not enough."""
     places = {p.unit: p for p in tier.placements}
-    where = {n: home.name if n in moved and not p.site.in_arena else p.where for n, p in places.items()}
+    far = {n: _name_site(room.spec.unit(n), home) for n in moved}
+    where = {n: far[n] if n in moved and not p.site.in_arena else p.where for n, p in places.items()}
     where |= {name: _leave(room, places[name], home) for name in barred}
     shares = {n: p.share for n, p in places.items() if p.share}
     kv = frozenset(n for n, p in places.items() if p.has_state_in_vram)
@@ -338,9 +354,5 @@ def _redraft(
 def _leave(room: Room, place: Placement, home: Home) -> str:
     """Where else a pinned unit may be, with its state where that is: beyond host memory, or what is looked up there;
     "": nowhere."""
-    legal = _legal(room, place.unit)
-    return next((where for where in (home.name, ON_CPU) if (where, place.kv) in legal), "")
-
-
-def _legal(room: Room, name: str) -> tuple[Place, ...]:
-    return places_of_unit(room.spec.unit(name), room.sums)
+    legal, far = room.list_places(place.unit), _name_site(room.spec.unit(place.unit), home)
+    return next((where for where in (far, ON_CPU) if (where, place.kv) in legal), "")

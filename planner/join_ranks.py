@@ -29,7 +29,8 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
     workload = replace(tasks[0].room.workload, tensor_split=shares if len(shares) > 1 else ())
     ranks = predict_together(tasks, [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)])
     popularity = tasks[0].room.spec.popularity
-    variant = Variant(workload, tasks[0].plan_needed, ranks, tables.correction, popularity=popularity)
+    needed = tasks[0].plan_needed or any(rank.beyond_host for rank in ranks)
+    variant = Variant(workload, needed, ranks, tables.correction, popularity=popularity)
     check_variant(tuple(t.room.spec for t in tasks), variant, tables.kind, usable_bytes(tables.profile, len(tasks)))
     return variant
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.errors import UserError
-from pshard.homes import SITES
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
@@ -15,7 +14,7 @@ from pshard.planner.program.unit_classes import SIXTEENTHS
 from pshard.planner.search.places import Place, divided_choices
 from pshard.units.divide_unit import list_shares
 from pshard.units.share import WHOLE
-from pshard.units.unit import Unit, places_of_unit
+from pshard.units.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,7 @@ def _holds(room: Room, name: str) -> bool:
 
 def _list_places(room: Room, name: str) -> tuple[Place, ...]:
     unit = room.spec.unit(name)
-    whole = tuple(
-        (where, state == "vram", WHOLE)
-        for where, state in places_of_unit(unit, room.sums)
-        if room.beyond is not None or not SITES[where].is_beyond_host
-    )
+    whole = tuple((where, state == "vram", WHOLE) for where, state in room.list_places(name))
     divided = divided_choices(list_shares(unit, SIXTEENTHS)) if room.ranks == 1 else ()
     return whole + divided
 

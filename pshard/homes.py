@@ -100,7 +100,7 @@ VRAM = Home("vram")
 HOST = Home("host", (LINK,), BACK, is_readable=True, in_host_memory=True)
 DISK = Home("disk", (READ, LINK))
 
-# names of the sites that there always are; of units on demand the CPU computes what is used, from slots
+# names of the sites that there always are; of units on demand the CPU brings what is used: experts to slots, and rows
 PINNED, STREAMED, ON_CPU, ON_DISK, ON_DEMAND = "pinned", "streamed", "cpu", "disk", "demand"
 DIVIDED = "divided"  # what is said of a unit that has several
 

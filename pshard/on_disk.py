@@ -1,5 +1,5 @@
 """Which units a model's files hold as they are used, so that they can be read from disk for every step, and in what
-pieces. No torch."""
+pieces: whole units, or of a table the rows that are looked up. No torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +7,10 @@ from typing import Protocol
 
 from pshard.homes import ON_DISK
 from pshard.model import ModelSpec
-from pshard.quant import QUANT_TYPES, ROW_BLOCK, file_nbytes
+from pshard.model_config import ModelConfig
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, file_nbytes, plane_offsets
 from pshard.tensor import TensorSpec
+from pshard.units.operations import LookUp
 from pshard.units.unit import Unit, places_of
 
 BLOCK = 4096  # of a file and in memory: no drive asks for more
@@ -25,20 +27,33 @@ class Located(Protocol):
 
 def mark_made(file: Located) -> ModelSpec:
     """The model with a mark on units that are made of what the file holds: plans leave them in memory."""
-    made = {unit.name for unit in file.spec.units if may_move(unit) and not lies_as_used(file, unit)}
+    could = (unit for unit in file.spec.units if may_move(unit) or unit.kind.is_looked_up)
+    made = {unit.name for unit in could if not lies_as_used(file, unit)}
     units = (replace(unit, stays_in_memory=True) if unit.name in made else unit for unit in file.spec.units)
     return replace(file.spec, units=tuple(units))
 
 
 def may_move(unit: Unit) -> bool:
-    """Whether units of its kind may live on disk."""
+    """Whether units of its kind may live on disk, and come from there whole."""
     return any(where == ON_DISK for where, _ in places_of(unit.kind, False))
 
 
 def lies_as_used(file: Located, unit: Unit) -> bool:
-    """Whether all its matrices lie in the file as they are used."""
+    """Whether all its matrices lie in the file as they are used. Rows of a table are read without a factor."""
+    if unit.kind.is_looked_up and any("factor" in plane_offsets(t.qtype, t.cols) for t in unit.matrices):
+        return False
     stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
     return all(file.locate(*place) is not None for place in stacks)
+
+
+def list_lookups(unit: Unit, config: ModelConfig) -> tuple[LookUp, ...]:
+    """What a unit looks up of each token."""
+    return tuple(o for o in unit.operations(config) if isinstance(o, LookUp)) if unit.kind.is_looked_up else ()
+
+
+def rows_nbytes(unit: Unit, config: ModelConfig, tokens: int) -> int:
+    """Bytes of the rows in the model's file that so many tokens look up, each as often as it is."""
+    return tokens * sum(o.each * o.row_nbytes for o in list_lookups(unit, config))
 
 
 def piece_rows(tensor: TensorSpec) -> int:

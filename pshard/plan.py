@@ -26,7 +26,8 @@ class Placement(Divisible):
     host memory, copied to a staging slot before use, computed there), ON_CPU (weights and compute on the host) or
     ON_DISK (as STREAMED, read from disk first) or ON_DEMAND (experts on disk, computed by the CPU, which brings what
     is used and what an ExpertCache lacks). `kv`: the name of the home of the state, of units that keep one. The
-    embedding is ON_CPU (rows are looked up there) or PINNED.
+    embedding, and what else is looked up, is ON_CPU (rows are looked up there), PINNED or ON_DEMAND (rows are read from
+    disk).
     `cpu_rows`: of a divided unit (units/divide_unit.py), the rows of an FFN's gate and up that the CPU computes from
     host memory while the accelerator computes the others, or so many parts of a unit that has parts; `where` then says
     how the accelerator comes by its own. `kept_parts`: of a streamed unit, how many of its parts, or rows of an FFN's

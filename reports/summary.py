@@ -16,7 +16,7 @@ WHERE = {
     STREAMED: STREAMED,
     ON_CPU: "on the CPU",
     ON_DISK: "on disk",
-    ON_DEMAND: "on disk with slots in host memory",
+    ON_DEMAND: "on disk, read as it is used",
     DIVIDED: "divided between both",
 }
 

@@ -146,8 +146,10 @@ def suggest_budget(full: Workload, spec: "ModelSpec", profile: MachineProfile) -
     there = [devices[i if i < len(devices) else 0].memory_bytes // MIB for i in range(ranks)]
     usable = [min(free, most) - min(MARGIN_MIB, most // 20) for free, most in zip(full.vram_mib, there)]
     if profile.ram_bytes and devices[0].kind == "cpu":  # the budget is a part of it, beside others
-        from pshard.planner.price.host_limits import usable_bytes  # with all that prices plans
+        from pshard.planner.price.host_limits import times_rows, usable_bytes  # with all that prices plans
 
-        looked_up = sum(unit.packed_nbytes for unit in spec.units if unit.kind.is_looked_up)
+        tables = (unit for unit in spec.units if unit.kind.is_looked_up)
+        stay = (unit for unit in tables if unit.stays_in_memory or not times_rows(profile))
+        looked_up = sum(unit.packed_nbytes for unit in stay)
         usable = [(usable_bytes(profile, ranks) - looked_up - kv) // ranks // MIB] * ranks
     return replace(full, vram_mib=tuple(max(1, min(mib, whole)) for mib in usable))

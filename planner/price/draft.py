@@ -7,7 +7,7 @@ from operator import getitem
 from typing import Any
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.homes import ACC, BACK, CPU, MOVING, ON_CPU, PINNED, SITES, Home, list_lanes
+from pshard.homes import ACC, BACK, CPU, MOVING, ON_CPU, PINNED, READ, SITES, Home, list_lanes
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, Sweep, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
@@ -20,7 +20,7 @@ from pshard.steps.step import StepList, StepShape
 from pshard.steps.sweep import sweep_steps, waiting_bytes
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.share import Share
-from pshard.units.unit import Unit, places_of
+from pshard.units.unit import Place, Unit, places_of, places_of_unit
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
@@ -48,10 +48,12 @@ class UnitColumns:
 
 @dataclass(frozen=True)
 class Beyond:
-    """A home for what host memory does not hold. `host`: bytes of weights and KV cache that it may hold."""
+    """A home for what host memory does not hold. `host`: bytes of weights and KV cache that it may hold. `reads_rows`:
+    whether it is known how long rows of a table take from there."""
 
     home: Home
     host: int
+    reads_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ class Room:
     def sums(self) -> bool:
         """Whether it is one of several ranks that sum their parts."""
         return self.ranks > 1 and self.spec.neighbours is None
+
+    def list_places(self, name: str) -> tuple[Place, ...]:
+        """Legal placements of a unit. A table that what drafts computes with, too, stays in memory."""
+        unit = self.spec.unit(name)
+        places, beyond = places_of_unit(unit, self.sums), self.beyond
+        lends = self.spec.head is not None and any(u.lent and u.name == name for u in self.spec.head.units)
+        if beyond and not (unit.kind.is_looked_up and (lends or not beyond.reads_rows)):
+            return places
+        return tuple(place for place in places if not SITES[place[0]].is_beyond_host)
 
     @cached_property
     def least_slot(self) -> int:
@@ -285,8 +296,10 @@ def _binding(busy: dict[str, float], seconds: float, tier: TierPlan, looked_up: 
     """What limits the tier; "vram" when compute and link are both full, so that only more residency helps."""
     full = SATURATED * seconds
     all_resident = all(p.is_whole_in_arena for p in tier.placements if p.unit not in looked_up)
-    if busy["acc"] >= full or all_resident:
-        return "acc"
+    if busy["acc"] >= full:
+        return ACC
+    if all_resident:  # but rows that are looked up
+        return max(ACC, READ.name, key=lambda lane: busy.get(lane, 0.0))
     if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:
         return "vram"
     lanes = (ACC, CPU, *(lane.name for lane in list_lanes() if lane is not BACK))

@@ -70,7 +70,8 @@ def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> 
             budget = ",".join(map(str, rooms[0].workload.vram_mib))
             lacks = f"host memory lacks {-left // MIB + 1} MiB for a budget of {budget} in it"
             raise NoPlan(f"{lacks}; give it more, or less --vram")
-        return tuple(replace(r, beyond=Beyond(home, max(0, left * t // sum(totals)))) for r, t in zip(rooms, totals))
+        shares, reads_rows = (max(0, left * t // sum(totals)) for t in totals), times_rows(profile)
+        return tuple(replace(r, beyond=Beyond(home, share, reads_rows)) for r, share in zip(rooms, shares))
     needs = [_needed(room, largest) for room in rooms]
     spare = left - sum(needs)
     return tuple(replace(r, host=int(n + spare * t / sum(totals))) for r, n, t in zip(rooms, needs, totals))
@@ -89,6 +90,11 @@ def find_beyond(profile: MachineProfile, ranks: int) -> Home | None:
     timed = {copy.direction for copy in profile.copies} | {READ.timed for _ in profile.unit_reads}
     timed_homes = (home for home in list_far_homes() if {lane.timed for lane in home.way_in} <= timed)
     return next((home for home in timed_homes if ranks == 1 or home is not DISK), None)
+
+
+def times_rows(profile: MachineProfile) -> bool:
+    """Whether the profile has small reads from disk, by which rows of a table are priced."""
+    return any(row.block for row in profile.disks)
 
 
 def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
 from pshard.planner.price.prompt_math import price_math
+from pshard.planner.price.scattered_reads import ScatteredReads
 from pshard.quant import packed_nbytes
 from pshard.times.curves import Curve, interpolate, interpolate_evenly
 from pshard.times.curves import curve_through as _curve
@@ -57,7 +58,7 @@ class Tables:
         for (device, kv_type, heads, sequences, tokens), points in cells.items():
             by, count = (self._attention, tokens) if sequences == 1 else (self._together, sequences)
             by[device, kv_type].setdefault(heads, {})[count] = _curve(points)
-        self.routed, self.deltas = ExpertTables(own), DeltaTables(profile)
+        self.routed, self.deltas, self.scattered = ExpertTables(own), DeltaTables(profile), ScatteredReads(profile)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
         timed = [((c.direction, c.memory), c.nbytes, c.seconds) for c in copies]

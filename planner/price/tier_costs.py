@@ -9,6 +9,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.collectives import wire_type
 from pshard.homes import ACC, READ, Lane
 from pshard.model import ModelSpec
+from pshard.on_disk import list_lookups
 from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
@@ -19,7 +20,7 @@ from pshard.steps.step import AllReduce, Compute, Gather, StepShape
 from pshard.units.moe.expert_cache import slot_nbytes
 from pshard.units.operations import Norm
 from pshard.units.share import Share
-from pshard.units.unit import UnitKind
+from pshard.units.unit import Unit, UnitKind
 from pshard.workload import Workload
 
 # times as long as one rank's turn until the last of several begins; two GPUs, four boots: 1.4 to 2.9 (docs/log.md)
@@ -88,14 +89,22 @@ class TierCosts:
 
     def on_demand(self, step: Compute) -> tuple[float, float, float]:
         """Seconds of computing a unit's experts, of reading those that slots are expected to lack, and of computing the
-        one that lands last. Now and then none is lacking: then no read begins."""
+        one that lands last. Now and then none is lacking: then no read begins. Rows of a table are looked up when all
+        of them have landed."""
         unit, cost = self.spec.unit(step.unit), self.units[step.unit]
         computing = cost.acc if step.on == ACC else cost.cpu
+        if unit.kind.is_looked_up:
+            return computing, self.reading_rows(unit), computing
         if not step.reads:
             return computing, 0.0, 0.0
         any_lacks = 1.0 - exp(-step.reads / slot_nbytes(unit))
         reading = any_lacks * self.tables.copy(READ.timed, round(step.reads / any_lacks))
         return computing, reading, any_lacks * computing * min(1.0, slot_nbytes(unit) / max(1, cost.cpu_reads))
+
+    def reading_rows(self, unit: Unit) -> float:
+        """Seconds of reading the rows from disk that a unit looks up."""
+        found = list_lookups(unit, self.spec.config)
+        return sum(self.tables.scattered.seconds(o.each * self.load.tokens, o.row_nbytes) for o in found)
 
     @property
     def vector_bytes(self) -> int:

@@ -23,10 +23,12 @@ from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.units.divide_unit import whole_unit
 from pshard.units.unit import Unit
 
-BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+BLOCKS = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (1, 4, 16)
 GRID_BYTES = 64 << 20  # of one block and depth
 GRID_SECONDS = 0.25  # of one at depth 1, about: what a slow disk is spared
+GRID_READS = 1024  # of one block and depth, at most
+SPREAD = 4  # times as many bytes of the file as reads of small blocks have are what these are chosen from
 UNIT_BYTES = 256 << 20  # of units of one size
 MOST_UNITS = 16
 MOST_TIMES = 5  # that units of one size are timed, others each time, while other programs have cores
@@ -129,13 +131,15 @@ def _time_grid(disk: str, path: Path) -> Iterator[DiskTiming]:
         rate = 0.0
         for depth in DEPTHS:
             most = GRID_BYTES if not rate else min(GRID_BYTES, int(rate * depth * GRID_SECONDS))
-            count = min(len(places), max(1, most // max(BLOCKS)))
+            few = min(len(places) // len(DEPTHS), SPREAD * GRID_READS * block // max(BLOCKS))
+            count = min(len(places), max(1, min(few, most // max(BLOCKS))))
             if not count:
                 return
             taken, places = places[:count], places[count:]
             with closing(DiskReader(block, depth)) as reader:
                 number = reader.add_file(path)
                 starts = [place * max(BLOCKS) + at for place in taken for at in range(0, max(BLOCKS), block)]
+                starts = random.Random(block + depth).sample(starts, min(len(starts), GRID_READS))
                 jobs = [PieceList([Piece(number, start, block)]) for start in starts]
                 started = time.perf_counter()
                 reader.read(jobs)

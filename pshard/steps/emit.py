@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
+from pshard.on_disk import rows_nbytes
 from pshard.plan import Placement, RankPlan, TierPlan
 from pshard.routing.expert_uses import missed_nbytes, read_nbytes
 from pshard.steps.move import (
@@ -219,6 +220,8 @@ class StepEmitter:
         uses = self.spec.uses_outside(name, tier.tokens)
         if source == "link":
             reads = _expect_read(unit, share, self.spec.config, tokens, uses)
+        elif source == DEMAND and kind.is_looked_up:
+            reads = rows_nbytes(unit, self.spec.config, tokens)
         elif source == DEMAND:
             reads = _expect_missed(unit, self.spec.config, tokens, uses)
         steps: list[Step] = []

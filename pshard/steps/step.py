@@ -18,7 +18,7 @@ BEFORE, AFTER = "before", "after"  # parts of a unit that one side computes: see
 class Compute(Divisible):
     """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot", "host", "link" where the accelerator
     reads them in host memory, or "demand" where experts lie in slots that follow use and what these lack is brought
-    there first.
+    there first, and where rows that are looked up are read from disk.
 
     Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
     follows on the accelerator. Of one that goes on from a sum over the ranks (`Ports.between`): BEFORE or AFTER it.

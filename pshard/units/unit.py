@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pshard.errors import UserError
-from pshard.homes import HOST, ON_CPU, PINNED, SITES, STREAMED, VRAM, list_far_homes
+from pshard.homes import HOST, ON_CPU, ON_DEMAND, PINNED, SITES, STREAMED, VRAM, list_far_homes
 from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
@@ -253,8 +253,8 @@ class Unit:
 
 
 def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
-    """Legal placements of units of a kind; what may be streamed may also live beyond host memory. sums: on one of
-    several ranks that sum their parts.
+    """Legal placements of units of a kind; what may be streamed may also live beyond host memory, and what is looked up
+    on disk. sums: on one of several ranks that sum their parts.
 
     Of these each has a router on its accelerator: a CPU rounds otherwise than a GPU, and where scores are nearly equal
     ranks would choose different experts and add up slices of both. What every rank adds to its own residual stream is
@@ -262,6 +262,7 @@ def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
     """
     far = (home.name for home in list_far_homes())
     places = (*kind.places, *((name, state) for name in far for site, state in kind.places if site == STREAMED))
+    places += ((ON_DEMAND, None),) if kind.is_looked_up else ()
     alike = sums and (kind.routes or (HIDDEN in kind.ports.writes and not kind.is_looked_up))
     return tuple(place for place in places if not alike or SITES[place[0]].is_on_acc)
 

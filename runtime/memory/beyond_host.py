@@ -22,8 +22,9 @@ from pshard.units.divide_unit import Portion
 class Store(Protocol):
     """What a home beyond host memory holds.
 
-    held: of each unit, by name; largest: bytes of the largest one; least: of a buffer that it can fill; notes: a line
-    for every fallback; nbytes: of host memory that it takes; read_bytes: so many were read for `fill` since the start.
+    held: of each unit that comes whole, by name; largest: bytes of the largest one; least: of a buffer that it can
+    fill; notes: a line for every fallback; nbytes: of host memory that it takes; read_bytes: so many were read since
+    the start.
     """
 
     held: Mapping[str, Portion]

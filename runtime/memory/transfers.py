@@ -51,6 +51,8 @@ class Transfers:
         comes before them, as they take all there is; and one for each home beyond it. Raises UserError where the system
         locks none for that."""
         for home, store in self._beyond.items():
+            if not store.held:  # tables, of which rows are read
+                continue
             if self._device.kind == "cpu":
                 self._rings[home] = DirectFill(self._device, store.fill, store.split)
                 continue

@@ -1,8 +1,8 @@
 """Weights in host memory: one arena, page-locked in chunks, each unit's tensors packed into one contiguous blob."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Protocol
@@ -48,18 +48,38 @@ class WeightSource(Protocol):
     def forget_tensor(self, name: str) -> None: ...
 
 
+class FoundRows(Protocol):
+    """Rows of a table that some ids look up: which ids these are, the rows, and which of them each id has."""
+
+    @property
+    def ids(self) -> slice: ...
+
+    @property
+    def table(self) -> Packed: ...
+
+    @property
+    def places(self) -> torch.Tensor: ...
+
+
+class RowSource(Protocol):
+    """A table elsewhere, of which rows are read as they are looked up."""
+
+    def read(self, ids: torch.Tensor) -> Iterable[FoundRows]: ...
+
+
 @dataclass(frozen=True)
 class UnitWeights:
     """A unit's tensors as views of one blob: matrices packed, vectors float32.
 
     last: the last rows of the matrices that are divided, or parts of those that are stacks, where they lie elsewhere.
-    first: the number of the first part in stacks.
+    first: the number of the first part in stacks. far: matrices that lie on disk, of which rows are read.
     """
 
     matrices: dict[str, Packed]
     vectors: dict[str, torch.Tensor]
     last: "UnitWeights | None" = None
     first: int = 0
+    far: "Mapping[str, RowSource]" = field(default_factory=dict)
 
 
 def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
@@ -263,7 +283,7 @@ def pack_portion(source: WeightSource, portion: Portion, blob: torch.Tensor, ran
         if len(tensor.shape) == 1:
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
-            _pack_matrix(raw, tensor, out)
+            pack_matrix(raw, tensor, out)
             _put_factors(source, tensor, out)
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
@@ -308,7 +328,7 @@ def _pack_stack(
         count = len(raw) // rows if joins else 1
         raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
         some = replace(tensor, shape=(count * rows, tensor.cols), parts=0)
-        _pack_matrix(raw, some, out[place * size : (place + count) * size])
+        pack_matrix(raw, some, out[place * size : (place + count) * size])
         _put_factors(source, tensor, out[place * size : (place + count) * size], order[place : place + count])
         place += count
     source.forget_tensor(tensor.name)
@@ -365,7 +385,8 @@ def _vector(raw: np.ndarray, qtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw.tobytes()), dtype=dtype).float()
 
 
-def _pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None:
+def pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None:
+    """Write a matrix to `out` (uint8) in the packed layout; raw: its bytes as a file has them."""
     if native.is_available():
         raw = np.ascontiguousarray(raw)
         native.pack(raw, tensor.qtype, tensor.rows, tensor.cols, out)

@@ -1,17 +1,20 @@
 """--ram: what host memory may not hold stays on disk, with the same tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from cli_world import World, make_world
 from latent_files import write_latent_folder
+from qwen4exp_files import RECIPES, make_weights, write_qwen4exp
 
 import pshard
 from pshard.commands.cli_plan import main as plan
 from pshard.commands.cli_run import main as run
 from pshard.errors import UserError
 from pshard.models import open_model
+from pshard.on_disk import rows_nbytes
 from pshard.planner.price import host_limits
 from pshard.registries.store import registry_path
 
@@ -72,6 +75,31 @@ def test_cells_as_large_as_the_weights_send_weights_to_the_disk(tmp_path: Path, 
     with pshard.load(model, ram=24, type_k="f32", type_v="f32") as engine:
         assert engine.rank_plan.beyond_host and engine.memory().disk
     assert registry_path(model).read_bytes() == made
+
+
+def test_a_table_of_n_grams_larger_than_ram_stays_on_disk(world: World, tmp_path: Path, capfd) -> None:
+    """Of each token its rows are read, as many as were planned."""
+    recipe = replace(RECIPES["plain"], table=50_000)
+    path = write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe))
+    with open_model(path) as file:
+        spec = file.spec
+    with pshard.load(path, context=128, type_k="f32", type_v="f32", kernels="plain") as engine:
+        assert not engine.rank_plan.beyond_host
+        right = [engine.forward(list(range(40))), engine.forward([7])]
+    with pshard.load(path, ram=30, context=128, type_k="f32", type_v="f32", kernels="plain") as engine:
+        far, memory = engine.rank_plan.beyond_host, engine.memory()
+        assert "rows" in far and memory.host_weights + memory.arena < 26 * MIB < spec.unit("rows").packed_nbytes
+        found = [engine.forward(list(range(40)))]
+        before = engine.memory().read
+        found.append(engine.forward([7]))
+        planned = sum(rows_nbytes(spec.unit(name), spec.config, 1) for name in far)
+        assert engine.memory().read - before == planned
+    assert torch.equal(torch.stack(found), torch.stack(right))
+    flags = ["--ram", "30", "-c", "128", "-ctk", "f32", "-ctv", "f32", "--explain", "--no-validate"]
+    assert plan(["-m", str(path), *flags]) == 0
+    told = capfd.readouterr().out
+    assert "    rows       d\n" in told and "tier 1: bound by reads from disk" in told
+    assert "no plan is needed" not in told
 
 
 @pytest.mark.slow  # test_three_homes.py has the mark and the plan apart

@@ -137,13 +137,13 @@ def test_experts_that_lie_together_in_the_file_are_packed_at_once(
 ) -> None:
     file, packed = ExpertsFile(), list[int]()
     unit = replace(file.spec.unit("blk.1.experts"), order=order)
-    one_by_one, pack = torch.zeros(unit.packed_nbytes, dtype=torch.uint8), weights._pack_matrix
+    one_by_one, pack = torch.zeros(unit.packed_nbytes, dtype=torch.uint8), weights.pack_matrix
     for at, tensor in unit.offsets().values():
         size = tensor.packed_nbytes // tensor.parts
         part = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0)
         for place, number in enumerate(order or range(N_EXPERTS)):
             pack(file.part_bytes(tensor.name, number), part, one_by_one[at + place * size :][:size])
-    monkeypatch.setattr(weights, "_pack_matrix", lambda *given: (packed.append(1), pack(*given)))
+    monkeypatch.setattr(weights, "pack_matrix", lambda *given: (packed.append(1), pack(*given)))
     together = torch.zeros_like(one_by_one)
     weights.pack_unit(file, unit, together)
     assert torch.equal(together, one_by_one) and len(packed) == 3 * runs

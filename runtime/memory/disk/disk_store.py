@@ -13,9 +13,10 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.on_disk import piece_rows
-from pshard.quant import TENSOR_ALIGN, align, packed_nbytes
+from pshard.quant import TENSOR_ALIGN, align, file_nbytes, packed_nbytes
 from pshard.runtime.devices.device import Device
-from pshard.runtime.memory.disk.file_parts import FileParts, Part, largest_read
+from pshard.runtime.memory.disk.far_table import FarTable
+from pshard.runtime.memory.disk.file_parts import FilePart, FileParts, Part, largest_read
 from pshard.runtime.memory.disk.reader import AnyPiece, DiskReader, KeptPiece, PieceList
 from pshard.runtime.memory.staging import BUFFERS, CHUNK
 from pshard.runtime.memory.weights import UnitWeights, WeightSource, read_vector, view_portion
@@ -40,19 +41,24 @@ class _Blob:
 
 
 class DiskStore:
-    """What a plan leaves on disk. Vectors, which are small, lie in host memory all the time.
+    """What a plan leaves on disk. Vectors, which are small, lie in host memory all the time. Of tables rows are read as
+    they are looked up.
 
     Attributes: see Store.
     """
 
     def __init__(self, device: Device, portions: tuple[Portion, ...]) -> None:
+        self._looked_up = [portion.unit for portion in portions if portion.unit.kind.is_looked_up]
+        portions = tuple(portion for portion in portions if not portion.unit.kind.is_looked_up)
         self.held: Mapping[str, Portion] = {portion.unit.name: portion for portion in portions}
-        self.largest = max(portion.nbytes for portion in portions)
+        self.largest = max((portion.nbytes for portion in portions), default=0)
         tensors = [tensor for portion in portions for tensor in portion.unit.tensors]
         self._most = max([min(CHUNK, -(-self.largest // BUFFERS)), *map(_piece_nbytes, tensors)])
         self.least = self._most + TENSOR_ALIGN  # a job ends where the next tensor begins
         self._device = device
-        self._reader = DiskReader(max(map(largest_read, tensors)))
+        rows = [file_nbytes(t.qtype, 1, t.cols) for unit in self._looked_up for t in unit.tensors]
+        self._reader = DiskReader(max([*map(largest_read, tensors), *rows]))
+        self._tables: dict[str, dict[str, FarTable]] = {}  # by unit and role
         self._kept: dict[str, dict[str, torch.Tensor]] = {}  # vectors, by unit and role
         self._stacks: dict[str, list[_Stack]] = {}
         self._parts: dict[tuple[str, int], PieceList] = {}
@@ -71,7 +77,8 @@ class DiskStore:
 
     @property
     def nbytes(self) -> int:
-        return self._reader.nbytes + sum(v.nbytes for vectors in self._kept.values() for v in vectors.values())
+        kept = [v.nbytes for vectors in self._kept.values() for v in vectors.values()]
+        return self._reader.nbytes + sum(kept) + sum(t.nbytes for own in self._tables.values() for t in own.values())
 
     @property
     def read_bytes(self) -> int:
@@ -85,6 +92,15 @@ class DiskStore:
             self._blobs[name] = self._by_start[blob.memory.data_ptr()] = blob
             progress(portion.nbytes)
         self._starts = sorted(self._by_start)
+        lying = FileParts(self._reader, source, None)  # rows are packed where they are looked up
+        for unit in self._looked_up:
+            self._tables[unit.name] = {tensor.role: self._find_table(lying, tensor) for tensor in unit.tensors}
+            progress(unit.packed_nbytes)
+
+    def _find_table(self, parts: FileParts, tensor: TensorSpec) -> FarTable:
+        found = parts.find(tensor, None)
+        assert isinstance(found, FilePart)
+        return FarTable(self._reader, found.file, found.offset, tensor)
 
     def _list_jobs(self, source: WeightSource, parts: FileParts, portion: Portion) -> Iterator[tuple[int, PieceList]]:
         """Bytes and pieces of each job: as many pieces as a buffer of the ring takes."""
@@ -119,7 +135,9 @@ class DiskStore:
         return self._blobs[unit].memory
 
     def view(self, unit: str) -> UnitWeights:
-        """A unit's vectors, and its matrices as addresses where nothing can be read."""
+        """A unit's vectors, and its matrices as addresses where nothing can be read, or as what reads rows of them."""
+        if unit in self._tables:
+            return UnitWeights({}, {}, far=self._tables[unit])
         weights = view_portion(self.held[unit], self.blob(unit))
         return replace(weights, vectors=self._kept[unit])
 

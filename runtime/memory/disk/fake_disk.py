@@ -11,6 +11,7 @@ from pshard.machine import DiskTiming
 VARIABLE = "PSHARD_DISK"
 FAULTS = ("", "eio", "dead", "short", "hang")  # as csrc/threads/reader.cpp numbers them
 UNIT_BYTES = (1 << 16, 1 << 20, 1 << 28)  # for which a profile has timings of it
+SMALL_BYTES, DEPTH = (4 << 10, 64 << 10), 16  # the same of small reads, alone and so many at once
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -36,8 +37,14 @@ class FakeDisk:
 
     @property
     def timings(self) -> tuple[DiskTiming, ...]:
-        """As a profile has them, without a measurement: of bringing units."""
-        return tuple(DiskTiming(self.name, True, 0, 0, n, self.latency + n / self.rate) for n in UNIT_BYTES)
+        """As a profile has them, without a measurement: of bringing units, and of small reads."""
+        units = [DiskTiming(self.name, True, 0, 0, n, self.latency + n / self.rate) for n in UNIT_BYTES]
+        small = (
+            DiskTiming(self.name, True, n, depth, n, max(n / self.rate, (self.latency + n / self.rate) / depth))
+            for n in SMALL_BYTES
+            for depth in (1, DEPTH)
+        )
+        return (*units, *small)
 
 
 def read_fake_disk() -> FakeDisk | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from pshard.errors import UserError
 from pshard.on_disk import BLOCK, PIECE
 from pshard.runtime.kernels.cpu import native
@@ -88,6 +90,17 @@ class PieceList:
         self.nbytes = sum(piece.nbytes for piece in pieces if not isinstance(piece, KeptPiece))
 
 
+class RowPieces:
+    """The pieces of a job that brings rows of a table as the file has them, one behind the other."""
+
+    def __init__(self, file: int, starts: np.ndarray, nbytes: int) -> None:
+        """starts: int64 [rows], where each begins in the file; nbytes: of each."""
+        words = np.zeros((len(starts), len(PackedPiece(0, 0, 0, 0).words)), np.int64)
+        words[:] = PackedPiece(file, 0, nbytes, _UNCHECKED).words
+        words[:, 1], words[:, 7] = starts, np.arange(len(starts)) * nbytes
+        self.words, self.count = (ctypes.c_int64 * words.size).from_buffer(words), len(starts)
+
+
 class DiskReader:
     """Reads pieces of files. Where a file system refuses O_DIRECT, what was read is dropped from the page cache.
     PSHARD_DISK makes up a disk instead.
@@ -135,7 +148,7 @@ class DiskReader:
         be written to from then on, and is full when `run` returns."""
         return self._functions["submit"](self._reader, pieces.words, pieces.count, to)
 
-    def ask(self, pieces: PieceList, to: int) -> int:
+    def ask(self, pieces: PieceList | RowPieces, to: int) -> int:
         """Ask for pieces whose place, which begins at the address `to`, is free now: they come before all that is read
         ahead. Returns a number for `wait`, until which `pieces` must live."""
         return self._functions["ask"](self._reader, pieces.words, pieces.count, to)

@@ -1,0 +1,106 @@
+"""Tables on disk: rows are read from the model's file as they are looked up, with the logits of memory."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine
+from gemma4_files import GEMMAS, make_gemma4, write_gemma4
+from model_files import write_gguf
+from plan_samples import make_tier
+from qwen4exp_files import RECIPES, make_weights, write_qwen4exp
+
+from pshard.errors import StepFailed
+from pshard.homes import ON_CPU, ON_DEMAND
+from pshard.model import ModelSpec
+from pshard.models import open_model
+from pshard.on_disk import rows_nbytes
+from pshard.plan import TierPlan
+from pshard.runtime.engine import Engine
+from pshard.runtime.memory.disk import far_table
+
+FAST = "fake:rate=20G,jitter=1ms"  # rows arrive in random order
+PROMPT = [(7 * n) % 50 for n in range(60)]  # some tokens twice
+
+
+def look_up_from(spec: ModelSpec, site: str, tokens: tuple[int, ...] = (1, 64)) -> tuple[TierPlan, ...]:
+    """Tiers with all tables in one place, and all else pinned."""
+    where = {
+        u.name: (site, None) if u.kind.is_looked_up else ("pinned", "vram" if u.kind.state else None)
+        for u in spec.units
+    }
+    return tuple(make_tier(spec, n, where, 0, 256, 1, batch=tokens[-1]) for n in tokens)
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """A file of one of the models that look rows up, of one or of two tables."""
+    path = folder / "m.gguf"
+    if name == "gemma4":
+        return write_gemma4(path, GEMMAS["small"], make_gemma4(GEMMAS["small"]), "Q8_0")
+    if name == "qwen4exp":
+        return write_qwen4exp(path, RECIPES["plain"], make_weights(RECIPES["plain"]), "Q8_0")
+    return write_gguf(path, qtype="Q4_0", qtypes={"token_embd.weight": name})
+
+
+def speak(engine: Engine) -> torch.Tensor:
+    return torch.cat([engine.forward(PROMPT, all_logits=True), *(engine.forward([n], all_logits=True) for n in (3, 9))])
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "Q8_0", "BF16", "F32", "gemma4", "qwen4exp"])
+@pytest.mark.parametrize("kernels", ["fast", "plain"])
+def test_rows_from_disk_give_the_logits_of_tables_in_memory(
+    kernels: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a micro-batch looks up more rows than are read at once."""
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    monkeypatch.setattr(far_table, "BUFFER", 4096)
+    path = write_model(tmp_path, name)
+    spec = open_model(path).spec
+    found = list[torch.Tensor]()
+    for site in (ON_CPU, ON_DEMAND):
+        with open_engine(path, look_up_from(spec, site), context=256, kernels=kernels) as engine:
+            assert bool(engine.rank_plan.beyond_host) == (site == ON_DEMAND)
+            found.append(speak(engine))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "gemma4", "qwen4exp"])
+def test_a_token_reads_the_rows_that_are_planned_and_a_prompt_none_twice(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    path = write_model(tmp_path, name)
+    spec = open_model(path).spec
+    with open_engine(path, look_up_from(spec, ON_DEMAND), context=256) as engine:
+        planned = sum(rows_nbytes(unit, spec.config, 1) for unit in spec.units)
+        tables = sum(unit.packed_nbytes for unit in spec.units if unit.kind.is_looked_up)
+        assert planned and engine.memory().host_weights < tables
+        before = engine.memory().read
+        engine.forward([5])
+        assert engine.memory().read - before == planned
+        before = engine.memory().read
+        engine.forward([5, 6] * 20)
+        assert planned < engine.memory().read - before < 40 * planned
+
+
+def test_rows_that_cannot_be_read_end_the_step_with_file_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path, "Q6_K")
+    tiers = look_up_from(open_model(path).spec, ON_DEMAND)
+    monkeypatch.setenv("PSHARD_DISK", f"{FAST},fault=eio@2")
+    with open_engine(path, tiers, context=256) as engine:
+        engine.forward([1, 2, 3])  # it is tried again
+    monkeypatch.setenv("PSHARD_DISK", f"{FAST},fault=dead@2")
+    with (
+        open_engine(path, tiers, context=256) as engine,
+        pytest.raises(StepFailed, match=r"m\.gguf at byte \d+: Input"),
+    ):
+        engine.forward([1, 2, 3])
+    monkeypatch.delenv("PSHARD_DISK")
+    with open_engine(path, tiers, context=256) as engine:
+        engine.forward([1, 2, 3])
+        os.truncate(path, 4096)
+        with pytest.raises(StepFailed, match=r"m\.gguf at byte \d+: was cut while in use"):
+            engine.forward([300, 301])
