@@ -30,10 +30,11 @@ def see_machine(
     """The machine as a model's plans may use it, under --ram and with the timings of a disk where they may need it; and
     what plans are for."""
     profile = replace(limit_ram(profile, args.ram), prompt_math=args.prompt_math)
-    workloads = make_workloads(args, file.spec, profile)
+    first, *_ = make_workloads(args, file.spec, profile)
     if not elsewhere:
         use_packed(file, args.disk_cache, False, tell)
-    return assume_disk(file, profile, workloads[0], args.profile, elsewhere, tell), workloads
+    profile = assume_disk(file, profile, first, args.profile, elsewhere, tell)
+    return profile, make_workloads(args, file.spec, profile)  # a disk may hold tables that memory need not
 
 
 def ask_outlook(

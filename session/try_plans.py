@@ -341,15 +341,24 @@ def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float
     for load in sorted(loads, key=lambda load: (load.past, -load.tokens)):  # what one leaves cached, the next needs
         new = _new_tokens(engine, load)
         _fill(engine, load)
-        first = _time_runs(engine, new, load.past, 1)
-        if first < LONG:
-            first = _time_runs(engine, new, load.past, 1)
-        repeats = max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / first)))
+        repeats = _warm_up(engine, new, load.past)
         tries = [_sample(engine, new, load.past, repeats, deadline)]
         while tries[-1].disturbed >= DISTURBED and len(tries) < TRIES and time.monotonic() < deadline:
             tries.append(_sample(engine, new, load.past, repeats, deadline))
         found[load.tokens] = _best(tries)
     return found
+
+
+def _warm_up(engine: "Engine", new: list[list[int]], past: int) -> int:
+    """How many runs a sample has, by what the last warm-up took with the way back to the past."""
+    whole = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        seconds = _time_runs(engine, new, past, 1)
+        whole = time.perf_counter() - began
+        if seconds >= LONG:
+            break
+    return max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / whole)))
 
 
 def _sample(engine: "Engine", new: list[list[int]], past: int, repeats: int, deadline: float) -> Timed:
@@ -378,12 +387,14 @@ def _fill(engine: "Engine", load: "TierLoad") -> None:
 
 
 def _time_runs(engine: "Engine", new: list[list[int]], past: int, repeats: int) -> float:
-    """Mean seconds of one run, each from the same past."""
-    started = time.perf_counter()
+    """Mean seconds of one run, each from the same past, which a state that cannot be cut back is computed again for."""
+    seconds = 0.0
     for _ in range(repeats):
         engine.reset(length=past)
+        started = time.perf_counter()
         engine.forward(new)
-    return (time.perf_counter() - started) / repeats
+        seconds += time.perf_counter() - started
+    return seconds / repeats
 
 
 def _ids(engine: "Engine", n: int, seed: int) -> list[int]:

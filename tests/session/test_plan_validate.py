@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_world import World, made_up_profile, make_world
+from manual_clock import ManualClock
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 from rich.console import Console
 from short_searches import lengthen_searches
@@ -385,6 +386,15 @@ def test_the_spread_of_a_sample_is_how_far_its_runs_were_from_the_middle(monkeyp
     monkeypatch.setattr(validating, "_time_runs", lambda engine, new, past, repeats: next(took))
     monkeypatch.setattr(validating, "disturbed_share", lambda before, after: 0.0)
     assert validating._sample(None, [[0]], 0, 1, math.inf) == Timed(0.011, 0.0, pytest.approx(0.003))
+
+
+def test_what_is_computed_again_to_go_back_is_no_part_of_a_run(monkeypatch):
+    """A state that cannot be cut back makes that take longer than the run."""
+    clock = ManualClock()
+    monkeypatch.setattr(validating, "time", clock)
+    engine = SimpleNamespace(reset=lambda length: clock.sleep(1.0), forward=lambda new: clock.sleep(0.01))
+    assert validating._time_runs(engine, [[0]], 7, 3) == pytest.approx(0.01)
+    assert validating._warm_up(engine, [[0]], 7) == 1  # as many as fit in a sample with the way back
 
 
 @pytest.mark.parametrize(
