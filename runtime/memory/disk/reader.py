@@ -98,7 +98,7 @@ class RowPieces:
         words = np.zeros((len(starts), len(PackedPiece(0, 0, 0, 0).words)), np.int64)
         words[:] = PackedPiece(file, 0, nbytes, _UNCHECKED).words
         words[:, 1], words[:, 7] = starts, np.arange(len(starts)) * nbytes
-        self.words, self.count = (ctypes.c_int64 * words.size).from_buffer(words), len(starts)
+        self.words, self.count = words.ctypes.data_as(ctypes.c_void_p), len(starts)  # which keeps the words
 
 
 class DiskReader:
