@@ -14,10 +14,10 @@ class Routing:
 
     `scores`, `normed`, `early`, `beside` and what follows `choice_bias` are as in `Experts`; files of latent attention
     are V3's where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
-    `norm_fixed`: `normed` is so whatever files say. `shared_unsaid`: shared experts where a GGUF file has no number of
-    them; None: it must have one. `shared_sized`: it says how many rows they have, whatever their number.
-    `sizes_as_dense`: experts have as many rows as the FFN of its dense
-    relative. `listed`: files say of each layer whether it has experts. `beside` says how many rows the FFN beside
+    `norm_fixed`: `normed` is so whatever files say; `norm_told`: whatever GGUF files say, but folders tell.
+    `shared_unsaid`: shared experts where a GGUF file has no number of them; None: it must have one. `shared_sized`: it
+    says how many rows they have, whatever their number. `sizes_as_dense`: experts have as many rows as the FFN of its
+    dense relative. `listed`: files say of each layer whether it has experts. `beside` says how many rows the FFN beside
     experts has: as many as an expert ("expert"), which then is the expert that all tokens share, or as the stream is
     wide ("width").
     """
@@ -31,6 +31,7 @@ class Routing:
     activation: str = "silu"
     biases: bool = False
     norm_fixed: bool = False
+    norm_told: bool = False
     shared_unsaid: int | None = None
     shared_sized: bool = False
     early: str = ""
@@ -61,8 +62,9 @@ class Architecture:
     `multiplied`: what is multiplied by a number that files give: "embedding", "residual" (what layers add), "score",
     "logits", or "1/logits", which these are divided by. `warmed`: queries are multiplied by a temperature where files
     give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms' weights
-    less 1. `windows`: files may give all its layers a window. `by_layer`: files say which layers have a window, whose
-    heads are others; values are normalised, and are what keys are made of where a layer has no matrix for them.
+    less 1. `windows`: files may give all its layers a window; `folder_windows`: folders may, "all" of them or those
+    that they have "listed". `by_layer`: files say which layers have a window, whose heads are others; values are
+    normalised, and are what keys are made of where a layer has no matrix for them.
     `defaults`: what config.json may leave out.
     `remote`: its folders need code of their own, so only its GGUF files are read. `sloped`: scores fall with
     distance (ALiBi), and heads are not rotated; `sloped_layers`: so is one with so many, and its files do not say
@@ -112,6 +114,7 @@ class Architecture:
     embedded_by_root: bool = False
     norms_less_one: bool = False
     windows: bool = False
+    folder_windows: str = ""
     remote: bool = False
     sloped: bool = False
     sloped_layers: int = 0
@@ -150,6 +153,13 @@ class Architecture:
         sloped = self.sloped or n_layers == self.sloped_layers > 0
         return replace(self, sloped=True, still_every=1) if sloped else self
 
+    def of_settings(self, settings: Mapping[str, Any]) -> "Architecture":
+        """The same of a folder whose settings say that it lacks biases."""
+        said = {"attention_bias": _ATTENTION_BIASES, "qkv_bias": _QKV, "mlp_bias": _FFN_BIASES}
+        lacks = {bias for key, biases in said.items() if settings.get(key) is False for bias in biases}
+        kept = tuple(bias for bias in self.biases if bias not in lacks)
+        return replace(self, biases=kept, optional_biases=(*self.optional_biases, *(lacks & set(self.biases))))
+
     @property
     def declared(self) -> dict[str, Any]:
         """What `ModelConfig` has of it under the same names, whatever a file says."""
@@ -161,8 +171,10 @@ _DECLARED = (
     *("wide_qk_norm", "norms", "centred", "parallel", "sloped", "gate_curve", "chunked"),
 )
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+_ATTENTION_BIASES = (*_QKV, "attn_output.bias")
 _NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
-_ALL_BIASES = (*_QKV, "attn_output.bias", "ffn_up.bias", "ffn_down.bias")
+_FFN_BIASES = ("ffn_up.bias", "ffn_down.bias")
+_ALL_BIASES = (*_ATTENTION_BIASES, *_FFN_BIASES)
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
 
@@ -195,7 +207,7 @@ _GEMMA = _defaults(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192
 _LFM2 = _defaults(
     norm_eps=1e-5, rope_theta=1e6, tie_word_embeddings=True, block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0
 )
-_LFM2_MOE = _defaults(norm_eps=1e-5, rope_theta=1e6, tie_word_embeddings=True, num_dense_layers=2)
+_LFM2_MOE = _defaults(norm_eps=1e-5, rope_theta=1e6, tie_word_embeddings=True, num_dense_layers=2, norm_topk_prob=True)
 _GEMMA2 = _defaults(
     **_GEMMA,
     query_pre_attn_scalar=256,
@@ -265,11 +277,17 @@ _MIMO2 = _defaults(  # MiMoV2FlashConfig of transformers
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
     },
 )
-_ERNIE = _defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
+_ERNIE_ALL = _defaults(rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
+_ERNIE = _defaults(**_ERNIE_ALL, head_dim=128)
 _GRANITE = ("embedding", "residual", "score", "1/logits")
 _DEEPSEEK_V3 = Routing(scores="sigmoid", normed=False, shared=True, choice_bias=True)
 _ERNIE_MOE = _defaults(
-    **_ERNIE, moe_num_experts=64, moe_k=6, moe_num_shared_experts=2, moe_layer_start_index=1, moe_intermediate_size=1536
+    **_ERNIE_ALL,
+    moe_num_experts=64,
+    moe_k=6,
+    moe_num_shared_experts=2,
+    moe_layer_start_index=1,
+    moe_intermediate_size=1536,
 )
 _GLM_LITE = _defaults(first_k_dense_replace=1, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.8)
 _LLAMA4 = _defaults(  # Llama4TextConfig of transformers
@@ -322,19 +340,20 @@ _GEMMA4_DENSE = Architecture(
     defaults=_GEMMA4,
 )
 ARCHITECTURES = (
-    Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
+    Architecture("llama", "llama", "adjacent", optional_biases=_ATTENTION_BIASES),
     Architecture("mistral", "llama", "adjacent", windows=True),
-    Architecture("qwen2", "qwen2", "halves", biases=_QKV),
-    Architecture("qwen3", "qwen3", "halves", optional_biases=(*_QKV, "attn_output.bias"), qk_norm=True),
-    Architecture("mixtral", "llama", "adjacent", routing=Routing(sizes_as_dense=True)),
-    Architecture("qwen2_moe", "qwen2moe", "halves", biases=_QKV, routing=_QWEN2_MOE),
+    Architecture("qwen2", "qwen2", "halves", biases=_QKV, folder_windows="listed"),
+    Architecture("qwen3", "qwen3", "halves", optional_biases=_ATTENTION_BIASES, qk_norm=True, folder_windows="listed"),
+    Architecture("mixtral", "llama", "adjacent", routing=Routing(sizes_as_dense=True), folder_windows="all"),
+    Architecture("qwen2_moe", "qwen2moe", "halves", biases=_QKV, routing=_QWEN2_MOE, folder_windows="listed"),
     Architecture(
         "qwen3_moe",
         "qwen3moe",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         qk_norm=True,
         routing=Routing(),
+        folder_windows="all",
     ),
     Architecture(
         "glm4_moe",
@@ -350,7 +369,15 @@ ARCHITECTURES = (
     Architecture("deepseek_v3", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
     Architecture("kimi_k2", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
     Architecture("glm4_moe_lite", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3, defaults=_GLM_LITE),
-    Architecture("dots1", "dots1", "halves", qk_norm=True, routing=_DEEPSEEK_V3),
+    Architecture(
+        "dots1",
+        "dots1",
+        "halves",
+        qk_norm=True,
+        routing=_DEEPSEEK_V3,
+        folder_windows="listed",
+        optional_biases=_ATTENTION_BIASES,
+    ),
     Architecture(
         "hy_v3",
         "hy_v3",
@@ -358,6 +385,7 @@ ARCHITECTURES = (
         qk_norm=True,
         routing=replace(_DEEPSEEK_V3, shared_unsaid=1, shared_sized=True),
         defaults=_HY_V3,
+        optional_biases=_ATTENTION_BIASES,
     ),
     Architecture(
         "ernie4_5_moe",
@@ -377,12 +405,13 @@ ARCHITECTURES = (
         "adjacent",
         multiplied=_GRANITE,
         routing=Routing(sizes_as_dense=True, norm_fixed=True, shared=True, shared_unsaid=0),
+        optional_biases=_ATTENTION_BIASES,
     ),
     Architecture(
         "gpt_oss",
         "gpt-oss",
         "halves",
-        biases=(*_QKV, "attn_output.bias"),
+        biases=_ATTENTION_BIASES,
         ffn_norm="post_attention_norm.weight",
         sinks=True,
         window_every=2,
@@ -393,18 +422,30 @@ ARCHITECTURES = (
     _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, norm_fixed=True)),
     replace(_hybrid("qwen4_exp_text", "qwen4exp", "tiled", _QWEN3_NEXT), norms="none", streamed=True, remote=True),
     Architecture(
-        "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
+        "smollm3",
+        "smollm3",
+        "adjacent",
+        optional_biases=_ATTENTION_BIASES,
+        still_every=4,
+        defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True),
     ),
-    Architecture("granite", "granite", "adjacent", multiplied=_GRANITE),
+    Architecture("granite", "granite", "adjacent", multiplied=_GRANITE, optional_biases=_ATTENTION_BIASES),
     Architecture(
         "seed_oss",
         "seed_oss",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         ffn_norm="post_attention_norm.weight",
         defaults=_defaults(attention_bias=True),
     ),
-    Architecture("qwen3_vl_text", "qwen3vl", "halves", qk_norm=True, defaults=_defaults(rope_theta=5e5)),
+    Architecture(
+        "qwen3_vl_text",
+        "qwen3vl",
+        "halves",
+        qk_norm=True,
+        defaults=_defaults(rope_theta=5e5),
+        optional_biases=_ATTENTION_BIASES,
+    ),
     Architecture(
         "qwen3_vl_moe_text",
         "qwen3vlmoe",
@@ -412,8 +453,9 @@ ARCHITECTURES = (
         qk_norm=True,
         routing=Routing(),
         defaults=_defaults(rope_theta=5e5, norm_topk_prob=True),
+        optional_biases=_ATTENTION_BIASES,
     ),
-    Architecture("ministral3", "mistral3", "adjacent", warmed=True),
+    Architecture("ministral3", "mistral3", "adjacent", warmed=True, folder_windows="all"),
     Architecture(
         "glm4",
         "glm4",
@@ -435,12 +477,14 @@ ARCHITECTURES = (
         parallel=True,
         multiplied=("logits",),
         defaults=_COHERE2,
+        optional_biases=_ATTENTION_BIASES,
     ),
     *(
         Architecture(
             name,
             "olmo2",
             "halves",
+            optional_biases=_ATTENTION_BIASES,
             qk_norm=True,
             wide_qk_norm=True,
             norms="after",
@@ -464,7 +508,7 @@ ARCHITECTURES = (
         "cohere",
         "command-r",
         "adjacent",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         hf_pairing="adjacent",
         centred=True,
         parallel=True,
@@ -504,14 +548,12 @@ ARCHITECTURES = (
     Architecture(
         "grove_moe", "grovemoe", "halves", qk_norm=True, routing=Routing(norm_fixed=True, chunked=True), remote=True
     ),
-    Architecture(
-        "nemotron-nas", "deci", "adjacent", optional_biases=(*_QKV, "attn_output.bias"), uneven=True, remote=True
-    ),
+    Architecture("nemotron-nas", "deci", "adjacent", optional_biases=_ATTENTION_BIASES, uneven=True, remote=True),
     Architecture(
         "smallthinker",
         "smallthinker",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         full_every=4,
         still_every=4,
         first_full=True,
@@ -523,7 +565,7 @@ ARCHITECTURES = (
         "llama4_text",
         "llama4",
         "adjacent",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         optional_qk_norm=True,
         bare_head_norms=True,
         hf_pairing="adjacent",
@@ -543,7 +585,16 @@ ARCHITECTURES = (
         defaults=_LLAMA4,
     ),
     Architecture("plamo", "plamo", "halves", parallel=True, remote=True),
-    Architecture("olmo", "olmo", "adjacent", centred=True, unweighted=True, clamped=True, defaults=_OLMO),
+    Architecture(
+        "olmo",
+        "olmo",
+        "adjacent",
+        centred=True,
+        unweighted=True,
+        clamped=True,
+        defaults=_OLMO,
+        optional_biases=_ATTENTION_BIASES,
+    ),
     Architecture("orion", "orion", "halves", biases=_NORM_BIASES, centred=True, remote=True),
     Architecture(
         "stablelm",
@@ -607,7 +658,7 @@ ARCHITECTURES = (
         "apertus",
         "apertus",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         qk_norm=True,
         activation="xielu",
         ungated=True,
@@ -617,7 +668,7 @@ ARCHITECTURES = (
         "hunyuan_v1_dense",
         "hunyuan-dense",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         qk_norm=True,
         turned_norms=True,
         defaults=_defaults(rms_norm_eps=1e-5),
@@ -626,7 +677,7 @@ ARCHITECTURES = (
         "hunyuan_v1_moe",
         "hunyuan-moe",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         qk_norm=True,
         turned_norms=True,
         routing=Routing(norm_fixed=True, sizes_as_dense=True, shared=True, shared_unsaid=1, shared_sized=True),
@@ -646,6 +697,7 @@ ARCHITECTURES = (
         embedded_by_root=True,
         norms_less_one=True,
         defaults=_GEMMA3,
+        optional_biases=_ATTENTION_BIASES,
     ),
     Architecture(
         "gemma",
@@ -655,6 +707,7 @@ ARCHITECTURES = (
         embedded_by_root=True,
         norms_less_one=True,
         defaults=_GEMMA,
+        optional_biases=_ATTENTION_BIASES,
     ),
     Architecture(
         "gemma2",
@@ -668,6 +721,7 @@ ARCHITECTURES = (
         embedded_by_root=True,
         norms_less_one=True,
         defaults=_GEMMA2,
+        optional_biases=_ATTENTION_BIASES,
     ),
     Architecture("lfm2", "lfm2", "halves", qk_norm=True, conv=True, defaults=_LFM2),
     Architecture(
@@ -676,7 +730,7 @@ ARCHITECTURES = (
         "halves",
         qk_norm=True,
         conv=True,
-        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True),
+        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, norm_told=True),
         defaults=_LFM2_MOE,
     ),
     _GEMMA4_DENSE,
@@ -685,7 +739,7 @@ ARCHITECTURES = (
         "laguna",
         "laguna",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         qk_norm=True,
         partial=True,
         windows=True,
@@ -699,7 +753,7 @@ ARCHITECTURES = (
         "step3p5",
         "step35",
         "halves",
-        optional_biases=(*_QKV, "attn_output.bias"),
+        optional_biases=_ATTENTION_BIASES,
         optional_qk_norm=True,
         partial=True,
         windows=True,
@@ -726,7 +780,9 @@ ARCHITECTURES = (
     Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
     Architecture("paddleocr_vl_text", "paddleocr", "halves", defaults=_ERNIE),
     *(
-        Architecture(name, "qwen2vl", "halves", biases=_QKV, defaults=_defaults(rope_theta=1e6))
+        Architecture(
+            name, "qwen2vl", "halves", biases=_QKV, folder_windows="listed", defaults=_defaults(rope_theta=1e6)
+        )
         for name in ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
     ),
     Architecture("exaone", "exaone", "halves", remote=True),
@@ -735,7 +791,7 @@ ARCHITECTURES = (
     Architecture("xverse", "xverse", "adjacent", remote=True),
     Architecture("baichuan", "baichuan", "adjacent", remote=True, sloped_layers=40),
     Architecture("refact", "refact", "halves", sloped=True, remote=True),
-    Architecture("PanguEmbedded", "pangu-embedded", "halves", optional_biases=(*_QKV, "attn_output.bias"), remote=True),
+    Architecture("PanguEmbedded", "pangu-embedded", "halves", optional_biases=_ATTENTION_BIASES, remote=True),
 )
 
 

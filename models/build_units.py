@@ -191,7 +191,10 @@ class UnitMaker:
         if rule.chunks:
             yield unit(block + "chunks", CHUNKS, i, _chunks(rule, d, block))
         if rule.apart:
-            yield unit(block + "blend", BLEND, i, _blend(d, block, LAYER_SCALE in self._roles))
+            scaled = LAYER_SCALE in self._roles
+            yield unit(block + "blend", BLEND, i, _blend(d, block, scaled and not config.row_width))
+            if config.row_width:
+                yield unit(block + "rows", LAYER_ROWS, i, _layer_rows(config, block, scaled))
 
     def _mixes(self, i: int, before: str) -> Iterator[Unit]:
         """The mix of streams before a layer's block, and what n-grams add to them before that."""

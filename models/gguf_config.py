@@ -93,8 +93,8 @@ def gguf_config(
         clamp=keys.factor(_CLAMP),
         **arch.declared | ({"parallel": True} if arch.may_be_parallel and NORM not in stored else {}),
     )
-    if arch.turned_norms or (arch.bare_head_norms and config.qk_norm):  # which undo what multiplies sine and cosine
-        config = replace(config, rope=replace(config.rope, attention_factor=1.0))
+    if arch.turned_norms or (arch.bare_head_norms and config.qk_norm):
+        config = config.normed_once_turned()
     if experts and experts.beside:
         config = with_rows_beside(arch, keys, config, keys.integer("feed_forward_length", experts.d_expert))
     config = gguf_uneven(keys, config) if arch.uneven else config

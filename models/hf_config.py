@@ -83,8 +83,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         clamp=keys.factor("clip_qkv") if arch.clamped else 0.0,
         **arch.declared | ({"parallel": True} if parallel else {}),
     )
-    if arch.turned_norms or (arch.bare_head_norms and made.qk_norm):  # which undo what multiplies sine and cosine
-        made = replace(made, rope=replace(made.rope, attention_factor=1.0))
+    if arch.turned_norms or (arch.bare_head_norms and made.qk_norm):
+        made = made.normed_once_turned()
     if experts and experts.beside:
         made = with_rows_beside(arch, keys, made, keys.integer("intermediate_size_mlp", 16384))
     return check_config(arch, hf_numbers(arch, keys, made), where)

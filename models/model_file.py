@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
 
 NAMED_AS = {"hy_v3": "dots1", "laguna": "step35"}  # gguf 0.19 lacks the former, whose tensors have the latter's names
+_FOLDER_HEAD = "lm_head.weight"
 
 
 class ModelFile:
@@ -244,7 +245,7 @@ def _open_folder(folder: Path) -> ModelFile:
         raise UserError(f"{folder}: a folder of GGUF files; give one of them: {', '.join(names[:8])}")
     metadata, where = take_text_settings(read_json(folder / "config.json")), str(folder / "config.json")
     mixes = metadata.get("enable_moe_block") is True
-    arch = find_hf_architecture(metadata.get("model_type"), where, has_experts=mixes)
+    arch = find_hf_architecture(metadata.get("model_type"), where, has_experts=mixes).of_settings(metadata)
     scheme = read_scheme(metadata, arch.sinks, where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
@@ -256,7 +257,7 @@ def _open_folder(folder: Path) -> ModelFile:
         by_hf_name, drafting = take_folder_head(by_hf_name, drafting, config.n_layers)
     settings = {**arch.defaults, **metadata}
     tied = settings.get("tie_word_embeddings")
-    tensors, more = _arrange_folder(arch, config, by_hf_name, tied is True)
+    tensors, more = _arrange_folder(arch, config, by_hf_name, tied is True and _copies_table(by_hf_name))
     tensors = make_vectors(arch, config, {}, tensors, where)
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
@@ -317,6 +318,20 @@ def _build_spec(
     return ModelSpec(name, str(path), config, build_units(arch, config, tensors, str(path)))
 
 
+def _copies_table(stored: dict[str, StoredTensor]) -> bool:
+    """Whether the head that a folder has beside its embedding is the same, as far as a few of its pieces tell. As in
+    transformers, another one is a head of its own, whatever config.json says."""
+    head, table = stored.get(_FOLDER_HEAD), stored.get("model.embed_tokens.weight")
+    if head is None or table is None:
+        return True
+    if {type(head), type(table)} != {StoredTensor} or (head.qtype, head.shape) != (table.qtype, table.shape):
+        return False
+    head.check_type()
+    size = min(head.nbytes, 4096)
+    places = {(head.nbytes - size) * i // 15 for i in range(16)}
+    return all(head.file.copy(head.offset + at, size) == table.file.copy(table.offset + at, size) for at in places)
+
+
 def _rename(
     arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], tied: bool
 ) -> dict[str, StoredTensor]:
@@ -328,11 +343,11 @@ def _rename(
     names = gguf.get_tensor_name_map(known, min(config.n_layers, len(stored)))
     renamed = {}
     for key, tensor in stored.items():
-        if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
+        if key.endswith(".rotary_emb.inv_freq") or (tied and key == _FOLDER_HEAD):
             continue
         key = rename_choice(rename_experts(rename_scales(key)))
         key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
-        name = names.get_name(key, (".weight", ".bias")) or key
+        name = HEAD if key == _FOLDER_HEAD else names.get_name(key, (".weight", ".bias")) or key
         renamed[rename_role(arch, name)] = flatten_row(name, tensor)
     return renamed

@@ -108,10 +108,10 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         d_expert,
         scores=routing.scores,
         normed=routing.normed
-        if routing.norm_fixed
+        if routing.norm_fixed and not routing.norm_told
         else keys.flag("norm_topk_prob", True if routing.sizes_as_dense else None),
         scale=keys.real(_name(keys, _SCALES), 1.0, FACTORS),
-        choice_bias=routing.choice_bias,
+        choice_bias=routing.choice_bias and keys.flag("use_expert_bias", True),
         activation=routing.activation,
         biases=routing.biases,
         groups=1 if keys.get("topk_method") == "greedy" else keys.integer("n_group", 1),

@@ -305,6 +305,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # what logits are multiplied by
     activation: str = "silu"  # of gates: "silu", "gelu" by its approximation with tanh, or "gelu16", half as exact
     ungated: bool = False  # FFNs have no gate
+    heads_eps: float = 0.0  # of norms of heads; 0: as of others
     own_head_norms: bool = False  # q and k of every head are normalised by weights of their own, as the stream is
     clamp: float = 0.0  # q, k and v are within +-clamp; 0: as they are
     norms: str = "before"  # of attention and FFN: "before" them, "after" them, as it is added, "both", or "none"
@@ -359,6 +360,12 @@ class ModelConfig:
     def normed_after(self) -> bool:
         """Whether what attention and FFN give is normalised before it is added."""
         return self.norms in ("after", "both")
+
+    def normed_once_turned(self) -> "ModelConfig":
+        """The same of a model that normalises heads once they are turned, which undoes what multiplies sine and cosine:
+        f is left out, and what is added to the mean of squares divided by f squared."""
+        by = self.rope.attention_factor or 1.0
+        return replace(self, rope=replace(self.rope, attention_factor=1.0), heads_eps=self.norm_eps / by**2)
 
     @property
     def inner_eps(self) -> float:

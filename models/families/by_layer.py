@@ -173,8 +173,9 @@ def _hf_heads(keys: Keys, windows: tuple[bool, ...]) -> tuple[tuple[int, int], t
     full_dim, full_kv = keys.length("global_head_dim", 512), kv
     if keys.values.get("attention_k_eq_v") is True and keys.get("num_global_key_value_heads") is not None:
         full_kv = keys.integer("num_global_key_value_heads")
-    given = keys.values.get("per_layer_config") or {}  # as transformers 5.23 saves it
-    heads = [(dim, kv) if seen or given else (full_dim, full_kv) for seen in windows]
+    saved = keys.values.get("per_layer_config")  # as transformers 5.23 saves it, also where all heads are alike
+    given = {} if saved is None else saved
+    heads = [(dim, kv) if seen or saved is not None else (full_dim, full_kv) for seen in windows]
     if not isinstance(given, dict):
         keys.refuse("per_layer_config", "does not say what is of which layer")
     for number, own in given.items():

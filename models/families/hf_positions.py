@@ -30,12 +30,20 @@ def split_positions(config: Mapping[str, Any], window_base: float = 0.0) -> tupl
     window_base: of the latter where a folder does not say; 0: as of the others."""
     given, base = config.get("rope_parameters"), window_base or config.get("rope_theta")
     if isinstance(given, dict) and "full_attention" in given:
-        local = {"rope_theta": base, "rope_parameters": given.get("sliding_attention")}
-        return {**config, "rope_parameters": given["full_attention"]}, {**config, "rope_scaling": None, **local}
+        local = {"rope_theta": base, "rope_parameters": of_kind(given, "sliding_attention")}
+        full = of_kind(given, "full_attention")
+        return {**config, "rope_parameters": full}, {**config, "rope_scaling": None, **local}
     if not window_base:  # transformers' Olmo3Config goes by rope_theta where it does not say what is of which layers
         config = {**config, "rope_parameters": None}
     base = config.get("rope_local_base_freq") or base
     return dict(config), {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": base}
+
+
+def of_kind(given: Mapping[str, Any], kind: str) -> Any:
+    """What rope_parameters say of layers of one kind. Whether YaRN's range is rounded is said of all kinds at once, as
+    transformers reads it."""
+    found = given.get(kind)
+    return {**found, "truncate": given.get("truncate", True)} if isinstance(found, dict) and found else found
 
 
 def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: int, where: str) -> Rope:

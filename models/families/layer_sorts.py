@@ -12,7 +12,7 @@ from typing import Any
 
 from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.models.architectures import Architecture
-from pshard.models.families.hf_positions import hf_rope
+from pshard.models.families.hf_positions import hf_rope, of_kind
 from pshard.models.hybrid.made_tensors import take_rows
 from pshard.models.hybrid.read_delta import check_layers
 from pshard.models.keys import BASES, FACTORS, Keys
@@ -225,7 +225,8 @@ def hf_ropes(arch: Architecture, keys: Keys, head_dim: int, context: int) -> tup
     if lacking or not here:
         keys.refuse("rope_parameters", f"says nothing of layers with {' and '.join(sorted(lacking or {_FULL}))}")
     ropes = {
-        kind: hf_rope({"rope_parameters": found[kind]}, turned[kind], head_dim, context, keys.where) for kind in here
+        kind: hf_rope({"rope_parameters": of_kind(found, kind)}, turned[kind], head_dim, context, keys.where)
+        for kind in here
     }
     one = next(iter(ropes.values()))
     return ropes.get(_FULL, one), ropes.get(_WINDOWED, one)

@@ -12,6 +12,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.families.by_layer import gguf_layers, hf_chunks, hf_layers
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.layer_sorts import hf_sorts
+from pshard.models.hybrid.read_delta import check_layers
 from pshard.models.keys import BASES, FACTORS, Keys
 
 _GGUF_MULTIPLIERS = {
@@ -24,6 +25,7 @@ _HF_MULTIPLIERS = {
 _UNSAID: dict[str, Callable[[ModelConfig], dict[str, float]]] = {  # by files without the keys, as MiniCPM's first
     "minicpm": lambda c: {"embedding": 12.0, "residual": 1.4 / math.sqrt(c.n_layers), "1/logits": c.d_model / 256},
 }
+_PATTERN = "sliding_window_pattern"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # of scores, of logits
 GGUF_GELU = "gelu16"  # as llama.cpp, which such files are made for, computes it
 _LAYERS_OF_27B = {"gemma3": 62, "gemma2": 46}  # files do not say how scores are scaled, which differs in these
@@ -73,7 +75,7 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
     """The config with what config.json says of these. Raises UserError that names the key."""
     if arch.chunked:
         return hf_chunks(keys, config)
-    _check_hf_layers(arch, keys, config)
+    config = _place_layers(arch, keys, config)
     config = _multiply(config, {what: keys.real(_HF_MULTIPLIERS[what], 1.0, FACTORS) for what in arch.multiplied})
     if arch.sorted:
         return hf_sorts(arch, keys, config)
@@ -91,6 +93,8 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
     if arch.capped:
         config = replace(config, score_cap=keys.factor(CAPS[0]), logit_cap=keys.factor(CAPS[1]))
     if arch.full_every and not arch.still_every:
+        if not config.sliding_window:
+            return config
         local = hf_rope(
             split_positions(keys.values, arch.window_base)[1], arch.rotated, config.head_dim, config.context, keys.where
         )
@@ -130,23 +134,45 @@ def _check_gguf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> N
         keys.refuse("rope.dimension_sections", f"is {sections}, which is not supported in this architecture")
 
 
-def _check_hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> None:
-    """Raise UserError where windows, or heads that are not turned, are in other layers than the architecture has them
-    in."""
-    kinds, pattern = keys.values.get("layer_types"), keys.values.get("sliding_window_pattern")
-    lacks = arch.may_lack_windows and not keys.values.get("sliding_window")
-    if lacks and isinstance(kinds, list) and "sliding_attention" in kinds:
-        keys.refuse("layer_types", "has layers with windows, but sliding_window does not say how long these are")
-    if (arch.full_every or arch.window_every > 1) and isinstance(kinds, list):
-        _check_windows(keys, config, "layer_types", [kind == "sliding_attention" for kind in kinds])
-    elif arch.full_every and pattern is not None:
-        keys.refuse_unless("sliding_window_pattern", arch.full_every, "L" * (arch.full_every - 1) + "G")
+def _place_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with windows, and heads that are not turned, in the layers that config.json lists. Raises UserError
+    that names the key for a list of another length, or windows whose length nothing says."""
+    check_layers(keys, config.n_layers)
+    windows = _list_windows(arch, keys, config)
+    if windows:
+        if any(windows) and not keys.values.get("sliding_window"):
+            keys.refuse("layer_types", "has layers with windows, but sliding_window does not say how long these are")
+        if windows != tuple(map(config.has_window, range(config.n_layers))) or arch.folder_windows:
+            length = config.sliding_window if any(windows) else 0
+            still = tuple(not seen for seen in windows) if arch.still_every else ()
+            config = replace(config, sliding_window=length, windows_in=windows, still_in=still)
     turned = keys.values.get("no_rope_layers")
-    if arch.still_every and isinstance(turned, list):
-        if len(turned) != config.n_layers or turned != [int(not config.is_still(i)) for i in range(config.n_layers)]:
-            keys.refuse("no_rope_layers", f"names other layers than the last of each {arch.still_every}")
-    elif arch.still_every:
-        keys.refuse_unless("no_rope_layer_interval", arch.still_every)
+    if not arch.still_every or (turned is None and keys.get("no_rope_layer_interval") is None):
+        return config
+    if turned is None:
+        step = keys.integer("no_rope_layer_interval")
+        turned = [int((i + 1) % step != 0) for i in range(config.n_layers)]
+    still = tuple(not one for one in turned) if isinstance(turned, list) else ()
+    if len(still) != config.n_layers or not all(one in (0, 1) for one in turned):
+        keys.refuse("no_rope_layers", f"does not say of each of {config.n_layers} layers if it is rotated")
+    return config if still == tuple(map(config.is_still, range(config.n_layers))) else replace(config, still_in=still)
+
+
+def _list_windows(arch: Architecture, keys: Keys, config: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has a window, as config.json says it; (): as the architecture has them."""
+    if arch.folder_windows == "all" and config.sliding_window:
+        return (True,) * config.n_layers
+    if not (arch.full_every or arch.window_every > 1 or arch.folder_windows or arch.may_lack_windows):
+        return ()
+    kinds, pattern = keys.kinds("layer_types", "sliding_attention", "full_attention"), keys.get(_PATTERN)
+    if kinds is None and (pattern in (None, arch.full_every, "L" * (arch.full_every - 1) + "G") or not arch.full_every):
+        return ()
+    if kinds is None:
+        each = keys.integer(_PATTERN)
+        return tuple((i + 1) % each != 0 for i in range(config.n_layers))
+    if len(kinds) != config.n_layers:
+        keys.refuse("layer_types", f"does not say of each of {config.n_layers} layers if it has a window")
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _check_windows(keys: Keys, config: ModelConfig, key: str, found: list[bool]) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 from pshard.models.stored import StoredTensor
 
-_SHARED = ("tie_word_embeddings", "quantization_config")  # that stand beside the text part
+_TIED = "tie_word_embeddings"
+_SHARED = (_TIED, "quantization_config")  # that stand beside the text part
 _TEXT = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _SIGHT = (
     "visual.",
@@ -30,9 +31,9 @@ def take_text_settings(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    return {key: config[key] for key in _SHARED if config.get(key) is not None} | {
-        key: value for key, value in text.items() if value is not None or key not in _SHARED
-    }
+    own = {key: value for key, value in text.items() if value is not None or key not in _SHARED}
+    found = {key: config[key] for key in _SHARED if config.get(key) is not None} | own
+    return found | ({_TIED: True} if config.get(_TIED) is True else {})
 
 
 def take_text_tensors(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:

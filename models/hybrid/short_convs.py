@@ -34,7 +34,7 @@ def gguf_conv(keys: Keys, n_layers: int) -> ShortConv:
 def hf_conv(keys: Keys, n_layers: int) -> ShortConv:
     """From config.json. Raises UserError that names the key."""
     check_layers(keys, n_layers)
-    for key, known in (("conv_bias", False), ("tie_embedding", True), ("use_expert_bias", True)):
+    for key, known in (("conv_bias", False), ("tie_embedding", True)):
         keys.refuse_unless(key, known)
     kinds, full = keys.kinds("layer_types", "conv", "full_attention"), keys.values.get("full_attn_idxs")
     if kinds is not None:

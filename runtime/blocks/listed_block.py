@@ -188,7 +188,7 @@ class Course:
     def rotate(self, rotate: Rotate) -> None:
         side, rows, qkv = self.work.side, self.rows(rotate.windowed), self.heads(rotate)
         q_norm, k_norm = (*(self.vector(norm.role) for norm in rotate.norms), None, None)[:2]
-        heads, eps = (rotate.n_heads, rotate.n_kv_heads, rotate.head_dim), side.config.norm_eps
+        heads, eps = (rotate.n_heads, rotate.n_kv_heads, rotate.head_dim), side.config.heads_eps or side.config.norm_eps
         where = side.ropes[rotate.rope], rows, self.state
         side.kernels.rope_store(qkv, heads, q_norm, k_norm, eps, *where, values=rotate.values)
         if rotate.warms and TEMPERATURE in side.space.tensors:  # where any position has another one than 1

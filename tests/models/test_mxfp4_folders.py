@@ -104,7 +104,7 @@ def test_windows_in_other_layers_are_refused(published: Path, tmp_path: Path) ->
     (tmp_path / "model.safetensors").symlink_to(published / "model.safetensors")
     config = json.loads((published / "config.json").read_text()) | {"layer_types": ["full_attention", "x"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="layer_types has windows in other layers than the first of each 2"):
+    with pytest.raises(UserError, match="layer_types has others than sliding_attention and full_attention"):
         open_model(tmp_path)
 
 
