@@ -62,6 +62,16 @@ def warm_ups_of_the_run() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def sizes_of_the_run() -> Iterator[None]:
+    """To look through a large process's pages takes longer than to start most engines."""
+    from warm_python import read_size_quickly
+
+    with pytest.MonkeyPatch.context() as patch:
+        read_size_quickly(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def ranks_of_the_run() -> Iterator[None]:
     """Ranks that commands start in the tests' process are forked from one that has imported torch."""
     from warm_python import warm_ranks

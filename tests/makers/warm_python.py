@@ -98,6 +98,7 @@ def answer(line: socket.socket) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     pytest.MonkeyPatch().setattr(f"{BENCH}.WARM_SECONDS", 0.0)  # as in the tests' own process
+    read_size_quickly(pytest.MonkeyPatch())
     assert threading.active_count() == 1
     gc.freeze()
     forks = ForksItself()
@@ -262,6 +263,17 @@ class ForkedChild(WarmProcess):
     """The same where this process is warm itself, and shall be the parent."""
 
     forker = staticmethod(cache(ForksItself))
+
+
+def read_size_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Engines count as host memory of their process all that is in memory and no page of a file, also what processes
+    share, until the patch ends."""
+    patch.setattr("pshard.runtime.build_engine.measure_process", _resident_bytes)
+
+
+def _resident_bytes() -> int:
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def warm_ranks(patch: pytest.MonkeyPatch, process: type[WarmProcess] = WarmProcess) -> None:
