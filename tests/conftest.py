@@ -4,9 +4,10 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Cases of a test that `quick` does not name are slow."""
+    made = yield
+    cases = {i.callspec.id: i for i in made if hasattr(i, "callspec")} if isinstance(made, list) else {}
+    quick = {name for item in cases.values() for mark in item.iter_markers("quick") for name in mark.args}
+    if unknown := quick - set(cases):
+        raise collector.CollectError(f"{made[0].originalname} has no case {', '.join(sorted(unknown))}")
+    for name, item in cases.items():
+        if quick and name not in quick:
+            item.add_marker(pytest.mark.slow)
+    return made
 
 
 def pytest_collection_finish() -> None:

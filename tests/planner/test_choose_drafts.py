@@ -39,6 +39,7 @@ def choose(spec, chance, allowed=(0, 1, 3, 7), workload=WORK):
     return choose_drafts(lambda asked: plan(spec, asked), spec, PROFILE, workload, question)
 
 
+@pytest.mark.quick("0.8")
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.8, 1.0])
 def test_no_number_of_drafts_has_a_shorter_round_than_the_chosen_one(chance: float) -> None:
     chosen = choose(DENSE, chance)

@@ -53,6 +53,7 @@ def test_unpacking_brings_a_sheet_to_what_was_measured_on_an_h100(tokens: int) -
         assert seconds[0] == pytest.approx(seconds[1], rel=0.25)
 
 
+@pytest.mark.quick("qwen3-32b 12000 1024 x64")
 @pytest.mark.parametrize(
     "case",
     [

@@ -131,6 +131,7 @@ def test_few_of_many_experts_are_offered_where_the_cpu_is_slow() -> None:
     assert most < 8
 
 
+@pytest.mark.quick("4096")
 @pytest.mark.parametrize("tokens", [1, 16, 128, 512, 4096])
 def test_no_division_of_experts_beats_the_bound(tokens: int) -> None:
     """Any number of parts on the CPU, kept in VRAM or streamed, copied or read in place; whole layers in any place."""

@@ -79,6 +79,7 @@ def enumerate_tiers(task: RankTask, costs: TierCosts) -> Iterator[TierPlan]:
             yield draft_tier(task.room, tokens, where, states, 2, shares, way.in_place)
 
 
+@pytest.mark.quick("13-2.0")
 @pytest.mark.parametrize(("seed", "skew"), CASES)
 def test_no_number_of_experts_anywhere_beats_the_bound(seed: int, skew: float | None) -> None:
     rng = random.Random(seed)

@@ -11,6 +11,7 @@ from golden.run import STORED
 SLOW = ("2b-cpu", "small-several", "three-layers", "tiny")  # whose plans take seconds
 
 
+@pytest.mark.quick("32b-6000")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in SLOW else []) for c in CASES if c.name in QUICK],

@@ -64,6 +64,7 @@ def draw_tiers(seed, kind):
         yield task, costs, place_randomly(rng, task.room, costs)
 
 
+@pytest.mark.quick("2-cuda")
 @pytest.mark.parametrize(("seed", "kind"), [(seed, ("cuda", "cpu")[seed % 2]) for seed in range(10)])
 def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
     for task, costs, tier in draw_tiers(seed, kind):

@@ -39,6 +39,7 @@ def chosen_way(profile: MachineProfile, wanted: Workload, search: int) -> tuple[
         return plan_mode(SPEC, profile, wanted, auto_ratios=False), refined
 
 
+@pytest.mark.quick("quick-profile0-budgets0-200-tensor")
 @pytest.mark.parametrize(
     ("profile", "budgets", "generated", "mode"),
     [

@@ -129,6 +129,7 @@ def plan_and_oracle(layers: int, seed: int, within: float) -> tuple[float, Oracl
 QUICK = {(1, 0), (2, 1), (2, 7), (3, 4), (3, 7)}
 
 
+@pytest.mark.quick("1-0")
 @pytest.mark.parametrize(
     ("layers", "seed"),
     [

@@ -83,6 +83,7 @@ def expect_legal_and_no_worse(data):
 QUICK_SEEDS = (0, 5)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[] if n in QUICK_SEEDS else [pytest.mark.slow]) for n in range(8)]
 )

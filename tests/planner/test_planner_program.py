@@ -70,6 +70,7 @@ def class_counts(c):
                 yield Counts(pin, cpu, kv, tuple(zip(pinned, streamed)))
 
 
+@pytest.mark.quick("39-2-cuda")
 @pytest.mark.parametrize(("mib", "slots", "kind"), [(19, 1, "cuda"), (39, 2, "cuda"), (19, 2, "cpu"), (39, 1, "cpu")])
 def test_the_program_equals_enumeration(mib, slots, kind):
     tier = replace(problems(mib, slots=slots, layers=2, kind=kind)[0][0], weight=1.0)
@@ -81,6 +82,7 @@ def test_the_program_equals_enumeration(mib, slots, kind):
     assert held_bytes(tier, solution.counts[0]) <= tier.room
 
 
+@pytest.mark.quick("15-2-400000000000.0")
 @pytest.mark.parametrize(("mib", "slots", "acc_memory"), [(15, 1, 60e9), (21, 2, 60e9), (15, 2, 400e9)])
 def test_the_program_with_divided_ffns_equals_enumeration(mib, slots, acc_memory):
     task = problems(mib, slots=slots, layers=2, acc_memory=acc_memory)[1]
@@ -140,6 +142,7 @@ def test_counts_reach_the_seconds_that_they_take_and_no_more(kind, groups, monke
         assert asked < searched / 3  # what is far from the goal is told apart by a few points
 
 
+@pytest.mark.quick("cuda-1")
 @pytest.mark.parametrize(("kind", "groups"), [("cuda", 1), ("cpu", 2), ("cuda", 3)])
 def test_counts_take_the_same_time_with_and_without_a_solver(kind, groups):
     rng = random.Random(groups)
@@ -177,6 +180,7 @@ def test_layers_may_have_several_followers():
     assert tier.followers == 1 and replace(tier, classes=(*tier.classes, ffn)).followers == 2
 
 
+@pytest.mark.quick("none")
 @pytest.mark.parametrize("host_kv", ["stalls", "none"])
 def test_the_written_program_is_read_back_with_the_same_optimum(tmp_path, host_kv):
     highspy = pytest.importorskip("highspy")

@@ -230,6 +230,7 @@ def test_only_the_chosen_cut_is_written_out_and_bounded(unequal):
     assert all(0 < (way.first_token or 0) < (way.seconds or 0) for way in unequal.best.considered)
 
 
+@pytest.mark.quick("tensor")
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 def test_ranks_of_cuts_that_are_compared_are_bounded_once_and_only_as_far_as_needed(monkeypatch, mode):
     asked, bounded = [], []

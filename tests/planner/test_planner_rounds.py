@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from joint_gaps import WITHIN, measure_case
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("seed", [8, 21, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 13, 143, 308))])
 @pytest.mark.usefixtures("whole_search")
 def test_no_mix_of_tiers_beats_the_plan_of_a_small_model_by_more_than_a_percent(seed: int) -> None:

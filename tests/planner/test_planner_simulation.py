@@ -222,6 +222,7 @@ def best_by_brute_force(task) -> float:
     return best
 
 
+@pytest.mark.quick("3000000000.0-4")
 @pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize("mib", [4, 10, 16])
 @pytest.mark.parametrize("link", [3e9, 25e9])

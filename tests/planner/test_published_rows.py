@@ -78,6 +78,7 @@ def test_the_page_names_the_tiles_that_its_rows_assume_and_they_fit_that_card(pa
     assert f"| {padded} | {shown[0]} | {sizes[0]} | {shown[1]} | {sizes[1]} |" in PAGE
 
 
+@pytest.mark.quick("Devstral-123B 256K")
 @pytest.mark.parametrize(
     "row",
     [

@@ -50,6 +50,7 @@ def with_memory(profile: MachineProfile, gib: float) -> MachineProfile:
     return replace(profile, host=replace(profile.host, memory_bytes=int(gib * (1 << 30))))
 
 
+@pytest.mark.quick("qwen3-30b-a3b-12")
 @pytest.mark.parametrize(("model", "gib"), [("llama3-8b", 4), ("qwen3-30b-a3b", 12)])
 def test_a_budget_that_is_named_was_planned(model: str, gib: float) -> None:
     """Units are not divisible at will, so that a budget which the bytes fit into may be too small."""

@@ -50,6 +50,7 @@ def plan_slow_disk(kind: str, budget: int, ram: int, **more: int) -> tuple[Machi
     return profile, variant
 
 
+@pytest.mark.quick("cpu-6-11")
 @pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(("kind", "budget", "ram"), [("cpu", 6, 11), ("cuda", 332, 3)])
 def test_a_prompt_is_priced_by_one_pass_over_the_disk(kind: str, budget: int, ram: int) -> None:

@@ -77,6 +77,7 @@ def test_what_the_files_do_not_hold_as_it_is_used_never_stays_on_disk(tmp_path: 
     assert list_far(variant) and held not in variant.ranks[0].beyond_host
 
 
+@pytest.mark.quick("cuda")
 @pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_more_ram_or_a_faster_disk_makes_no_plan_slower(kind: str) -> None:

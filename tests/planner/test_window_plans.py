@@ -70,6 +70,7 @@ def test_what_crosses_the_link_and_what_the_cpu_reads_is_the_window() -> None:
     assert windowed.cpu_reads < whole.cpu_reads - 99000 * cell
 
 
+@pytest.mark.quick("40")
 @pytest.mark.parametrize("arena", [9, 12, 40])
 def test_plans_count_what_is_really_held(arena: int) -> None:
     spec = make_spec(1 << 15)

@@ -49,6 +49,7 @@ def of_one_rank(path: Path) -> torch.Tensor:
         return talk(engine)
 
 
+@pytest.mark.quick("dense-(0.0, 1.0)")
 @pytest.mark.parametrize(("path", "shares"), SHARES, indirect=["path"], ids=str)
 def test_ranks_with_key_heads_of_their_own_give_one_rank_s_logits(
     path: Path, of_one_rank: torch.Tensor, shares: tuple[float, ...]
@@ -58,6 +59,7 @@ def test_ranks_with_key_heads_of_their_own_give_one_rank_s_logits(
         assert difference(found, of_one_rank) < CLOSE
 
 
+@pytest.mark.quick("lfm2-(1.0, 1.0)")
 @pytest.mark.parametrize(
     ("path", "shares"),
     [("next", (1.0, 1.0)), ("dense", (1.0, 3.0, 1.0)), ("lfm2", (1.0, 1.0))],

@@ -52,6 +52,7 @@ def nmse(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((got - wanted).double() ** 2).sum() / (wanted.double() ** 2).sum())
 
 
+@pytest.mark.quick("qwen2-(3.0, 1.0)")
 @pytest.mark.parametrize(
     ("name", "shares"),
     [
@@ -71,6 +72,7 @@ def test_logits_are_those_of_one_rank(models: dict[str, Path], name: str, shares
         assert torch.equal(other, results[0])
 
 
+@pytest.mark.quick("llama-(1.0, 1.0)-(('ffn', 1), ('output', 1))")
 @pytest.mark.parametrize(
     ("name", "shares", "limits"),
     [

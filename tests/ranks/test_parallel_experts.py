@@ -74,6 +74,7 @@ def check_all(results: list[torch.Tensor], wanted: torch.Tensor) -> None:
         assert torch.equal(other, results[0])
 
 
+@pytest.mark.quick("glm4moe-(2.0, 0.0, 5.0)")
 @pytest.mark.parametrize(
     ("name", "shares"),
     [(name, shares) for i, name in enumerate(MODELS) for n, shares in enumerate(SHARES) if (i + n) % 2 and n in (1, 3)],
@@ -112,6 +113,7 @@ def test_each_rank_may_have_its_slices_in_any_place(
         check_all(run_ranks(models[name], shares, talk, CONTEXT, tiers), of_one_rank[name])
 
 
+@pytest.mark.quick("(1.0, 1.0)-(('attention', 1), ('experts', 1))")
 @pytest.mark.parametrize(
     ("shares", "limits"),
     [
@@ -131,6 +133,7 @@ def test_fewer_ranks_may_share_experts(
     check_all(ranks, of_one_rank["glm4moe"])
 
 
+@pytest.mark.quick("(1.0, 1.0)")
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 0.0, 1.0)], ids=str)
 def test_biases_of_experts_are_added_once(shares: tuple[float, ...]) -> None:
     file = ExpertsFile(RULES["of the chosen"])
@@ -141,6 +144,7 @@ def test_biases_of_experts_are_added_once(shares: tuple[float, ...]) -> None:
         check_all(run_ranks(file, shares, talk, CONTEXT, tiers), wanted)
 
 
+@pytest.mark.quick("qwen2moe-fast")
 @pytest.mark.parametrize(
     ("name", "kernels"), [("glm4moe", "plain"), pytest.param("qwen2moe", "fast", marks=needs_native)]
 )

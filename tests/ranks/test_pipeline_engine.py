@@ -68,6 +68,7 @@ def wanted(models: dict[str, Path]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.quick("qwen2-(2.0, 0.0, 5.0)")
 @pytest.mark.parametrize(
     ("name", "shares"),
     [*zip(["llama", "qwen2", "wide head"], UNLIKE), *(slow("qwen3", shares) for shares in UNLIKE)],
@@ -89,6 +90,7 @@ def test_each_rank_may_place_its_layers_as_it_likes(
         assert torch.equal(logits, wanted[name])
 
 
+@pytest.mark.quick("layer")
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_ranks_find_what_they_have_of_experts_in_an_order_of_popularity(tmp_path: Path, mode: str) -> None:
     """The first three in VRAM, the last two on the CPU, others brought: which they are depends on the layer."""
@@ -107,6 +109,7 @@ def test_ranks_find_what_they_have_of_experts_in_an_order_of_popularity(tmp_path
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.quick("layer-shares0")
 @pytest.mark.parametrize(("mode", "shares"), [("layer", (2.0, 1.0)), ("tensor", (1.0, 1.0))])
 def test_each_rank_has_slots_for_what_it_holds_of_the_experts(
     tmp_path: Path, mode: str, shares: tuple[float, ...]

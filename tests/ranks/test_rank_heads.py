@@ -90,6 +90,7 @@ def tell_drawn(engine: Engine) -> Any:
     return drafted, record.steps, record.tried, record.held
 
 
+@pytest.mark.quick("latent-layer")
 @pytest.mark.parametrize(("like", "mode"), CASES)
 def test_texts_with_drafts_are_those_without_on_every_rank(tmp_path: Path, like: str, mode: str) -> None:
     """A pipeline computes what one device does, drafts too."""
@@ -101,6 +102,7 @@ def test_texts_with_drafts_are_those_without_on_every_rank(tmp_path: Path, like:
             assert tell_all(engine) == first
 
 
+@pytest.mark.quick("1-layer", "0-tensor")
 @pytest.mark.parametrize(("seed", "mode"), [(0, "tensor"), (1, "layer"), (2, "tensor")])
 def test_it_does_not_matter_where_units_are_or_what_each_ranks_clock_says(
     tmp_path: Path, seed: int, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +123,7 @@ def test_it_does_not_matter_where_units_are_or_what_each_ranks_clock_says(
     assert all(other == first for other in others)
 
 
+@pytest.mark.quick("shares1-limits1")
 @pytest.mark.parametrize(
     ("shares", "limits"), [((1.0, 0.0, 1.0), ()), ((1.0, 1.0), (("output", 1),)), ((1.0, 2.0), (("attention", 1),))]
 )
@@ -136,6 +139,7 @@ def drafts_behind(engine: Engine, text: Any, token: int, most: int = 7) -> tuple
     return engine.drafter.draft([Ask(text, (token,), most)])[0]
 
 
+@pytest.mark.quick("glm-layer", "moe-layer", "latent-layer")
 @pytest.mark.parametrize(("like", "mode"), CASES)
 def test_drafts_do_not_depend_on_how_a_text_came(tmp_path: Path, like: str, mode: str) -> None:
     """In one micro-batch or several, after drafts that did not hold, and after cuts, on every rank."""
@@ -193,6 +197,7 @@ def test_a_saved_text_is_drafted_behind_where_a_rank_has_the_whole_head(tmp_path
     assert mode == "tensor" or found[0] == again == right
 
 
+@pytest.mark.quick("layer-True")
 @pytest.mark.parametrize(("mode", "on_acc"), [("layer", True), ("tensor", False)])
 def test_a_draft_model_is_whole_on_rank_0(tmp_path: Path, mode: str, on_acc: bool) -> None:
     """The model itself drafts what it tells: nearly all of it, as sums over ranks are rounded otherwise."""

@@ -66,6 +66,7 @@ def count_walks_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ahead
 
 
+@pytest.mark.quick("layer-shares13-way13-cpu")
 @pytest.mark.parametrize(  # each way of experts, and attention, in turn
     ("mode", "shares", "way", "attention"),
     [
@@ -121,6 +122,7 @@ def test_what_stands_beside_the_stream_is_summed_where_gpus_sum_it(
     assert all(torch.equal(one, other) for (one, _), (other, _) in zip(got, expected, strict=True))
 
 
+@pytest.mark.quick("olmo3")
 @pytest.mark.parametrize("family", ["olmo2", "olmo3", "minimax-m2"])
 def test_squares_are_summed_where_gpus_sum_them_whoever_computes_attention(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,7 @@ def test_a_weak_model_writes_no_keys_that_a_schema_does_not_name(app, service) -
     assert not allowed(service, '[{"name":"f","arguments":{"ok":true,"more":1}}]')
 
 
+@pytest.mark.quick("required")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_forced_tool_is_called_whatever_the_model_likes(app, choice) -> None:
     body = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "max_completion_tokens": 80}

@@ -106,6 +106,7 @@ def test_a_call_that_is_cut_is_told_as_cut_and_cannot_be_run(path, stream, kind)
     assert len(calls) == 1 and reason == REASONS[path]
 
 
+@pytest.mark.quick("True-/v1/chat/completions")
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_single_call_that_is_cut_does_not_look_whole(path, stream) -> None:

@@ -165,6 +165,7 @@ def test_changed_requests_get_an_error_or_a_right_answer(count) -> None:
     assert {200, 400} <= seen
 
 
+@pytest.mark.quick("/api/show-18", "/api/chat-12")
 @pytest.mark.parametrize(("path", "body"), RIGHT, ids=[f"{p}-{i}" for i, (p, _) in enumerate(RIGHT)])
 def test_right_requests_are_answered_and_keep_to_the_published_document(path, body) -> None:
     app = make_app(QuickService(), demo_model())

@@ -104,6 +104,7 @@ def test_deterministic_answers_are_those_alone_beside_long_prompts_too(serve, ti
         assert {step.tier for step in thread.snapshot().steps} == {64}
 
 
+@pytest.mark.quick("sampling0")
 @pytest.mark.parametrize("sampling", [Sampling(seed=5), Sampling(seed=5, top_k=0, penalties=Penalties(1.2))])
 def test_a_seed_draws_the_same_in_company(serve, sampling):
     thread = serve()
@@ -115,6 +116,7 @@ def test_a_seed_draws_the_same_in_company(serve, sampling):
     assert crowd[0].tokens == alone.tokens
 
 
+@pytest.mark.quick("sampling1")
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=5)])
 def test_a_schema_is_kept_to_by_masks_on_the_device_as_by_whole_rows(serve, sampling):
     pytest.importorskip("llguidance")

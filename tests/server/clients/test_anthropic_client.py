@@ -20,6 +20,7 @@ def client(url, anthropic):
         yield made
 
 
+@pytest.mark.quick("scheduled_url")
 @either_service
 def test_a_message_is_answered_whole_and_streamed_alike(client) -> None:
     body = {"model": "demo", "messages": HI, "max_tokens": 8, "system": "Speak.", "extra_body": GREEDY}

@@ -23,6 +23,7 @@ def client(url, openai):
         yield made
 
 
+@pytest.mark.quick("scheduled_url")
 @either_service
 def test_models_chats_and_completions(client) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
@@ -57,6 +58,7 @@ def test_async_clients_ask_at_once(url, openai) -> None:
     assert len(set(asyncio.run(ask_all()))) == 1
 
 
+@pytest.mark.quick("small_url")
 @either_service
 def test_tools_and_schemas(client) -> None:
     one_call = {
@@ -84,6 +86,7 @@ def test_tools_and_schemas(client) -> None:
     assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, City)
 
 
+@pytest.mark.quick("scheduled_url")
 @either_service
 def test_responses_whole_and_streamed(client) -> None:
     body = {"model": "demo", "input": "ROMEO:", "instructions": "Speak.", "max_output_tokens": 12, "temperature": 0}
