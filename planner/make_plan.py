@@ -295,7 +295,7 @@ def _fill_room(task: RankTask, record: RoutingRecord | None) -> tuple[ExpertCach
     """Slots in all the room that expert-lru leaves on a rank, for whatever was used last; none without experts."""
     chosen = place_baseline(EXPERT_LRU, task.room, task.costs)
     left = task.room.arena - max(tier.buffers.total for tier in chosen.tiers) if chosen else 0
-    pools = list_pools(task.room.spec, record, task.room.workload.sequences)
+    pools = list_pools(task.room.spec, record, task.room.workload)
     if not pools:
         return ()
     all_missed = sum(pool.used * len(pool.units) for pool in pools)

@@ -48,8 +48,8 @@ class Setting:
         chosen, of = next(iter(rules), (0, 0))
         if not of:
             return load.tokens
-        each, overlap = load.tokens // load.sequences, known.overlap if known else None
-        return load.sequences * count_apart(each, chosen, of, self.uses, overlap)
+        each, overlaps = load.tokens // load.sequences, known.overlaps if known else ()
+        return load.sequences * count_apart(each, chosen, of, self.uses, overlaps)
 
     @property
     def uses(self) -> Uses:

@@ -90,7 +90,7 @@ class _Search:
         far = movable - set(self._pinned[:staying])
         pools = [
             replace(pool, units=own)
-            for pool in list_pools(self.spec, self.record, self.variant.workload.sequences)
+            for pool in list_pools(self.spec, self.record, self.variant.workload)
             if (own := tuple(unit for unit in pool.units if unit.name in far))
         ]
         (task,) = self._price(tuple(pool.make_cache(1, DEMAND, 0) for pool in pools))

@@ -72,7 +72,7 @@ class _Search:
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
-        return list_pools(self.spec, None, self.base.workload.sequences)
+        return list_pools(self.spec, None, self.base.workload)
 
     @cached_property
     def movable(self) -> list[str]:
@@ -153,7 +153,7 @@ class _Way:
         tiers = self._draft(tiers, near | far if self.lean else far, kept)
         if any(tier.buffers.total > room.arena for tier in tiers):  # what all of a tier's pins made no slots for
             return None
-        pools = list_pools(self.search.spec, record, self.search.base.workload.sequences)
+        pools = list_pools(self.search.spec, record, self.search.base.workload)
         own = [replace(p, units=tuple(u for u in p.units if u.name in far - near)) for p in pools]
         own = [pool for pool in own if pool.units]
         caches = tuple(share_out(self.search.spec, own, host - kept_bytes(room, tiers), on_host=True))

@@ -152,16 +152,16 @@ def _list_caches(
         yield tuple(rank.caches for rank in other.ranks)
         rooms.append([(sum(own.nbytes for own in rank.caches), 0) for rank in other.ranks])
     for room in rooms:
-        caches = _once_for_alike([*zip(parts, room, admits)], lambda alike: _fill(*alike, record, w.sequences))
+        caches = _once_for_alike([*zip(parts, room, admits)], lambda alike: _fill(*alike, record, w))
         if any(caches):
             yield caches
 
 
 def _fill(
-    part: ModelSpec, room: tuple[float, float], admits: int, record: RoutingRecord, together: int
+    part: ModelSpec, room: tuple[float, float], admits: int, record: RoutingRecord, workload: Workload
 ) -> tuple[ExpertCache, ...]:
     """A rank's pools. room: bytes of them, and of experts that stay."""
-    if not (pools := list_pools(part, record, together)):
+    if not (pools := list_pools(part, record, workload)):
         return ()
     each = sum(pool.nbytes for pool in pools) / count_shares(pools[0].units[0])  # one expert of every layer
     return fill_pools(pools, room[0], int(room[1] / each), POLICIES, admits)
@@ -188,11 +188,11 @@ def _price_slots(spec: ModelSpec, profile: MachineProfile, variant: Variant, rec
 
 def _replay_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> RankCaches:
     """A plan's slots, by rank, with the hits that a replay finds."""
-    parts, together = cut_ranks(spec, variant.split), variant.workload.sequences
+    parts = cut_ranks(spec, variant.split)
     plans = [replace(rank, rank=0, budget_mib=0) for rank in variant.ranks]  # these are told apart by what they have
 
     def replay(alike: tuple[ModelSpec, RankPlan]) -> tuple[ExpertCache, ...]:
-        pools = list_pools(alike[0], record, together)
+        pools = list_pools(alike[0], record, variant.workload)
         return tuple(_promise(*alike, cache, pools) for cache in alike[1].caches)
 
     return _once_for_alike([*zip(parts, plans)], replay)

@@ -21,17 +21,20 @@ from pshard.units.moe.expert_cache import (
     slot_nbytes,
 )
 from pshard.units.unit import Unit
+from pshard.workload import Workload
 
 
 @dataclass(frozen=True)
 class Pool:
     """Like layers with experts, which share slots. used: experts that a token takes of a layer. record: of what they
-    were used for, of texts of which `together` are decoded at once; None: all are used alike."""
+    were used for, of texts of which `together` are decoded at once, each with so many `rows` in a step; None: all are
+    used alike."""
 
     units: tuple[Unit, ...]
     used: int
     record: RoutingRecord | None
     together: int
+    rows: int = 1
 
     @property
     def experts(self) -> int:
@@ -64,12 +67,12 @@ class Pool:
             admitted = missed if cache.is_on_demand else min(float(cache.admits), missed)
             return replace(cache, hits=packed, found=float(shares * hits), admitted=admitted)
         layers = tuple(unit.layer for unit in self.units)
-        replay = replay_tokens(self.record, layers, make_follower(cache, eligible), self.together)
+        replay = replay_tokens(self.record, layers, make_follower(cache, eligible), self.together, self.rows)
         packed = pack_hits(replay.by_place([numbers_of(unit) for unit in self.units]))
         return replace(cache, hits=packed, found=replay.share, admitted=replay.admitted)
 
 
-def list_pools(spec: ModelSpec, record: RoutingRecord | None, together: int) -> tuple[Pool, ...]:
+def list_pools(spec: ModelSpec, record: RoutingRecord | None, workload: Workload) -> tuple[Pool, ...]:
     """Layers with experts of one shape and type share a pool."""
     alike: dict[tuple, list[Unit]] = defaultdict(list)
     for unit in spec.units:
@@ -77,7 +80,8 @@ def list_pools(spec: ModelSpec, record: RoutingRecord | None, together: int) -> 
             alike[unit.likeness].append(unit)
     used = spec.config.experts.used if spec.config.experts else 0
     own = None if record is None else keep_last(record)
-    return tuple(Pool(tuple(units), used, own, together) for units in alike.values())
+    together, rows = workload.sequences, workload.drafting.rows
+    return tuple(Pool(tuple(units), used, own, together, rows) for units in alike.values())
 
 
 def share_out(spec: ModelSpec, pools: Sequence[Pool], nbytes: int, on_host: bool = False) -> Iterator[ExpertCache]:

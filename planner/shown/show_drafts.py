@@ -72,8 +72,8 @@ def _make_rows(
     for planned in said.planned:
         used = None
         if rule:
-            uses, overlap = (known.uses, known.overlap) if known else ((), None)
-            apart = count_apart(planned.drafts + 1, *rule, uses, overlap)
+            uses, overlaps = (known.uses, known.overlaps) if known else ((), ())
+            apart = count_apart(planned.drafts + 1, *rule, uses, overlaps)
             used = used_experts(range(rule[1]), *rule, apart, uses)
         rates = tuple(said.rate(planned, acceptance) for acceptance in compared)
         tokens, gap = said.acceptance.mean_tokens(planned.drafts), planned.step / planned.bound - 1

@@ -69,13 +69,14 @@ def work_share(products: ExpertProducts, tokens: float, reads: bool, uses: Uses)
 
 
 @lru_cache(256)
-def count_apart(tokens: int, chosen: int, of: int, uses: Uses, overlap: float | None) -> float:
+def count_apart(tokens: int, chosen: int, of: int, uses: Uses, overlaps: tuple[float, ...]) -> float:
     """How many unrelated tokens are expected to use as many of a layer's experts as so many that follow each other in a
-    text. overlap: of a token's experts, the share that the one before it used too: then n tokens use
-    `chosen * (1 + (1 - overlap) * (n - 1))` of them, and never more than unrelated ones; None: as these do."""
-    if overlap is None or tokens == 1:
+    text, and never more than these. overlaps: of a token's experts, the shares that any of the one, two, ... tokens
+    before it used too, the last one of all further ones; each token adds what is left. None: as unrelated ones."""
+    if not overlaps or tokens == 1:
         return float(tokens)
-    found = chosen * (1 + (1 - overlap) * (tokens - 1))
+    shared = (overlaps[min(before, len(overlaps)) - 1] for before in range(1, tokens))
+    found = chosen * (tokens - sum(shared))
     low, high = 1.0, float(tokens)
     if used_experts(range(of), chosen, of, high, uses) <= found:
         return high

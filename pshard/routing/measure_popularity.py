@@ -3,6 +3,7 @@
 import numpy as np
 
 from pshard.routing.record import RoutingRecord
+from pshard.speculation import MOST_DRAFTS
 from pshard.units.moe.popularity import LayerPopularity, Popularity, pack_numbers, pack_uses
 
 
@@ -23,20 +24,24 @@ def measure_popularity(record: RoutingRecord) -> Popularity:
         LayerPopularity(layer, pack_numbers(order), pack_uses(_make_falling(own)))
         for layer, order, own in zip(record.layers, orders.tolist(), uses.tolist())
     )
-    return Popularity(tuple(found), record.experts, record.used, record.tokens, measure_overlap(record))
+    overlap, *further = measure_overlaps(record) or (None,)
+    return Popularity(tuple(found), record.experts, record.used, record.tokens, overlap, tuple(further))
 
 
-def measure_overlap(record: RoutingRecord) -> float | None:
-    """The share of a token's experts that the token before it used too, in the mean of all layers; None of one
-    token."""
-    if record.tokens < 2:
-        return None
-    shared = sum(
-        int(np.count_nonzero(record.ids[1:, :, one] == record.ids[:-1, :, other]))
-        for one in range(record.used)
-        for other in range(record.used)
-    )
-    return shared / ((record.tokens - 1) * len(record.layers) * record.used)
+def measure_overlaps(record: RoutingRecord, most: int = MOST_DRAFTS) -> tuple[float, ...]:
+    """The shares of a token's experts that any of the 1, 2, ... tokens before it used too, up to `most` or as many as
+    there are, in the mean of all layers."""
+    most = min(most, record.tokens - 1)
+    shared = np.zeros(most, np.int64)
+    for layer in range(len(record.layers)):
+        chosen = np.zeros((record.tokens, record.experts), bool)
+        np.put_along_axis(chosen, record.ids[:, layer].astype(np.int64), True, 1)
+        seen = np.zeros_like(chosen)
+        for back in range(1, most + 1):
+            seen[back:] |= chosen[:-back]
+            shared[back - 1] += np.count_nonzero(chosen[back:] & seen[back:])
+    choices = (record.tokens - np.arange(1, most + 1)) * len(record.layers) * record.used
+    return tuple(np.maximum.accumulate(shared / choices).tolist())  # they are of fewer and fewer tokens
 
 
 def _make_falling(values: list[float]) -> list[float]:

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from planner_cases import DESKTOP, OWN, make_model
-from routing_samples import make_record
+from routing_samples import make_drifting_record, make_record
 
 from pshard.batch import VERIFY
 from pshard.planner.make_plan import plan_variant
@@ -16,8 +17,8 @@ from pshard.planner.price.unit_costs import Setting
 from pshard.planner.serving.step_times import time_steps
 from pshard.predicted_times import decode_rate, first_token_seconds, round_seconds
 from pshard.routing.expert_uses import count_apart, used_experts
-from pshard.routing.measure_popularity import measure_overlap, measure_popularity
-from pshard.speculation import Acceptance, Drafting
+from pshard.routing.measure_popularity import measure_overlaps, measure_popularity
+from pshard.speculation import MOST_DRAFTS, Acceptance, Drafting
 from pshard.workload import Workload
 
 WORK = Workload((1000,), context=4096, prompt=1024, generated=256)
@@ -101,10 +102,35 @@ def test_steps_with_drafts_are_timed_as_the_plan_says() -> None:
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 0.9])
 def test_neighbours_use_the_experts_that_their_overlap_says(overlap: float) -> None:
     for tokens in (2, 4, 8, 16):
-        apart = count_apart(tokens, 8, 128, (), overlap)
+        apart = count_apart(tokens, 8, 128, (), (overlap,))
         wanted = min(8 * (1 + (1 - overlap) * (tokens - 1)), used_experts(range(128), 8, 128, tokens, ()))
         assert used_experts(range(128), 8, 128, apart, ()) == pytest.approx(wanted, rel=1e-6)
-    assert count_apart(4, 8, 128, (), None) == 4 and count_apart(1, 8, 128, (), overlap) == 1
+    assert count_apart(4, 8, 128, (), ()) == 4 and count_apart(1, 8, 128, (), (overlap,)) == 1
+
+
+def test_a_token_shares_experts_with_all_rows_before_it() -> None:
+    """A text that turns between two topics shares nothing with its neighbour, and all with the one before that."""
+    topics = np.stack([np.arange(4), 4 + np.arange(4)] * 50).astype(np.uint8)[:, None]
+    record = replace(make_record(100, layers=1), ids=topics, batches=(1,) * 100)
+    overlaps = measure_overlaps(record)
+    assert overlaps == (0.0, *[1.0] * (MOST_DRAFTS - 1)) and measure_popularity(record).overlaps == overlaps
+    for tokens, found in ((2, 8), (3, 8), (16, 8)):
+        apart = count_apart(tokens, 4, record.experts, (), overlaps)
+        assert used_experts(range(record.experts), 4, record.experts, apart, ()) == pytest.approx(
+            min(found, used_experts(range(record.experts), 4, record.experts, tokens, ())), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 8, 12])
+def test_rows_of_a_record_use_as_many_experts_as_are_expected(tokens: int) -> None:
+    """Of texts in which words come again: other stretches of the same record, counted by hand."""
+    record = make_drifting_record(2000, 2)
+    popularity = measure_popularity(record)
+    apart = count_apart(tokens, record.used, record.experts, popularity.uses, popularity.overlaps)
+    expected = used_experts(range(record.experts), record.used, record.experts, apart, popularity.uses)
+    steps = record.ids[: record.tokens // tokens * tokens].reshape(-1, tokens, 2, record.used)
+    counted = np.mean([len(np.unique(step[:, layer])) for step in steps for layer in range(2)])
+    assert expected == pytest.approx(counted, rel=0.03)
 
 
 def test_a_record_says_how_much_neighbours_share() -> None:
@@ -115,6 +141,8 @@ def test_a_record_says_how_much_neighbours_share() -> None:
         for t in range(1, record.tokens)
         for layer in range(2)
     ]
-    assert measure_overlap(record) == pytest.approx(sum(by_hand) / len(by_hand))
-    assert measure_popularity(record).overlap == measure_overlap(record)
-    assert measure_overlap(replace(record, ids=ids[:1])) is None
+    assert measure_overlaps(record)[0] == pytest.approx(sum(by_hand) / len(by_hand))
+    assert measure_popularity(record).overlaps == measure_overlaps(record)
+    assert measure_overlaps(replace(record, ids=ids[:3], batches=(3,)))[1:2] and not measure_overlaps(
+        replace(record, ids=ids[:1], batches=(1,))
+    )

@@ -67,7 +67,7 @@ def check_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> Non
     check_variant(parts, variant, "cuda")
     for part, rank in zip(parts, variant.ranks):
         assert part.caches == rank.caches
-        pools = {pool.units[0].name: pool for pool in list_pools(part, record, variant.workload.sequences)}
+        pools = {pool.units[0].name: pool for pool in list_pools(part, record, variant.workload)}
         assert {tier.buffers.cached for tier in rank.tiers} == {sum(cache.nbytes for cache in rank.caches)}
         for own in rank.caches:
             assert own.slot_bytes == slot_nbytes(part.unit(own.units[0]))

@@ -24,13 +24,20 @@ class LayerPopularity:
 class Popularity:
     """What a routing record says of a model's experts. tokens: how many were recorded; each takes `used` of the
     `experts` of a layer. overlap: the share of these that the token before it used too; None where that was not
-    counted."""
+    counted; further: that any of the two, three, ... tokens before it used."""
 
     layers: tuple[LayerPopularity, ...]
     experts: int
     used: int
     tokens: int
     overlap: float | None = None
+    further: tuple[float, ...] = ()
+
+    @property
+    def overlaps(self) -> tuple[float, ...]:
+        """Of a token's experts, the shares that any of the one, two, ... tokens before it used; none where that was not
+        counted."""
+        return () if self.overlap is None else (self.overlap, *self.further)
 
     def order_of(self, layer: int) -> tuple[int, ...]:
         """Numbers of a layer's experts by place. Raises KeyError for a layer that was not recorded."""
@@ -99,6 +106,9 @@ def check_popularity(popularity: Popularity, where: str) -> None:
         raise ValueError(f"{where}.layers do not ascend")
     if popularity.overlap is not None and not 0 <= popularity.overlap <= 1:
         raise ValueError(f"{where}.overlap is {popularity.overlap}, no share of a token's experts")
+    shares = popularity.overlaps
+    if not all(0 <= share <= 1 for share in popularity.further) or list(shares) != sorted(shares):
+        raise ValueError(f"{where}.further is {popularity.further}, no shares of a token's experts that rise")
     for i, found in enumerate(popularity.layers):
         try:
             numbers = sorted(unpack_numbers(found.order, experts))
