@@ -135,6 +135,15 @@ def test_a_round_is_improved_or_left_as_it_is() -> None:
     assert again is better or again.tiers != better.tiers
 
 
+@pytest.mark.usefixtures("whole_search")
+def test_roaming_finds_a_faster_round_than_descents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, found = place(18, layers=3)
+    roamed = refine_units(task.room, task.classes, task.costs, found, True)
+    monkeypatch.setattr(Walk, "roam", lambda walk, start, steps: start)
+    descended = refine_units(task.room, task.classes, task.costs, found, True)
+    assert roamed.total < 0.985 * descended.total < found.total
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_ranks_with_layers_of_their_own_are_searched_little(monkeypatch: pytest.MonkeyPatch) -> None:

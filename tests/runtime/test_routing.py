@@ -21,6 +21,7 @@ from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
+from pshard.runtime.memory.picks import Picks
 from pshard.units.moe.popularity import Popularity
 
 
@@ -149,3 +150,16 @@ def test_the_share_of_hits_that_a_run_measures_is_that_of_its_record() -> None:
         measured, expected = measure_hits(engine.record_routing("ab"), spec, tier), tier.served[0]
     assert measured == sum(hits) / (3 * 2 * 150)
     assert measured == pytest.approx(expected, abs=0.08) and expected > 2 / 3 * 4 / 16 + 0.1
+
+
+def test_choices_of_some_layers_are_those_of_their_routers() -> None:
+    """Slots of one pool ask for its layers, of which there may be others before and between."""
+    file, tokens = ExpertsFile(layers=4), 3
+    spec = file.spec
+    picks = Picks(spec, tokens, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    routers = [unit for unit in spec.units if unit.kind.routes]
+    chosen = np.arange(len(routers) * tokens * picks._stage.shape[2]).reshape(len(routers), tokens, -1)
+    picks._stage.numpy()[:] = chosen
+    layers = tuple(unit.layer for unit in routers)
+    some = (layers[-1], layers[1])
+    assert np.array_equal(picks.view(2, some), chosen[[len(layers) - 1, 1], :2].swapaxes(0, 1))

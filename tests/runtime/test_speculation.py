@@ -27,7 +27,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation import speculator
-from pshard.runtime.speculation.accept import MadeUp
+from pshard.runtime.speculation.accept import MadeUp, match_drafts
 from pshard.runtime.speculation.draft_length import DraftLength
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
 from pshard.runtime.speculation.speculator import DraftSettings
@@ -203,6 +203,38 @@ def test_one_random_number_is_spent_on_a_told_token(engine: Engine, monkeypatch:
     monkeypatch.setattr(Drafts, "right", (*some_ids(30), *make(engine, SETTINGS["seed 1"], 0)))
     make(engine, SETTINGS["seed 1"], 3)
     assert ends[0]._random.bit_generator.state == ends[1]._random.bit_generator.state
+
+
+def test_nothing_is_drawn_behind_a_stop() -> None:
+    drawn = list[int]()
+
+    def draw(row: int) -> int:
+        drawn.append(row)
+        return (5, 7, 9, 4)[row]
+
+    assert match_drafts(draw, (5, 7, 9), stops={7}) == [5, 7] and drawn == [0, 1]
+    assert match_drafts(draw, (5, 7, 9), stops={4}) == [5, 7, 9, 4]
+
+
+def test_a_stop_among_drafts_that_hold_ends_a_text_as_one_that_is_drawn_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, the same text behind them, and the same number comes next."""
+    alone, samplers, begin = make(engine, SETTINGS["seed 1"], 0), list[Sampler](), Sampler.__init__
+
+    def remember(sampler: Sampler, *given: object) -> None:
+        begin(sampler, *given)
+        samplers.append(sampler)
+
+    monkeypatch.setattr(Sampler, "__init__", remember)
+    monkeypatch.setattr(speculator, "PromptLookup", Drafts)
+    monkeypatch.setattr(Drafts, "right", (*some_ids(30), *alone))
+    monkeypatch.setattr(Drafts, "chance", 1.0)
+    stop = next(token for at, token in enumerate(alone) if at > 2 and token not in alone[:at])
+    monkeypatch.setattr(engine, "tokenizer", SimpleNamespace(eos_ids=frozenset({stop})))
+    found = [(make(engine, SETTINGS["seed 1"], drafts), list(engine.tokens())) for drafts in (0, 7)]
+    assert found[0] == found[1] and found[0][0] == alone[: alone.index(stop)]
+    assert samplers[0]._random.bit_generator.state == samplers[1]._random.bit_generator.state
 
 
 def test_states_are_held_back_so_that_nothing_is_copied_or_computed_twice(
