@@ -8,7 +8,6 @@ from pshard.cuts.drafter_cuts import drafter_ranges, is_cut
 from pshard.cuts.rank_parts import split_model, split_ranges
 from pshard.errors import UserError
 from pshard.model import ModelSpec
-from pshard.model_config import ModelConfig
 from pshard.on_host import list_on_host
 from pshard.plan import Variant
 from pshard.routing.order_experts import order_experts
@@ -80,8 +79,6 @@ def build_engine(
     if group.size != len(variant.ranks):
         wanted = len(variant.ranks)
         raise UserError(f"the plan is for {wanted} ranks, but {group.size} are running; start {wanted}")
-    if device.kind == "cuda" and (reason := doubt_streams(file.spec.config)):
-        raise UserError(f"{file.spec.name} is not computed on a GPU: {reason}; use --device cpu")
     plan = variant.ranks[group.rank]
     whole = replace(file.spec, keeps_states=_reads_states(file.spec, variant))
     ordered = order_experts(whole, variant.popularity)
@@ -111,17 +108,6 @@ def build_engine(
     notes = (*pair[2], *_note_pageable(executor), *executor.transfers.notes)
     store = KVStore(file, ranges, states, executor, group)
     return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes, head)
-
-
-def doubt_streams(config: ModelConfig) -> str:
-    """Why a model of several residual streams is not computed on a GPU, empty where it is. Sizes as in the published
-    model ran right there; a tiny model with a width of 96 and gates of rank 24 ended in an illegal memory access, whose
-    cause is not known."""
-    streams, width = config.streams, config.d_model
-    if streams is None or (width % 128 == 0 and streams.rank % 32 == 0):
-        return ""
-    sizes = f"the width ({width}), and 32 the rank of their gates ({streams.rank})"
-    return f"of several residual streams 128 must divide {sizes}"
 
 
 def _reads_states(spec: ModelSpec, variant: Variant) -> bool:

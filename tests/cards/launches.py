@@ -25,7 +25,7 @@ from pshard.profile.tuning.attention_cases import calls_of_experts
 from pshard.profile.tuning.compile_ahead import Request, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.kernels.api import AS_THEY_ARE, DeltaWeights, OpenNet, Packed, RopeTable, Scoring
+from pshard.runtime.kernels.api import AS_THEY_ARE, DeltaWeights, OpenNet, Packed, RopeTable, Scoring, Segment
 from pshard.runtime.kernels.gpu import triton_copy, triton_flags
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
@@ -33,6 +33,7 @@ from pshard.runtime.kernels.gpu.default_tiles import INT8_WAYS, gated_kernel
 from pshard.runtime.kernels.gpu.exchange import triton_exchange, triton_many_rows
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key
+from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.ranks.peer_memory import PeerExchange
 from pshard.times.gpu_tiles import INT8_EXPERTS, INT8_TYPES, Tile, TileChoice, pairs_together
 from pshard.units.attention import ATTENTION_PIECES
@@ -64,8 +65,9 @@ RANKS = (2, 4, 8)
 DECODING = {
     "matvec_kernel", "gate_up_pairs_kernel", "down_pairs_kernel", "rows_kernel", "combine_kernel", "decode_kernel",
     "decode_combine_kernel", "decode_latent_kernel", "combine_latent_kernel", "delta_steps_kernel", "route_kernel",
-    "conv_steps_kernel", "enter_streams_kernel", "mix_streams_kernel",
-    "quantise_kernel", "rms_norm_kernel", "rope_store_kernel",
+    "conv_steps_kernel", "enter_streams_kernel", "mix_streams_kernel", "gate_grams_kernel", "add_grams_kernel",
+    "keep_grams_kernel", "store_index_kernel", "score_cells_kernel", "choose_cells_kernel", "quantise_kernel",
+    "rms_norm_kernel", "rope_store_kernel",
 }  # fmt: skip
 
 
@@ -196,6 +198,8 @@ def _other_calls(bench: KernelBench) -> Iterator[Named]:
     for count in (1, 256):
         yield f"short convolution, {count} tokens", partial(_convolve, bench, count)
         yield f"streams, {count} tokens", partial(_mix_streams, bench, count)
+        yield f"n-grams, {count} tokens", partial(_add_grams, bench, count)
+        yield f"index, {count} tokens", partial(_choose_cells, bench, count)
     flags = torch.zeros(2, dtype=torch.int32)
     yield "flags", lambda: (triton_flags.tell_kernel[(1,)](flags, num_warps=1),
                             triton_flags.await_kernel[(1,)](flags, num_warps=1))  # fmt: skip
@@ -278,6 +282,29 @@ def _mix_streams(bench: KernelBench, tokens: int, count: int = 4, width: int = 2
     kernels.norm_streams(streams, weight, count, 1e-6, normed)
     for cleared in (given, None):
         kernels.mix_streams(normed, gates, count, torch.zeros(tokens, width), cleared)
+
+
+def _add_grams(bench: KernelBench, tokens: int, count: int = 4, width: int = 2560) -> None:
+    """N-grams of one sequence, gated and added."""
+    kernels, wide, (taps, apart) = bench.kernels, count * width, (4, 2)
+    streams, weight, grams = torch.zeros(tokens, wide + 4), torch.ones(wide), torch.zeros(tokens, wide)
+    half = grams.bfloat16()
+    kernels.gate_grams(half, half[:, :width], streams, (weight, weight), count, 1e-6, grams)
+    places = torch.zeros(1, dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
+    state = torch.zeros(1, (taps - 1) * apart, wide), *places, torch.zeros(tokens, wide)
+    kernels.add_grams(grams, weight, torch.zeros(wide, taps), (count, apart), 1e-6, streams, *state)
+
+
+def _choose_cells(bench: KernelBench, tokens: int, heads: int = 4, head: int = 128, each: int = 4) -> None:
+    """What an index stores, and 512 of its blocks of cells."""
+    past, kernels = 4096, bench.kernels
+    rows = make_rows([Segment(0, 0, tokens, past, tuple(range(-(-(past + tokens) // KV_BLOCK))))], "cpu")
+    q, weight = torch.zeros(tokens, heads * head, dtype=torch.bfloat16), torch.ones(head)
+    index, angles = torch.zeros(rows.blocks.shape[0], KV_BLOCK, head), torch.zeros(past + tokens, head // 4)
+    rope = RopeTable(angles, angles, "halves")
+    kernels.store_index(q, q[:, :head], (weight, weight), each, 1e-6, rope, rows, index)
+    seen = torch.zeros(tokens, index.shape[0], dtype=torch.int32)
+    kernels.choose_cells(q, index, (each, 512), rows, torch.zeros(64, index.shape[0] * KV_BLOCK // each), seen)
 
 
 def _run_delta(bench: KernelBench, shape: tuple[int, int, int], tokens: int, act: torch.dtype) -> None:

@@ -124,7 +124,8 @@ def test_the_best_complete_blocks_and_a_tokens_own_are_chosen(kernels, parts, ru
 @ON_GPU
 @pytest.mark.parametrize("rule", [(4, 5), (16, 3), (2, 40), (4, 1000)], ids=str)
 @pytest.mark.parametrize("parts", PARTS.values(), ids=list(PARTS))
-def test_kernels_of_gpus_choose_what_plain_torch_does(parts, rule: tuple[int, int]) -> None:
+def test_kernels_of_gpus_choose_what_plain_torch_does(monkeypatch, parts, rule: tuple[int, int]) -> None:
+    from pshard.runtime.kernels.gpu import index_on_gpu
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
     kernels, rows = CudaKernels(DEVICE, 64), make_rows_of(parts, DEVICE)
@@ -132,5 +133,21 @@ def test_kernels_of_gpus_choose_what_plain_torch_does(parts, rule: tuple[int, in
     expected = store(PlainKernels(), rows, rule[0], DEVICE)
     assert (q.float() - expected[0]).abs().max() < 0.02 * expected[0].abs().max()
     assert (index - expected[1]).abs().max() < 0.02 * expected[1].abs().max()
-    found = choose(kernels, q, index, rows, rule)
-    assert torch.equal(found, choose(PlainKernels(), q.float(), index, rows, rule))
+    wanted = choose(PlainKernels(), q.float(), index, rows, rule)
+    for at_once in (index_on_gpu.PICKED, 64):
+        monkeypatch.setattr(index_on_gpu, "PICKED", at_once)
+        assert torch.equal(choose(kernels, q, index, rows, rule), wanted)
+
+
+@ON_GPU
+def test_kernels_of_gpus_choose_the_first_of_equal_blocks() -> None:
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    rows, (each, most) = make_rows_of([(1, 700), (40, 600)], DEVICE), (4, 9)
+    index = torch.zeros(POOL, KV_BLOCK, HEAD, device=DEVICE)
+    index[rows.blocks[3].long(), each - 1 :: each] = (
+        1.0  # a block of the cache whose scores are equal, the others' zero
+    )
+    q = torch.ones(rows.tokens, HEADS * HEAD, dtype=torch.bfloat16, device=DEVICE)
+    found = choose(CudaKernels(DEVICE, 64), q, index, rows, (each, most))
+    assert torch.equal(found, choose(PlainKernels(), q.float(), index, rows, (each, most)))

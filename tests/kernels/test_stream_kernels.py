@@ -137,24 +137,55 @@ def make_grams(parts: list[int], count: int, width: int, taps: int, apart: int) 
 @pytest.mark.parametrize("parts", [[1], [3, 4, 0, 12], [70, 1, 33, 200]], ids=str)
 def test_grams_are_added_as_in_plain_torch(parts: list[int], sizes: tuple[int, int, int, int]) -> None:
     torch.manual_seed(3)
+    expect_grams_added(HostKernels(), "cpu", parts, sizes)
+
+
+@ON_GPU
+@pytest.mark.parametrize("sizes", [(2, 96, 4, 3), (4, 130, 3, 1)], ids=str)
+@pytest.mark.parametrize("parts", [[1], [3, 4, 0, 12], [40, 1, 9]], ids=str)
+def test_kernels_of_gpus_add_grams_as_plain_torch(parts: list[int], sizes: tuple[int, int, int, int]) -> None:
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    torch.manual_seed(3)
+    expect_grams_added(CudaKernels(DEVICE, 64), DEVICE, parts, sizes)
+
+
+def expect_grams_added(kernels: Kernels, device: str, parts: list[int], sizes: tuple[int, int, int, int]) -> None:
+    """Streams, tails and open rows are as in plain torch; nobody's rows may be anything."""
     given, end = make_grams(parts, *sizes), sum(parts)
-    kept = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    kept = {name: value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in given.items()}  # fmt: skip
     PlainKernels().add_grams(**given)
-    HostKernels().add_grams(**kept)
-    assert (kept["streams"][:end] - given["streams"][:end]).abs().max() < 1e-5
-    assert (kept["tails"] - given["tails"]).abs().max() < 1e-5
+    kernels.add_grams(**kept)
+    assert (kept["streams"][:end].cpu() - given["streams"][:end]).abs().max() < 1e-5
+    assert (kept["tails"].cpu() - given["tails"]).abs().max() < 1e-5
     if len(parts) > 1:
         own = slice(parts[0], parts[0] + parts[1])
-        assert (kept["opened"][own] - given["opened"][own]).abs().max() < 1e-5
+        assert (kept["opened"][own].cpu() - given["opened"][own]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_grams_are_gated_as_in_plain_torch(sizes: tuple[int, int, int]) -> None:
+    expect_grams_gated(HostKernels(), "cpu", sizes)
+
+
+@ON_GPU
+@pytest.mark.parametrize("sizes", FEW, ids=str)
+def test_kernels_of_gpus_gate_grams_as_plain_torch(sizes: tuple[int, int, int]) -> None:
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    expect_grams_gated(CudaKernels(DEVICE, 64), DEVICE, sizes)
+
+
+def expect_grams_gated(kernels: Kernels, device: str, sizes: tuple[int, int, int]) -> None:
+    """Grams are gated as in plain torch, those whose scores are zero too."""
     rows, count, width = sizes
     key, value, streams = (draw(rows, n, seed=n) for n in (count * width, width, count * width + 4))
     key[0] = 0  # scores of zero
+    key, value = (part.to(kernels.act_dtype) for part in (key, value))
     norms = draw(count * width, seed=8), draw(count * width, seed=9)
-    found, wanted = torch.empty(rows, count * width), torch.empty(rows, count * width)
-    HostKernels().gate_grams(key, value, streams, norms, count, EPS, found)
+    found, wanted = torch.empty(rows, count * width, device=device), torch.empty(rows, count * width)
+    moved = key.to(device), value.to(device), streams.to(device), (norms[0].to(device), norms[1].to(device))
+    kernels.gate_grams(*moved, count, EPS, found)
     PlainKernels().gate_grams(key, value, streams, norms, count, EPS, wanted)
-    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (found.cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()

@@ -11,8 +11,6 @@ from engines import open_engine
 from qwen4exp_files import RECIPES, VOCAB, Recipe, make_weights, write_qwen4exp
 from test_gpu_families import check_placement
 
-from pshard.errors import UserError
-
 pytestmark = pytest.mark.gpu
 # of "wide" all cells are seen; of the others rounding may choose a few others than the reference does
 SIZES = {"plain": RECIPES["plain"], "wide": replace(RECIPES["plain"], index=(4, 32, 4, 1024))}
@@ -24,12 +22,26 @@ def test_every_placement_gives_the_reference_logits(recipe: Recipe, weights_at: 
     check_placement(write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe), "Q8_0"), weights_at)
 
 
-def test_sizes_that_were_not_right_on_a_gpu_are_refused(tmp_path: Path) -> None:
-    recipe = RECIPES["other"]
-    path = write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe), "Q8_0")
-    refused = pytest.raises(UserError, match=r"not computed on a GPU: .* the width \(96\), .* gates \(24\)")
-    with refused, open_engine(path, None, "fast", 1024, 2, (2, 32), device="cuda"):
-        pass
+@pytest.mark.parametrize("weights_at", ["pinned", "streamed", "cpu"])
+def test_other_sizes_give_the_reference_logits_too(weights_at: str, tmp_path: Path) -> None:
+    recipe = replace(RECIPES["other"], index=(6, 16, 8, 1024))  # all cells are seen
+    check_placement(write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe), "Q8_0"), weights_at)
+
+
+def test_a_prompt_takes_no_memory_beside_the_arena(tmp_path: Path) -> None:
+    path, rng = (
+        write_qwen4exp(tmp_path / "m.gguf", RECIPES["plain"], make_weights(RECIPES["plain"]), "Q8_0"),
+        random.Random(3),
+    )
+    with open_engine(path, None, "fast", 1024, 1, (2, 512), device="cuda") as engine:
+        for n in (512, 1):
+            engine.forward([rng.randrange(VOCAB) for _ in range(n)])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.reset(0)
+        engine.forward([rng.randrange(VOCAB) for _ in range(512)])
+        assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 
 def test_decoding_by_graphs_is_decoding_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from pshard.runtime.kernels.gpu.card_limits import CardLimits, card_limits
 from pshard.runtime.kernels.gpu.conv_kernels import ConvOnGpu
 from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
 from pshard.runtime.kernels.gpu.experts.experts_kernels import ExpertsOnGpu
+from pshard.runtime.kernels.gpu.index_on_gpu import IndexOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu):
+class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu, IndexOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for

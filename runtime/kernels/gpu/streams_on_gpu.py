@@ -1,21 +1,17 @@
-"""Several residual streams on a GPU, in Triton; n-grams and an index of cells by operators of torch, whose sizes depend
-on shapes and `RowIndex.cells` alone, so that a captured graph may hold them."""
+"""Several residual streams and n-grams on a GPU: launches of their kernels."""
 
 import torch
 import triton
 
-from pshard.runtime.kernels.api import RopeTable, RowIndex
-from pshard.runtime.kernels.gpu import triton_streams
+from pshard.runtime.kernels.gpu import triton_grams, triton_streams
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
-from pshard.runtime.kernels.plain_index import find_index, spell_words
-from pshard.runtime.kernels.plain_streams import PlainStreams
+from pshard.runtime.kernels.plain_streams import LEAST_SCORE
 
 MIXED = 1024  # columns of a program
-KEYS_AT_ONCE = 1 << 23  # numbers of keys that are gathered: 32 MiB
 
 
-class StreamsOnGpu(PlainStreams):
-    """See `StreamKernels` and `IndexKernels`."""
+class StreamsOnGpu:
+    """See `StreamKernels`."""
 
     _activations: Activations
 
@@ -62,7 +58,7 @@ class StreamsOnGpu(PlainStreams):
             given=x, given_stride=0 if x is None else x.stride(0), streams=streams, streams_stride=streams.stride(0),
             weight=weight, eps=eps, out=out, out_stride=0 if out is None else out.stride(0), width=width,
             **dict(zip(("words", "scale", "sums"), ready or NOT_QUANTISED)), COUNT=count, GIVES=gives,
-            NORMS=out is not None, BLOCK=block, QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
+            NORMS=out is not None, BLOCK=block, QUANTISE=ready is not None, num_warps=_warps(block),
         )  # fmt: skip
 
     def mix_streams(
@@ -77,48 +73,53 @@ class StreamsOnGpu(PlainStreams):
             num_warps=4,
         )  # fmt: skip
 
-    def store_index(
+    def gate_grams(
         self,
-        q: torch.Tensor,
         key: torch.Tensor,
+        value: torch.Tensor,
+        streams: torch.Tensor,
         norms: tuple[torch.Tensor, torch.Tensor],
-        each: int,
+        count: int,
         eps: float,
-        rope: RopeTable,
-        rows: RowIndex,
-        index: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        """See `IndexKernels.store_index`. Rows that only fill a micro-batch store what the first row does."""
+        """See `StreamKernels.gate_grams`."""
         self._activations.ready = None
-        (block, cell), found = find_index(q, key, norms, each, eps, rope=rope, rows=rows, index=index)
-        kept = rows.begin >= 0
-        places = torch.where(kept, block, block[0]), torch.where(kept, cell, cell[0])
-        index[places] = torch.where(kept[:, None], found, found[0])
+        tokens, width = value.shape
+        block = triton.next_power_of_2(width)
+        triton_grams.gate_grams_kernel[(count, tokens)](
+            key, key.stride(0), value, value.stride(0), streams, streams.stride(0), *norms, eps, out, out.stride(0),
+            width, LEAST_SCORE, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
 
-    def choose_cells(
+    def add_grams(
         self,
-        q: torch.Tensor,
-        index: torch.Tensor,
-        rule: tuple[int, int],
-        rows: RowIndex,
-        scores: torch.Tensor,
-        seen: torch.Tensor,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        taps: torch.Tensor,
+        sizes: tuple[int, int],
+        eps: float,
+        streams: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        opened: torch.Tensor | None = None,
     ) -> None:
-        """See `IndexKernels.choose_cells`."""
+        """See `StreamKernels.add_grams`."""
         self._activations.ready = None
-        (each, most), (_, n, head), tokens = rule, index.shape, q.shape[0]
-        blocks = min(seen.shape[1], -(-rows.cells // n))
-        if blocks * (n // each) <= most:
-            seen.fill_(-1)
-            return
-        at_once = max(1, min(scores.shape[0], KEYS_AT_ONCE // (blocks * n // each * head)))
-        begin, number = rows.begin.long().clamp(min=0), torch.arange(blocks * (n // each), device=q.device)
-        for first in range(0, tokens, at_once):
-            own = slice(first, first + at_once)
-            held = (begin[own, None] + torch.arange(blocks, device=q.device)).clamp(max=rows.blocks.shape[0] - 1)
-            keys = index[:, each - 1 :: each][rows.blocks[held].long()].flatten(1, 2)
-            complete = (rows.position[own, None].long() + 1) // each
-            found = torch.einsum("mhd,mbd->mhb", q[own].float().unflatten(1, (-1, head)), keys).relu().sum(1)
-            found = found.masked_fill(number >= complete, -torch.inf)
-            best = found.sort(stable=True, dim=1, descending=True).indices[:, :most]
-            seen[own, :blocks] = spell_words(best, complete, blocks, n // each)
+        (count, apart), (wide, each), sequences = sizes, taps.shape, slots.shape[0]
+        width, place = wide // count, x if opened is None else opened  # without: no row is open
+        block, state = triton.next_power_of_2(width), (tails, tails.shape[1], wide, slots, offsets)
+        triton_grams.add_grams_kernel[(count, x.shape[0])](
+            x, x.stride(0), norm, taps, apart, eps, streams, streams.stride(0), *state, sequences, place,
+            place.stride(0), 0 if opened is None else min(x.shape[0], opened.shape[0]), width, each, BLOCK=block,
+            MOST=triton.next_power_of_2(sequences), num_warps=_warps(block),
+        )  # fmt: skip
+        triton_grams.keep_grams_kernel[(count, sequences)](
+            x, x.stride(0), norm, eps, *state, width, BLOCK=block, num_warps=_warps(block)
+        )
+
+
+def _warps(block: int) -> int:
+    """Of a program that has a part of a row, of so many columns."""
+    return min(16, max(1, block // 512))

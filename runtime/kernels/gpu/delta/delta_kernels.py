@@ -18,6 +18,9 @@ from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 
 HEADS = (16, 32, 64, 128)  # elements of a head that kernels are written for
+LEAST_HALF = (
+    32  # elements of a head in chunks of bfloat16; of 16, Triton 3.6 compiles one that leaves its shared memory
+)
 STEP_WARPS, CONV_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 4, 4, 4
 CONV_ROWS, FULL_WARPS = 32, 8  # FULL_WARPS: PREPARE_WARPS of float32
 PREPARE_REGISTERS = 168  # of bfloat16, at 4 warps: so that three programs share a processor
@@ -61,8 +64,8 @@ class DeltaOnGpu:
         opened: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.delta_net`. Up to DELTA_STEPS tokens of a sequence take one launch, which leaves up to
-        SMALL_BATCH rows quantised too; more go in chunks, DELTA_ROWS rows at once, and need `scratch`. Beside chunks
-        open rows have a launch of their own."""
+        SMALL_BATCH rows quantised too; more go in chunks, DELTA_ROWS rows at once, and need `scratch`, but for the
+        smallest heads. Beside chunks open rows have a launch of their own."""
         _check(weights, qkv, states, tails)
         ends = {"slots": slots, "offsets": offsets, "out": out, "out_stride": out.stride(0)}
         heads = {"KEYS": weights.key_heads, "VALUES": weights.value_heads, "D": weights.head, "TILED": weights.tiled}
@@ -70,7 +73,8 @@ class DeltaOnGpu:
         vectors = (weights.conv, weights.dt_bias, weights.decay, weights.norm, weights.eps)
         place = states if opened is None else opened  # without: no row is open
         kept = {"opened": place, "opened_stride": place.stride(0), "counters": self._few_rows.scratch[1]}
-        in_chunks, ready = longest > DELTA_STEPS, None
+        fit_chunks = weights.head >= LEAST_HALF or qkv.dtype == torch.float32
+        in_chunks, ready = longest > DELTA_STEPS and fit_chunks, None
         if in_chunks:
             _run_chunks(rows, weights, heads, (states, tails), ends, longest, scratch, limits=self._picker.limits)
         else:
