@@ -30,11 +30,11 @@ class IndexOnGpu:
         together."""
         self._activations.ready = None
         tokens, head = key.shape
-        heads = q.shape[1] // head
+        heads, given = q.shape[1] // head, (q, q.stride(0), key, key.stride(0), *norms, eps, rope.cos, rope.sin)
+        places, sizes = (rows.begin, rows.position, rows.blocks, index), (heads, head, index.shape[1])
         triton_index.store_index_kernel[(heads + 1, tokens)](
-            q, q.stride(0), key, key.stride(0), *norms, eps, rope.cos, rope.sin, rows.begin, rows.position, rows.blocks,
-            index, heads, head, index.shape[1], TURNED=rope.cos.shape[1], ADJACENT=rope.pairing == "adjacent",
-            EACH=each, BLOCK=triton.next_power_of_2(head), num_warps=1,
+            *given, *places, *sizes, TURNED=rope.cos.shape[1], ADJACENT=rope.pairing == "adjacent", EACH=each,
+            BLOCK=triton.next_power_of_2(head), num_warps=1,
         )  # fmt: skip
 
     def choose_cells(
@@ -54,16 +54,15 @@ class IndexOnGpu:
         if count <= most:
             seen.fill_(-1)
             return
-        picked = min(PICKED, triton.next_power_of_2(count + 1))
+        picked, held = min(PICKED, triton.next_power_of_2(count + 1)), (rows.blocks, rows.blocks.shape[0])
+        given, into = (q, q.stride(0), index, rows.begin, rows.position, *held), (scores, scores.stride(0))
         for first in range(0, tokens, scores.shape[0]):
             at_once = min(scores.shape[0], tokens - first)
             triton_index.score_cells_kernel[(triton.cdiv(count, SCORED), at_once)](
-                q, q.stride(0), index, rows.begin, rows.position, rows.blocks, rows.blocks.shape[0], scores,
-                scores.stride(0), heads, head, n, first, count, EACH=each,
+                *given, *into, heads, head, n, first, count, EACH=each, NUMBERS=SCORED, num_warps=4,
                 HEADS=max(16, triton.next_power_of_2(heads)), BLOCK=max(16, triton.next_power_of_2(head)),
-                NUMBERS=SCORED, num_warps=4,
             )  # fmt: skip
             triton_index.choose_cells_kernel[(at_once,)](
-                scores, scores.stride(0), rows.position, seen, seen.stride(0), first, count, most, EACH=each, WORD=word,
-                NUMBERS=max(word, picked), num_warps=4,
+                *into, rows.position, seen, seen.stride(0), first, count, most, EACH=each, WORD=word, num_warps=4,
+                NUMBERS=max(word, picked),
             )  # fmt: skip

@@ -86,10 +86,11 @@ class StreamsOnGpu:
         """See `StreamKernels.gate_grams`."""
         self._activations.ready = None
         tokens, width = value.shape
+        read, into = (key, key.stride(0), value, value.stride(0)), (out, out.stride(0))
         block = triton.next_power_of_2(width)
         triton_grams.gate_grams_kernel[(count, tokens)](
-            key, key.stride(0), value, value.stride(0), streams, streams.stride(0), *norms, eps, out, out.stride(0),
-            width, LEAST_SCORE, BLOCK=block, num_warps=_warps(block),
+            *read, streams, streams.stride(0), *norms, eps, *into, width, LEAST_SCORE, BLOCK=block,
+            num_warps=_warps(block),
         )  # fmt: skip
 
     def add_grams(
@@ -109,14 +110,15 @@ class StreamsOnGpu:
         self._activations.ready = None
         (count, apart), (wide, each), sequences = sizes, taps.shape, slots.shape[0]
         width, place = wide // count, x if opened is None else opened  # without: no row is open
+        kept = place, place.stride(0), 0 if opened is None else min(x.shape[0], opened.shape[0])
         block, state = triton.next_power_of_2(width), (tails, tails.shape[1], wide, slots, offsets)
+        given, mixing, into = (x, x.stride(0), norm), (taps, apart, eps), (streams, streams.stride(0))
         triton_grams.add_grams_kernel[(count, x.shape[0])](
-            x, x.stride(0), norm, taps, apart, eps, streams, streams.stride(0), *state, sequences, place,
-            place.stride(0), 0 if opened is None else min(x.shape[0], opened.shape[0]), width, each, BLOCK=block,
+            *given, *mixing, *into, *state, sequences, *kept, width, each, BLOCK=block,
             MOST=triton.next_power_of_2(sequences), num_warps=_warps(block),
         )  # fmt: skip
         triton_grams.keep_grams_kernel[(count, sequences)](
-            x, x.stride(0), norm, eps, *state, width, BLOCK=block, num_warps=_warps(block)
+            *given, eps, *state, width, BLOCK=block, num_warps=_warps(block)
         )
 
 
