@@ -103,7 +103,8 @@ def _plan_part(part: ModelSpec, rank: int, tables: Tables, workload: Workload, i
     first += max(0, changes - known) * handoff
     if ranks > 1:  # the first one that is there waits for the last
         first += (1 - 1 / LAST_OF_RANKS) * costs.turn
-    at_once = ranks == 1 and all(p.is_on_acc or head.unit(p.unit).kind.is_looked_up for p in places)
+    launched = ranks == 1 or tables.kind != "cpu"  # CPUs that sum their parts wait for each other at each draft
+    at_once = launched and all(p.is_on_acc or head.unit(p.unit).kind.is_looked_up for p in places)
     return HeadPlan((plan,), seconds, first, follow if at_once else first)
 
 

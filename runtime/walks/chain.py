@@ -2,11 +2,14 @@
 
 The accelerator looks a token up, computes it, chooses the next one and counts the place in the text on: the host
 launches one graph a token, and waits for the last one only. A walk a token waits for each, and takes the host 0.3 to
-0.5 ms beside what the accelerator takes.
+0.5 ms beside what the accelerator takes. Ranks that sum their parts each have a chain, and choose the same tokens: of
+logits that are nowhere whole each rank offers the largest of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import numpy as np
 import torch
@@ -22,12 +25,13 @@ from pshard.runtime.walks.program import Program, Stretch, Units
 from pshard.runtime.walks.unit_runs import UnitRuns
 from pshard.speculation import MOST_DRAFTS
 from pshard.steps.move import Activations, Move
-from pshard.steps.step import Compute
+from pshard.steps.step import Compute, Gather
 from pshard.units.ports import PRIOR
 
 
 class Chain:
-    """That of a program whose units, but for tables, are all in VRAM. Everything is called in `computing()`."""
+    """That of a program whose units, but for tables, are all in VRAM. Everything is called in `computing()`, by all
+    ranks."""
 
     def __init__(
         self,
@@ -36,8 +40,10 @@ class Chain:
         tier: TierInForce,
         looked_up: tuple[BoundUnit, ...],
         stretch: Stretch,
+        columns: Sequence[int],
     ) -> None:
-        """looked_up: tables that the accelerator reads where they are; stretch: what follows."""
+        """looked_up: tables that the accelerator reads where they are; stretch: what follows; columns: of the logits
+        that each rank computes."""
         self._context, self._residents, self._tier = context, residents, tier
         self._looked_up, self._stretch = looked_up, stretch
         device = context.device.torch_device
@@ -45,6 +51,9 @@ class Chain:
         self._logit = torch.zeros(1, device=device)
         self._best = torch.zeros(1, 2, device=device)
         self._found = torch.zeros(MOST_DRAFTS, 2, device=device)
+        rank = context.group.rank
+        self._first, self._own = sum(columns[:rank]), columns[rank]
+        self._offers = torch.zeros(len(columns), 2, device=device)  # by rank, its largest logit and whose that is
 
     def run(self, token: int, segment: Segment, count: int, bound: int) -> np.ndarray:
         """Compute a token, and the likeliest behind it, so many in all: float32 [count, 2], the largest logit behind
@@ -72,28 +81,58 @@ class Chain:
         side.kernels.forget()
         rows = RowIndex(index.begin, index.position, index.blocks, (segment,), bound, filled=1)
         logits = Logits(self._context, self._tier, (index.wanted, index.wanted), 1)
-        work = Work(side, rows, self._ids, logits)
+        work = Work(side, rows, self._ids, logits, self._context.group.peers if self._context.sums else None)
         for unit in self._looked_up:
             unit.run(work, ALONE)
         units = UnitRuns(self._context, self._residents, self._tier, {ACC: work})
         for part in self._stretch.parts:
             if isinstance(part, Units):
                 units.run_all(part.steps)
-        torch.max(logits.on_device, 1, out=(self._logit, self._ids))
-        self._best[:, 0].copy_(self._logit)
-        self._best[:, 1].copy_(self._ids)
+        self._choose(logits)
         tensors = side.space.tensors
         if PRIOR in tensors:
             tensors[PRIOR][:1].copy_(tensors[STATES][:1])
         index.position.add_(1)
 
+    def _choose(self, logits: Logits) -> None:
+        """The likeliest next token, the same on all ranks."""
+        if self._context.group.size == 1 or logits.gathered:
+            torch.max(logits.on_device, 1, out=(self._logit, self._ids))
+            self._best[:, 0].copy_(self._logit)
+            self._best[:, 1].copy_(self._ids)
+            return
+        own = self._offers.zero_()[self._context.group.rank]
+        if self._own:
+            torch.max(logits.on_device, 1, out=(self._logit, self._ids))
+            own[:1].copy_(self._logit)
+            own[1:].copy_(self._ids + self._first)
+        else:
+            own[:1].fill_(-inf)
+        self._context.group.all_reduce(self._offers, exact=True)
+        self._best.copy_(self._offers.index_select(0, self._offers[:, 0].argmax().view(1)))
+        self._ids.copy_(self._best[0, 1:])
+
 
 def make_chain(context: RunContext, residents: Residents, tier: TierInForce, program: Program) -> Chain | None:
     """The chain of a program; None where its kernels do not repeat, where the CPU computes anything but rows of tables,
-    weights or states move, or the accelerator cannot read a table."""
+    weights or states move, or the accelerator cannot read a table. Of several ranks all have one, or none."""
+    if not tier.side.kernels.repeatable or context.spec.neighbours is not None:
+        return None
+    found, columns = _find_parts(context, residents, tier, program), sum(t.rows for t in context.spec.output.matrices)
+    told = (
+        context.group.gather((found is not None, columns)) if context.group.size > 1 else [(found is not None, columns)]
+    )
+    if found is None or not all(has for has, _ in told):
+        return None
+    return Chain(context, residents, tier, *found, [own for _, own in told])
+
+
+def _find_parts(
+    context: RunContext, residents: Residents, tier: TierInForce, program: Program
+) -> tuple[tuple[BoundUnit, ...], Stretch] | None:
+    """The tables that a chain looks up, and what follows; None where it cannot be one."""
     side, spec = tier.side, context.spec
-    keeps_more = side.config.window or tier.sequences or context.host.picks is not None or tier.arriving
-    if not side.kernels.repeatable or context.group.size > 1 or keeps_more:
+    if side.config.window or tier.sequences or context.host.picks is not None or tier.arriving:
         return None
     steps, stretches = list[Compute](), list[Stretch]()
     for item in program.body:
@@ -101,7 +140,7 @@ def make_chain(context: RunContext, residents: Residents, tier: TierInForce, pro
             steps += item.computes
         elif isinstance(item, Stretch) and item.waits_for is None:
             stretches.append(item)
-        elif not (isinstance(item, Move) and isinstance(item.portion, Activations)):
+        elif not (isinstance(item, Gather) or (isinstance(item, Move) and isinstance(item.portion, Activations))):
             return None
     if len(stretches) != 1 or not stretches[0].gives_logits or not _is_plain(stretches[0]):
         return None
@@ -111,8 +150,7 @@ def make_chain(context: RunContext, residents: Residents, tier: TierInForce, pro
     tables = [m.data for step in on_acc for m in residents.weights_of(step, tier.carved).matrices.values()]
     if context.device.kind != "cpu" and not all(data.is_cuda or data.is_pinned() for data in tables):
         return None
-    looked_up = tuple(residents.bind(step, tier.carved, tier.tokens, context) for step in on_acc)
-    return Chain(context, residents, tier, looked_up, stretches[0])
+    return tuple(residents.bind(step, tier.carved, tier.tokens, context) for step in on_acc), stretches[0]
 
 
 def _is_plain(stretch: Stretch) -> bool:

@@ -8,6 +8,7 @@ from head_files import write_headed
 from planner_cases import DESKTOP, OWN
 
 from pshard.cuts.rank_parts import cut_ranks
+from pshard.machine import ElementwiseTiming
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.plan import Variant
@@ -73,6 +74,16 @@ def test_a_cut_heads_draft_takes_the_sums_of_its_ranks(spec: ModelSpec) -> None:
     slow = replace(PROFILE, handoff_seconds=PROFILE.handoff_seconds + 1e-3)
     times = [plan_head(spec, p, replace(WORK, split_mode="tensor"), True).seconds for p in (PROFILE, slow)]
     assert times[1] - times[0] > 2.9e-3  # of attention, of what follows it, and of the logits
+
+
+@pytest.mark.parametrize(("in_vram", "at_once"), [(True, True), (False, False)])
+def test_gpus_that_share_a_head_launch_its_drafts_at_once_where_all_of_it_is_in_vram(
+    spec: ModelSpec, in_vram: bool, at_once: bool
+) -> None:
+    rows = (ElementwiseTiming("acc", "draft", 1, 1, 5e-4), ElementwiseTiming("acc", "follow", 1, 1, 1e-5))
+    profile = replace(PROFILE, elementwise=(*PROFILE.elementwise, *rows))
+    found = plan_head(spec, profile, replace(WORK, split_mode="tensor"), in_vram)
+    assert (found.further == 1e-5) == at_once and found.first >= 5e-4
 
 
 @pytest.mark.parametrize("like", ["moe"])

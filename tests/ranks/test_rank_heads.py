@@ -19,12 +19,14 @@ from pshard.models import open_model
 from pshard.models.attach_draft import open_drafted
 from pshard.plan import Variant
 from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.draft_length import DraftLength
 from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.runtime.texts.text import Piece
+from pshard.runtime.walks.chain import Chain
 from pshard.speculation import DRAFT, LOOKUP_DRAFT, LOOKUP_MTP, MTP, AcceptanceRecord
 from pshard.workload import Limits, Split
 
@@ -137,6 +139,53 @@ def test_ranks_may_have_nothing_of_some_units(tmp_path: Path, shares: tuple[floa
 
 def drafts_behind(engine: Engine, text: Any, token: int, most: int = 7) -> tuple[int, ...]:
     return engine.drafter.draft([Ask(text, (token,), most)])[0]
+
+
+@pytest.mark.parametrize(
+    ("like", "shares", "limits"),
+    [(DENSE, (1.0, 2.0), ()), (MIXTURE, (1.0, 2.0), ()), (DENSE, (1.0, 1.0), (("output", 1),))],
+)
+def test_drafts_of_a_cut_head_are_launched_at_once_on_all_ranks(
+    tmp_path: Path, like: str, shares: tuple[float, ...], limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, whose graphs repeat: also where a rank has no column of the logits. They are those that come one by
+    one."""
+    path, chained, run_chain = write(tmp_path, like), list[int](), Chain.run
+
+    def count(chain: Chain, *asked: Any) -> Any:
+        chained.append(chain._context.group.rank)
+        return run_chain(chain, *asked)
+
+    def talk(engine: Engine) -> list[Any]:
+        text = engine.texts.begin()
+        engine.texts.extend([(text, IDS[:70])])
+        found: list[Any] = [drafts_behind(engine, text, IDS[70], most) for most in (1, 2, 7)]
+        engine.texts.close(text)
+        return [*found, tell(engine, GREEDY, 3, fixed=True)[0]]
+
+    monkeypatch.setattr(Chain, "run", count)
+    variant, found = plan(path, "tensor", shares, limits=limits), list[Any]()
+    for repeats in (False, True):
+        monkeypatch.setattr(PlainKernels, "repeatable", repeats)
+        assert not chained
+        found += run_variant(path, variant, talk, checkpoint_bytes=1 << 24)
+    assert found == [found[0]] * 4 and len(found[0][2]) == 7
+    assert chained.count(0) == chained.count(1) > 2
+
+
+def test_ranks_chain_no_drafts_where_one_of_them_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a part of the head on the CPU."""
+    path = write(tmp_path, DENSE)
+    near, far = (plan(path, "tensor", on_acc=on_acc) for on_acc in (True, False))
+    mixed = replace(near, drafter_parts=far.drafter_parts)
+    monkeypatch.setattr(Chain, "run", lambda *_: pytest.fail("the other rank would wait for ever"))
+    monkeypatch.setattr(PlainKernels, "repeatable", True)
+
+    def talk(engine: Engine) -> list[int]:
+        return tell(engine, GREEDY, 3, fixed=True)[0]
+
+    first, second = run_variant(path, mixed, talk, checkpoint_bytes=1 << 24)
+    assert first == second
 
 
 @pytest.mark.quick("glm-layer", "moe-layer", "latent-layer")
