@@ -321,6 +321,39 @@ def wide_norms(group: Group, out: Path) -> None:
     torch.save(found, out / f"wide_norms-{group.rank}.pt")
 
 
+def drafts(group: Group, out: Path) -> None:
+    """Drafts of the cut head of the model in `out`, launched at once where that can be, then one by one; and whether it
+    could."""
+    from head_engines import add_head
+    from plan_samples import with_workload
+    from thread_ranks import split_variant
+
+    from pshard.models import open_model
+    from pshard.runtime.build_engine import build_engine
+    from pshard.runtime.devices.device import open_device
+    from pshard.runtime.speculation.second_program import Ask
+    from pshard.workload import Split
+
+    kind = "cuda" if group.backend in ("peers", "nccl") else "cpu"
+    path, reserve = out / "m.gguf", TORCH_RESERVE_MIB if kind == "cuda" else 0
+    variant = split_variant(path, Split("tensor", (1.0,) * group.size), 512, None, reserve, keeps_states=True)
+    variant = add_head(with_workload(variant, type_k="f32", type_v="f32"), open_model(path).spec, True)
+    ids, found, device = [1 + 7 * i % 89 for i in range(300)], [], open_device(kind, group.local_rank)
+    with build_engine(open_model(path), variant, device, group=group, checkpoint_bytes=1 << 24) as engine:
+        walks = engine.drafter._program.walks
+        for at_once in (True, False):
+            if not at_once:
+                chained = walks._chain is not None and walks._chain[1] is not None
+                walks.follow_on = lambda *_: None
+            text, told = engine.texts.begin(), []
+            for length in (5, 61, 70, 253):
+                engine.texts.extend([(text, ids[len(text.ids) : length])])
+                told += engine.drafter.draft([Ask(text, (ids[length],), 7)])
+            engine.texts.close(text)
+            found.append(told)
+    torch.save((found, chained), out / f"drafts-{group.rank}.pt")
+
+
 def main() -> int:
     scenario, ranks, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from head_files import write_headed
 from rank_program import partial
 from test_parallel_group import expect_wide_norms, processes_of, run_ranks
 
@@ -76,6 +77,19 @@ def test_a_part_that_leaves_from_its_product_gives_the_same_sum(tmp_path: Path) 
     for i, ((part, hidden), (their_part, their_hidden)) in enumerate(zip(first, other, strict=True)):
         assert torch.equal(hidden, part + their_part) and torch.equal(hidden, their_hidden) and hidden.any()
         assert torch.equal(hidden, first[i // 4 * 4][1])
+
+
+@pytest.mark.parametrize("backend", ["peers", "nccl"])
+@pytest.mark.parametrize("like", ["llama", "glm"])
+def test_drafts_of_a_cut_head_are_launched_at_once_and_are_those_that_come_one_by_one(
+    like: str, backend: str, tmp_path: Path
+) -> None:
+    write_headed(tmp_path / "m.gguf", like, own=like == "glm")
+    done = run_ranks(f"drafts@{backend}", 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (found, chained), other = (torch.load(tmp_path / f"drafts-{rank}.pt") for rank in range(2))
+    assert chained and other == (found, chained)
+    assert found[0] == found[1] and all(len(told) == 7 for told in found[0])
 
 
 def test_a_rank_that_dies_ends_the_one_that_waits_on_its_gpu(tmp_path: Path) -> None:
