@@ -114,7 +114,10 @@ class _Search:
         return tuple(found)
 
     def _choose_site(self, place: Placement, returns: bool) -> str:
-        legal = places_of_unit(self.spec.unit(place.unit), False)
+        unit = self.spec.unit(place.unit)
+        if unit.kind.is_looked_up:  # rows cost less than the slots that its table would take
+            return place.where
+        legal = places_of_unit(unit, False)
         return PINNED if returns and place.site.is_beyond_host and (PINNED, place.kv) in legal else place.where
 
     def _predict(self, caches: tuple[ExpertCache, ...], far: set[str], staging: int, returns: bool) -> Variant:

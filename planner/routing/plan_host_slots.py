@@ -174,7 +174,11 @@ class _Way:
 
     def _choose_site(self, tier: TierPlan, place: Placement, far: set[str], bare: bool) -> str:
         follows, movable = self.search.follows(tier), place.unit in self.search.movable
-        legal = [site for site, _ in places_of_unit(self.search.spec.unit(place.unit), False)]
+        legal = [site for site, _ in self.search.room.list_places(place.unit)]
+        if self.search.spec.unit(
+            place.unit
+        ).kind.is_looked_up:  # rows cost less than the slots that its table would take
+            return ON_DEMAND if ON_DEMAND in legal and not place.in_arena else place.where
         if place.unit in far and ON_DISK in legal:
             return ON_DEMAND if follows else ON_DISK
         if movable and not place.is_whole_in_arena:

@@ -9,7 +9,7 @@ from experts_file import ExpertsFile
 from routing_samples import make_drifting_record
 from test_three_homes import MIB, make_machine, no_process  # noqa: F401
 
-from pshard.machine import MachineProfile
+from pshard.machine import DiskTiming, MachineProfile
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
 from pshard.plan import Variant
@@ -94,6 +94,27 @@ def test_beside_a_gpu_the_cpu_computes_from_slots_in_host_memory_and_prompts_lea
         check_caches(SMALL, replace(rank, caches=(replace(cache, on_host=False),)))
     experts = map_experts(SMALL, found)[0]
     assert experts.slots[0].likely and sum(layer.disk for layer in experts.tiers[0].layers) == 16 * len(cache.units)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_table_whose_rows_can_be_read_makes_room_for_experts(kind: str) -> None:
+    """Rows take a tenth of a millisecond a token; what slots lack takes tens."""
+    table = replace(SMALL.units[0].tensors[0], shape=(20480, 128))  # 10 MiB
+    spec = replace(SMALL, units=(replace(SMALL.units[0], tensors=(table,)), *SMALL.units[1:]))
+    ram, budget = (40, 30) if kind == "cpu" else (30, TORCH_RESERVE_MIB + 14)
+    slots, rounds = list[int](), list[float]()
+    for small in (False, True):
+        profile = make_machine(ram * MIB, kind=kind)
+        rows = [DiskTiming("drive", True, 4096, depth, 4096, 1e-4 / depth) for depth in (1, 16)]
+        profile = replace(profile, disks=(*profile.disks, *rows)) if small else profile
+        asked = replace(WORKLOAD, ram_mib=ram, vram_mib=(budget,))
+        asked = suggest_budget(asked, spec, profile) if kind == "cpu" else asked
+        found = plan_slots(spec, profile, asked, plan_variant(spec, profile, asked), None)
+        check_variant((spec,), found, kind, usable_bytes(profile, 1))
+        assert (found.ranks[0].tiers[0].placement("embedding").where == "demand") == small
+        slots.append(sum(cache.slots for cache in found.ranks[0].caches))
+        rounds.append(round_seconds(found))
+    assert slots[1] > 0 and rounds[1] < 0.95 * rounds[0]
 
 
 @pytest.mark.slow

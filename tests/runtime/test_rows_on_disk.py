@@ -65,6 +65,20 @@ def test_rows_from_disk_give_the_logits_of_tables_in_memory(
     assert torch.equal(*found)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Q6_K", "gemma4"])
+def test_a_gpu_gets_the_rows_that_it_gets_of_tables_in_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    path = write_model(tmp_path, name)
+    spec, found = open_model(path).spec, list[torch.Tensor]()
+    for site in (ON_CPU, ON_DEMAND):
+        with open_engine(path, look_up_from(spec, site), context=256, kernels="fast", device="cuda") as engine:
+            found.append(torch.cat([speak(engine), speak(engine)]))  # launched, and by graphs
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", ["Q6_K", "gemma4", "qwen4exp"])
 def test_a_token_reads_the_rows_that_are_planned_and_a_prompt_none_twice(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
