@@ -67,7 +67,9 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("num_key_value_heads", n_heads),
         head_dim=head_dim,
-        d_ffn=0 if arch.sorted or (experts and experts.are_in(0)) else keys.integer("intermediate_size"),
+        d_ffn=0
+        if arch.sorted or (experts and all(map(experts.are_in, range(n_layers))))
+        else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
         norm_eps=keys.real(_name_eps(arch, config), span=EPSILONS),
         context=context,

@@ -134,10 +134,6 @@ def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelCo
         if factors and len(factors) != config.rope.dims // 2:
             what = f"{len(factors)} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions"
             raise UserError(f"{where}: {what}; {ANOTHER}")
-    if config.window_rope and not config.window:
-        window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
-        what = f"{window}, where layers with windows have positions of their own, is not supported"
-        raise UserError(f"{where}: {what}; {ANOTHER}")
     if config.window and arch.window_every == 1 and not (arch.full_every or arch.windows or config.windows_in):
         window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
         what = f"sliding-window attention ({window}) is not supported in this architecture"

@@ -340,7 +340,8 @@ def _rename(
 
     called = NAMED_AS.get(arch.gguf, arch.gguf)
     known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == called)
-    names = gguf.get_tensor_name_map(known, min(config.n_layers, len(stored)))
+    # an architecture's own names, then those of what its published models lack: a head, or an FFN beside experts'
+    maps = [gguf.get_tensor_name_map(one, min(config.n_layers, len(stored))) for one in (known, gguf.MODEL_ARCH.LLAMA)]
     renamed = {}
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == _FOLDER_HEAD):
@@ -348,6 +349,7 @@ def _rename(
         key = rename_choice(rename_experts(rename_scales(key)))
         key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
-        name = HEAD if key == _FOLDER_HEAD else names.get_name(key, (".weight", ".bias")) or key
+        found = (names.get_name(key, (".weight", ".bias")) for names in maps)
+        name = next(filter(None, found), key)
         renamed[rename_role(arch, name)] = flatten_row(name, tensor)
     return renamed

@@ -1,4 +1,5 @@
-"""The experts of gpt-oss as its checkpoints have them: MXFP4 blocks and scales apart, rows of gate and up in turns.
+"""The experts of gpt-oss as its checkpoints have them: MXFP4 blocks and scales apart, rows of gate and up in turns; or
+numbers, inputs first.
 
 They are read as GGUF has them: a scale and 16 bytes for 32 weights. No bit is lost: of a byte of the checkpoint the
 low half is weight 2i and the high half 2i + 1; of a byte of GGUF they are weights j and j + 16.
@@ -11,6 +12,7 @@ from math import prod
 import numpy as np
 
 from pshard.model_config import ModelConfig
+from pshard.models.families.turned_experts import NUMBERS, TurnedColumns
 from pshard.models.hybrid.made_tensors import MadeTensor, freeze
 from pshard.models.stored import StoredTensor
 
@@ -77,9 +79,29 @@ def arrange_mxfp4(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[
             arranged |= _unpack_blocks(config, f"blk.{found[1]}.ffn_", found[2], tensor, scales)
         elif found[3] == "_bias":
             arranged |= _unpack_biases(config, f"blk.{found[1]}.ffn_", found[2], tensor)
+        elif not found[3] and name + "_blocks" in stored:
+            tensor.fail("is there twice, in MXFP4 too")
         elif not found[3]:
-            tensor.fail("is not in MXFP4, as the published files are", "use these, or a GGUF file of the model")
+            arranged |= _turn_numbers(config, f"blk.{found[1]}.ffn_", found[2], tensor)
     return arranged
+
+
+def _turn_numbers(config: ModelConfig, prefix: str, what: str, stack: StoredTensor) -> dict[str, StoredTensor]:
+    """Of experts that are not quantised, whose inputs come first."""
+    count, rows, cols = _size(config, what)
+    stack.check_shape((count, cols, rows))
+    stack.check_type()
+    if stack.qtype not in NUMBERS:
+        stack.fail(f"is {stack.qtype}, and such experts are MXFP4, F32, F16 or BF16")
+    made = dict[str, StoredTensor]()
+    for role, first, step in _turns(what):
+        shape = rows // step, cols
+        slabs = [
+            TurnedColumns(one.name, one.qtype, shape, one.file, one.offset, source=one, first=first, step=step)
+            for one in map(stack.slab, range(count))
+        ]
+        made[f"{prefix}{role}_exps.weight"] = replace(stack, shape=(count, *shape), slabs=tuple(slabs))
+    return made
 
 
 def _unpack_blocks(

@@ -1,5 +1,7 @@
 """What files say about routed experts -> Experts: keys of GGUF metadata, and of config.json."""
 
+from dataclasses import replace
+
 from pshard.errors import UserError
 from pshard.model_config import Chunks, Experts
 from pshard.models.architectures import Routing
@@ -87,8 +89,6 @@ def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
 
 def hf_experts(routing: Routing, keys: Keys) -> Experts:
     """From config.json. Raises UserError that names the key."""
-    keys.refuse_unless("decoder_sparse_step", 1)
-    keys.refuse_unless("mlp_only_layers", [])
     keys.refuse_unless("scoring_func", routing.scores)
     if routing.weighs_inputs:
         keys.refuse_unless("num_experts_per_tok", 1)
@@ -118,12 +118,11 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         groups_used=1 if keys.get("topk_method") == "greedy" else keys.integer("topk_group", 1),
         d_shared=d_shared,
         shared_gate=routing.shared_gate,
-        dense_layers=0 if routing.listed else _dense_layers(keys),
         beside=bool(routing.beside),
         weighs_inputs=routing.weighs_inputs,
         every=_layer_step(keys),
     )
-    return check_experts(experts, keys.where)
+    return check_experts(experts if routing.listed else _place(keys, experts), keys.where)
 
 
 def _name(keys: Keys, names: tuple[str, ...]) -> str:
@@ -131,15 +130,32 @@ def _name(keys: Keys, names: tuple[str, ...]) -> str:
     return next((name for name in names if keys.get(name) is not None), names[0])
 
 
-def _dense_layers(keys: Keys) -> int:
-    """The first so many layers have no experts. Raises UserError where others have none either."""
-    kinds = keys.values.get("mlp_layer_types")
-    if not isinstance(kinds, list) or not kinds:
-        return keys.integer(_name(keys, _LEADS), 0, least=0)
-    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
-    if kinds != ["dense"] * dense + ["sparse"] * (keys.integer("num_hidden_layers") - dense):
-        keys.refuse("mlp_layer_types", "is not dense layers followed by sparse ones, one kind for each layer")
-    return dense
+def _place(keys: Keys, experts: Experts) -> Experts:
+    """The same in the layers that config.json says."""
+    found = _list_layers(keys)
+    if not found:
+        return replace(experts, dense_layers=keys.integer(_name(keys, _LEADS), 0, least=0))
+    dense = found.index(True)
+    return replace(experts, dense_layers=dense) if all(found[dense:]) else replace(experts, layers=found)
+
+
+def _list_layers(keys: Keys) -> tuple[bool, ...]:
+    """Whether each layer has experts, where config.json lists those that have, or those that have none; () where it
+    does not. Raises UserError for a list that does not fit, or has none."""
+    layers, kinds = keys.integer("num_hidden_layers"), keys.kinds("mlp_layer_types", "dense", "sparse")
+    check_layers(keys, layers)
+    step, dense = keys.integer("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
+    key, found = "mlp_layer_types", tuple(kind == "sparse" for kind in kinds or ())
+    if not kinds and (step > 1 or dense):
+        key = "mlp_only_layers" if dense else "decoder_sparse_step"
+        if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+            keys.refuse(key, f"is no list of layers of {layers}")
+        found = tuple((i + 1) % step == 0 and i not in dense for i in range(layers))
+    if found and len(found) != layers:
+        keys.refuse(key, f"does not say of each of {layers} layers if it has experts")
+    if found and not any(found):
+        keys.refuse(key, f"leaves none of {layers} layers with experts")
+    return found
 
 
 def _layer_step(keys: Keys) -> int:
@@ -148,7 +164,6 @@ def _layer_step(keys: Keys) -> int:
     if listed is None:
         return keys.integer(_name(keys, _STEPS), 1)
     layers = keys.integer("num_hidden_layers")
-    check_layers(keys, layers)
     step = listed[0] + 1 if isinstance(listed, list) and listed and type(listed[0]) is int else 0
     if step < 1 or listed != list(range(step - 1, layers, step)):
         keys.refuse("moe_layers", f"does not name the last of each so many of {layers} layers")

@@ -115,7 +115,7 @@ class Experts:
     def are_in(self, layer: int) -> bool:
         """Whether a layer has experts."""
         if self.layers:
-            return self.layers[layer]
+            return layer >= len(self.layers) or self.layers[layer]  # beyond them are those that draft
         return layer >= self.dense_layers and (layer + 1) % self.every == 0
 
     @property
@@ -423,7 +423,10 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """Tokens that layers with a window see; 0 where no layer sees fewer than the context has."""
+        """Tokens that layers with a window see; 0 where no layer sees fewer than the context has, unless such layers
+        are turned otherwise."""
+        if self.window_rope and self.sliding_window:
+            return min(self.sliding_window, self.context)
         return self.sliding_window if 0 < self.sliding_window < self.context else 0
 
     def resize(self, sizes: Mapping[str, int]) -> "ModelConfig":

@@ -56,6 +56,8 @@ def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: i
     dims = int(head_dim * share)
     if kind in ("default", "mrope"):  # the latter is the former, at positions of text
         return Rope(dims, base, "halves")
+    if kind == "dynamic" and not keys.get("alpha"):  # the same within a model's context, and texts have no more
+        return Rope(dims, base, "halves")
     if kind == "dynamic" and keys.get("alpha"):  # HunYuan's: of a fixed factor, whatever a text's length
         if dims <= 2:
             keys.refuse("alpha", f"scales the base of heads of which {dims} numbers are rotated")
@@ -74,7 +76,7 @@ def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: i
         return _hf_yarn(keys, dims, base, original, context)
     if kind in ("longrope", "su"):
         return _hf_longrope(keys, Rope(dims, base, "halves", "longrope", original_context=original), context)
-    supported = "default, linear, llama3, yarn, longrope"
+    supported = "default, linear, dynamic, llama3, yarn, longrope"
     raise UserError(f"{where}: RoPE scaling {kind!r} is not supported (supported: {supported}); {ANOTHER}")
 
 

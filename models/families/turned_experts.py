@@ -16,18 +16,19 @@ from pshard.models.stored import StoredTensor
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 _BESIDE = re.compile(r"model\.layers\.(\d+)\.(?:feed_forward\.)?experts\.(gate_up|down)_proj")  # of Gemma 4, LFM2
 _LINEAR = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
-_NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
+NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnedColumns(MadeTensor):
-    """Columns from `first` on of the matrix `source`, as rows."""
+    """Columns of the matrix `source`, from `first` on each `step`-th, as rows."""
 
     first: int
+    step: int = 1
 
     def read(self) -> np.ndarray:
-        matrix = self.source.read().view(_NUMBERS[self.qtype]).reshape(self.source.shape)
-        columns = matrix[:, self.first : self.first + self.shape[0]]
+        matrix = self.source.read().view(NUMBERS[self.qtype]).reshape(self.source.shape)
+        columns = matrix[:, self.first : self.first + self.shape[0] * self.step : self.step]
         return freeze(columns.T)
 
 
@@ -71,7 +72,7 @@ def _stack(
     straight = rule.count, len(roles) * rows, cols
     tensor.check_shape((rule.count, cols, len(roles) * rows) if turned else straight)
     tensor.check_type()
-    if tensor.qtype not in _NUMBERS:
+    if tensor.qtype not in NUMBERS:
         tensor.fail(f"is {tensor.qtype}, and such experts are F32, F16 or BF16")
     slabs: list[StoredTensor] = []
     for number in range(rule.count):

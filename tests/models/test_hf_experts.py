@@ -108,8 +108,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"moe_intermediate_size": 128}, r"gate_proj.weight has shape \[8, 256, 256\], not the \[8, 128, 256\]"),
         ({"norm_topk_prob": ...}, "norm_topk_prob is missing"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes', not true or false"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers is 0, which is not supported"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, which is not supported"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers leaves none of 1 layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step leaves none of 1 layers"),
     ],
 )
 def test_numbers_of_experts_that_do_not_fit_are_named(

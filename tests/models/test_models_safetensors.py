@@ -170,7 +170,7 @@ def set_keys(**keys: Any) -> Any:
             "quantised safetensors of this method are not supported",
         ),
         (set_keys(sliding_window=128), "sliding-window attention"),
-        (set_keys(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "RoPE scaling 'dynamic' is not supported"),
+        (set_keys(rope_parameters={"rope_type": "ntk", "factor": 2.0}), "RoPE scaling 'ntk' is not supported"),
         (set_keys(rope_parameters={"rope_type": "linear"}), "rope_parameters: factor is missing"),
         (set_keys(rope_parameters={"partial_rotary_factor": 0.5}), "rotates 32 of 64 dimensions"),
         (set_keys(rope_parameters={"full_attention": {}}), "differs from layer to layer"),

@@ -68,6 +68,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1",
         {"rope_parameters": YARN, "rms_norm_eps": 1e-2, "head_dim": 16},
     ),
+    "a window beyond the context, whose layers are turned otherwise": (
+        "Gemma3",
+        {"sliding_window": 4096, "layer_types": [SEEN, FULL, SEEN], "rope_parameters": {FULL: YARN, SEEN: PLAIN}},
+    ),
+    "an FFN between experts": ("Qwen3Moe", {**MOE, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "experts that a list names": (
+        "Glm4MoeLite",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+            **{"mlp_layer_types": ["sparse", "dense", "sparse"], "num_key_value_heads": 4, "q_lora_rank": 32},
+            **{"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        },
+    ),
+    "a gpt-oss that is not quantised": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
+    ),
+    "angles that would change beyond the context": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "heads of Gemma 4 that are alike": ("Gemma4Text", GEMMA4),
     "rows of tokens in a Gemma 4 with experts": (
         "Gemma4Text",
