@@ -53,7 +53,7 @@ def test_sums_of_some_types_are_those_of_the_weights_of_gguf(kernels: CudaKernel
 
 def check_sums(kernels: CudaKernels, qtype: str, tokens: int, cols: int) -> None:
     """A row of activations has one chunk of whole numbers up to 127, which are their own codes; every chunk has its
-    turn."""
+    turn, in the interpreter every third where rows are few."""
     rows, bucket = 32, 1 << (tokens - 1).bit_length()
     raw = random_rows(qtype, rows, cols, seed=tokens)
     values = quants.dequantize(raw, GGMLQuantizationType[qtype]).astype(np.float64)
@@ -61,7 +61,7 @@ def check_sums(kernels: CudaKernels, qtype: str, tokens: int, cols: int) -> None
     rng = np.random.default_rng(tokens)
     for tile in tiles_of_columns(qtype, bucket):
         kernels.use_tiles([TileChoice("acc", "matvec", qtype, bucket, tile, 1.0, 1.0)])
-        for first in range(0, cols // 32, tokens):
+        for first in range(0, cols // 32, tokens if DEVICE == "cuda" or tokens >= 8 else 3 * tokens):
             x = np.zeros((tokens, cols // 32, 32))
             for m in range(tokens):
                 x[m, (first + m) % (cols // 32)] = rng.permutation(np.r_[127, rng.integers(-127, 128, 31)])
