@@ -26,6 +26,7 @@ def open_drafting(kind: str) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.quick("draft")
 @pytest.mark.parametrize("kind", [MTP, DRAFT])
 def test_bundled_drafters_bring_what_their_page_says_and_leave_the_text_as_it_is(kind: str) -> None:
     with open_drafting(kind) as engine:

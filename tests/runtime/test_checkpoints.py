@@ -36,6 +36,7 @@ def lengths_of(engine: Engine, number: int = 0) -> list[int]:
     return [one.length for one in engine._checkpoints.all_of(number)]
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("most", [0, 2, 50])
 def test_a_text_that_is_cut_anywhere_goes_on_as_if_it_had_ended_there(model: Path, most: int) -> None:
     rng = random.Random(most)
@@ -94,6 +95,7 @@ def test_what_they_may_take_is_said(model: Path) -> None:
         assert "a text that is cut is computed again" in engine.notes[-1]
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("most", [0, 4])
 def test_a_saved_text_goes_on_and_can_be_cut_as_before(model: Path, tmp_path: Path, most: int) -> None:
     ids, kept = [random.Random(5).randrange(VOCAB) for _ in range(41)], tmp_path / "kept"

@@ -43,6 +43,7 @@ def count_read(spec: ModelSpec, tier: TierPlan) -> int:
     return sum(t.file_nbytes for u in units for t in u.tensors if len(t.shape) == 2)
 
 
+@pytest.mark.quick("gpt-oss-shape1")
 @pytest.mark.parametrize(
     ("arch", "shape"),
     [

@@ -31,6 +31,7 @@ def test_a_text_whose_drafts_never_hold_loses_little(cost: float, share: float) 
     assert play(0.0, cost, 2000, share)[0] > 0.97
 
 
+@pytest.mark.quick("0.9-0.02")
 @pytest.mark.parametrize(("holds", "cost"), [(0.9, 0.02), (0.9, 0.2), (0.7, 0.1), (0.5, 0.1)])
 def test_it_is_near_the_best_fixed_number(holds: float, cost: float) -> None:
     rates = []

@@ -51,6 +51,7 @@ def make(engine: Engine, sampling: Sampling, drafts: int, most: int = 40) -> tup
     return list(told), wanted.record
 
 
+@pytest.mark.quick("sampling1-False")
 @pytest.mark.parametrize(("sampling", "on_acc"), [(GREEDY, True), (DRAWN, False)])
 def test_the_text_is_that_without_drafts_and_the_model_itself_drafts_what_it_tells(
     model: Path, other: Path, sampling: Sampling, on_acc: bool

@@ -29,6 +29,7 @@ def compare_logits(path: Path, most: float) -> None:
     assert np.abs(np.concatenate([prompt, *tokens]) - expected).max() < most * expected.std()
 
 
+@pytest.mark.quick("glm4moe")
 @pytest.mark.parametrize("arch", MOE)
 def test_logits_equal_the_float64_forward(tmp_path: Path, arch: str) -> None:
     compare_logits(write_gguf(tmp_path / "m.gguf", arch, n_used=3), 1e-5)
@@ -76,6 +77,7 @@ def test_gpt_oss_in_micro_batches_of_any_size(
     assert np.abs(np.concatenate(found) - expected).max() < 1e-5 * expected.std()
 
 
+@pytest.mark.quick("tensor")
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 def test_ranks_share_gpt_oss(oss: Path, expected: np.ndarray, mode: str) -> None:
     def talk(engine: Engine) -> np.ndarray:

@@ -54,6 +54,7 @@ def open_cached(
     return build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records, plays=plays)
 
 
+@pytest.mark.quick("('streamed', None)-1-lru")
 @pytest.mark.parametrize(
     ("way", "sequences", "policy"),
     [(IN_PLACE, 1, "lru"), (SHARED, 3, "frequency"), (KEPT, 3, "lru"), (PINNED, 1, "frequency")],
@@ -67,6 +68,7 @@ def test_slots_give_the_logits_of_a_plain_forward(way: tuple, sequences: int, po
         assert engine.expert_hits.hits > 0 and engine.expert_hits.admitted > 0
 
 
+@pytest.mark.quick("('streamed', None, 3, 2)-fast")
 @pytest.mark.parametrize(("way", "kernels"), [(IN_PLACE, "plain"), (SHARED, "fast")], ids=str)
 def test_slots_give_the_logits_of_a_plain_forward_where_16_sequences_decode(way: tuple, kernels: str) -> None:
     file = ExpertsFile()
@@ -96,6 +98,7 @@ def walk_text(engine: Engine, text: list[int]) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.quick("('streamed', None, 0, 2)-fast")
 @pytest.mark.parametrize(("way", "kernels"), [(IN_PLACE, "plain"), (KEPT, "fast")], ids=str)
 def test_slots_change_no_bit_where_one_side_computes_all_experts(way: tuple, kernels: str) -> None:
     file, text, found = skew_routers(ExpertsFile(RULES["of the chosen"]), 1.0), draw_text(TEXT), []
@@ -157,6 +160,7 @@ def _check_bytes(engine: Engine) -> None:
             assert torch.equal(matrix.data, blob[at + (expert - held.first) * part :][:part])
 
 
+@pytest.mark.quick("lru")
 @pytest.mark.parametrize("policy", ["lru", "frequency"])
 def test_the_hits_of_a_run_are_those_of_a_replay_of_its_record(policy: str) -> None:
     file, text = skew_routers(ExpertsFile(Experts(16, 2, 16)), 1.0), draw_text(TEXT)
@@ -207,6 +211,7 @@ def test_with_slots_that_are_kept_earlier_text_moves_no_bit() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.quick("('streamed', None, 3, 2)")
 @pytest.mark.parametrize("way", [KEPT, SHARED], ids=str)
 def test_with_slots_that_are_kept_greedy_text_is_the_same_after_any_requests(way: tuple) -> None:
     """Though the cache would have other experts then: who computes each one stays the same."""
@@ -228,6 +233,7 @@ def test_with_slots_that_are_kept_greedy_text_is_the_same_after_any_requests(way
         assert not torch.equal(found[2][1], found[3][1])
 
 
+@pytest.mark.quick("('pinned', None, 5)-fast")
 @pytest.mark.parametrize(("way", "kernels"), [(SHARED, "plain"), (PINNED, "fast")], ids=str)
 def test_tokens_of_a_trial_use_the_experts_that_a_record_says(way: tuple, kernels: str) -> None:
     """Whatever they are: so slots find what a replay of the record finds."""

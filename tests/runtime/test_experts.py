@@ -71,6 +71,7 @@ def check_talk(engine, file: ExpertsFile, sequences: int, seed: int) -> None:
         torch.testing.assert_close(torch.cat(rows).double(), file.logits(text), **CLOSE)
 
 
+@pytest.mark.quick("('streamed', None, 1, 6)-3-1")
 @pytest.mark.parametrize(
     ("way", "sequences", "slots"), [(way, *((1, 2), (3, 1))[i % 2]) for i, way in enumerate(WAYS)], ids=str
 )
@@ -81,6 +82,7 @@ def test_every_placement_gives_the_logits_of_a_plain_forward(way: tuple, sequenc
         check_talk(engine, file, sequences, slots)
 
 
+@pytest.mark.quick("of the chosen-1")
 @pytest.mark.parametrize(("rule", "seed"), [(rule, i % 2) for i, rule in enumerate(RULES)])
 def test_every_rule_of_a_router_holds_wherever_router_and_experts_are(rule: str, seed: int) -> None:
     """The normed hidden states and the choice are handed to the side that lacks them."""
@@ -107,6 +109,7 @@ def test_the_cpu_takes_experts_of_long_prompts_while_others_are_streamed(way: tu
             torch.testing.assert_close(logits.double(), file.logits(text), **CLOSE)
 
 
+@pytest.mark.quick("('streamed', None, 1, 6)")
 @pytest.mark.parametrize("way", [w for w in WAYS if w[0] == "streamed"], ids=str)
 def test_experts_that_are_read_in_place_give_the_bits_of_copied_ones(way: tuple) -> None:
     file, rng = ExpertsFile(), random.Random(3)

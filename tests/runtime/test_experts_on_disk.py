@@ -76,6 +76,7 @@ def open_on_disk(
             yield engine
 
 
+@pytest.mark.quick("plain-1-False")
 @pytest.mark.parametrize(  # slots: beyond the least
     ("kernels", "slots", "on_host"), [("fast", 3, True), ("plain", 1, False), ("fast", 0, True)]
 )
@@ -101,6 +102,7 @@ def test_biases_of_experts_are_found_in_memory(tmp_path: Path) -> None:
         assert torch.equal(converse(engine), right)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("on_host", [False, True])
 def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path, on_host: bool) -> None:
     """Prompts read whole layers, and leave slots as they are."""

@@ -45,6 +45,7 @@ def count_bytes(file: ExpertsFile, lying: int) -> int:
     return total
 
 
+@pytest.mark.quick("('pinned', None, 3)-5")
 @pytest.mark.parametrize(("way", "lying"), LYING.items(), ids=str)
 def test_host_memory_holds_the_experts_that_some_tier_has_elsewhere(way: tuple, lying: int) -> None:
     """And what all of them share, as biases, which each side needs."""

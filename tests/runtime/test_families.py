@@ -50,6 +50,21 @@ def run(engine: Engine) -> torch.Tensor:
     return torch.cat([engine.forward(part, all_logits=True) for part in parts])
 
 
+@pytest.mark.quick(
+    "minicpm",
+    "arctic",
+    "olmo2",
+    "deci",
+    "granitemoe",
+    "mimo2",
+    "apertus",
+    "grovemoe",
+    "refact",
+    "mistral3",
+    "stablelm-12b",
+    "gemma2",
+    "llama4",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_a_float64_forward_wherever_units_are(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +269,7 @@ def test_a_theta_of_windows_is_left_to_models_that_have_some(tmp_path: Path) -> 
         open_model(write_gguf(tmp_path / "oss.gguf", "gpt-oss", metadata={"gpt-oss.rope.freq_base_swa": 7e4}))
 
 
+@pytest.mark.quick("step35")
 @pytest.mark.parametrize("family", UNSAID)
 def test_what_a_file_leaves_out_counts_as_llama_cpp_has_it(family: str, tmp_path: Path) -> None:
     key, means = UNSAID[family]
@@ -403,6 +419,7 @@ def test_llama4_folders_say_which_layers_are_what(
         assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-5
 
 
+@pytest.mark.quick("8-keys1")
 @pytest.mark.parametrize(("count", "keys"), [(128, {}), (8, {"llama4.attention.sliding_window": 0})])
 def test_llama4_files_say_by_experts_and_window_what_is_normalised_and_rotated(
     count: int, keys: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

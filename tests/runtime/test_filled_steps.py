@@ -82,6 +82,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, host: Kernels | None = None) -> li
     return rows
 
 
+@pytest.mark.quick("hybrid")
 @pytest.mark.parametrize("what", MODELS)
 def test_rows_that_fill_a_step_change_nothing_and_are_of_few_numbers(tmp_path: Path, monkeypatch, what: str) -> None:
     path, options = write_model(tmp_path, what), {"context": CONTEXT * SEQUENCES, "sequences": SEQUENCES}
@@ -95,6 +96,7 @@ def test_rows_that_fill_a_step_change_nothing_and_are_of_few_numbers(tmp_path: P
     assert {12, 24, 40} <= set(rows)
 
 
+@pytest.mark.quick("hybrid-1")
 @pytest.mark.parametrize(("what", "seed"), [("qwen2moe", 1), ("hybrid", 1)])
 def test_units_on_the_cpu_and_states_in_host_memory_never_see_them(
     tmp_path: Path, monkeypatch, what: str, seed: int
@@ -118,6 +120,7 @@ def test_units_on_the_cpu_and_states_in_host_memory_never_see_them(
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.quick("True-False")
 @pytest.mark.parametrize(("native", "ahead"), [(False, True), (True, False)])
 def test_rows_that_fill_take_no_expert_where_the_cpu_routes(
     tmp_path: Path, monkeypatch, native: bool, ahead: bool

@@ -51,6 +51,7 @@ def check_talk(engine, file: ToyFile, sequences: int, seed: int) -> None:
                 torch.testing.assert_close(logits.double(), expected, **CLOSE)
 
 
+@pytest.mark.quick("streamed host-3")
 @pytest.mark.parametrize(
     ("where", "sequences"),
     [("pinned vram", 3), ("streamed vram", 1), ("pinned host", 1), ("streamed host", 3), ("cpu host", 3)],

@@ -57,6 +57,7 @@ def run(engine: Engine) -> torch.Tensor:
     return torch.cat([engine.forward(part, all_logits=True) for part in (IDS[:90], *([i] for i in IDS[90:]))])
 
 
+@pytest.mark.quick("mixed")
 def test_logits_equal_a_float64_forward(recipe: Gemma4, weights: Weights, tmp_path: Path) -> None:
     path = write_gemma4(tmp_path / "m.gguf", recipe, weights)
     with open_engine(path, context=LONG) as engine:  # the fast kernels run below, wherever units are
@@ -89,6 +90,7 @@ def test_every_easy_mistake_would_show(name: str, recipe: Gemma4, weights: Weigh
     assert difference(gemma4_logits(replace(recipe, table=True), weights, IDS), expected) > 1e-4, "GELU by a table"
 
 
+@pytest.mark.quick("small-cpu")
 @pytest.mark.parametrize("place", ["streamed", "cpu", "pinned"])
 def test_every_placement_gives_the_same_logits(place: str, recipe: Gemma4, weights: Weights, tmp_path: Path) -> None:
     path, expected = write_gemma4(tmp_path / "m.gguf", recipe, weights), gemma4_logits(recipe, weights, IDS)
@@ -109,6 +111,7 @@ def test_every_placement_gives_the_same_logits(place: str, recipe: Gemma4, weigh
         assert difference(engine.forward([IDS[0]])[None], gemma4_logits(recipe, weights, [*IDS, IDS[0]])[-1:]) < CLOSE
 
 
+@pytest.mark.quick("dense")
 def test_logits_equal_transformers(recipe: Gemma4, weights: Weights, tmp_path: Path) -> None:
     model = write_gemma4_folder(tmp_path / "hf", recipe, weights)
     with torch.no_grad():

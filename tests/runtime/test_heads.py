@@ -35,6 +35,7 @@ def some_ids(n: int, seed: int = 0) -> list[int]:
     return [rng.randrange(90) for _ in range(n)]
 
 
+@pytest.mark.quick("dense")
 def test_a_heads_logits_are_those_of_an_independent_forward_chained(headed: HeadedEngines) -> None:
     ids = some_ids(21)
     with headed.open(kernels="plain") as engine:
@@ -63,6 +64,7 @@ def test_each_mistake_would_show(headed: HeadedEngines) -> None:
         assert np.abs(wrong - right)[at:].max() > 0.05 * deviation, mistake
 
 
+@pytest.mark.quick("glm")
 @pytest.mark.parametrize("headed", ["moe", "glm", "latent", "llama"], indirect=True)
 def test_texts_with_a_heads_drafts_are_those_without(headed: HeadedEngines) -> None:
     penalised = Sampling(seed=3, temperature=1.0, penalties=Penalties(1.2, 0.3, 0.1, 16))
@@ -73,6 +75,7 @@ def test_texts_with_a_heads_drafts_are_those_without(headed: HeadedEngines) -> N
                 assert tell(engine, sampling, drafts) == base, (on_acc, drafts)
 
 
+@pytest.mark.quick("moe")
 @pytest.mark.parametrize("headed", ["moe", "glm", "latent"], indirect=True)
 def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
     headed: HeadedEngines, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +172,7 @@ def test_drafts_do_not_depend_on_how_a_text_came(tmp_path: Path) -> None:
         check(adopted)
 
 
+@pytest.mark.quick("140")
 @pytest.mark.parametrize("length", [140, 128])
 def test_a_saved_text_is_drafted_behind_as_it_was_and_by_a_head_alone(tmp_path: Path, length: int) -> None:
     """Also after drafts that did not hold, in blocks that another text adopts, and after it is saved again."""

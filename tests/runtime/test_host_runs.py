@@ -48,6 +48,7 @@ def on_plain_path(recordings: Recordings, key: object, work: Callable[[], None])
     work()
 
 
+@pytest.mark.quick("qwen2-Q8_0-1")
 @pytest.mark.parametrize(
     ("arch", "qtype", "seed"), [("qwen3", "Q4_0", None), ("qwen2", "Q8_0", 1), ("llama", "BF16", None)]
 )
@@ -62,6 +63,7 @@ def test_lists_give_the_bits_of_the_plain_path(
         assert torch.equal(talk(engine), got)
 
 
+@pytest.mark.quick("next")
 @pytest.mark.parametrize("arch", [*LIKE, "qwen2moe", "gpt-oss"])
 def test_layers_with_states_experts_or_sinks_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str

@@ -70,6 +70,7 @@ def check_talk(engine, model: Written, sequences: int, seed: int, close: float =
                     assert difference(logits.numpy(), model.logits(file, texts[s])[-len(new[s]) :]) < close
 
 
+@pytest.mark.quick("fast-moe")
 @pytest.mark.parametrize("like", LIKE)
 @pytest.mark.parametrize("kernels", ["plain", "fast"])
 def test_logits_are_those_of_a_float64_forward(models: dict[str, Written], like: str, kernels: str) -> None:
@@ -89,6 +90,7 @@ def test_every_mistake_gives_other_logits(models: dict[str, Written], like: str)
         assert difference(hybrid_logits(config, tensors, IDS[:12], [mistake]), right) > 1e-3, mistake
 
 
+@pytest.mark.quick("('streamed', 'host')-1")
 @pytest.mark.parametrize(
     ("place", "sequences"), [(place, 3 - i % 2 * 2) for i, place in enumerate(DELTA_NET.places)], ids=str
 )
@@ -102,6 +104,7 @@ def test_every_placement_gives_them_too(models: dict[str, Written], place: tuple
         check_talk(engine, model, sequences, 1)
 
 
+@pytest.mark.quick("next-0")
 @pytest.mark.parametrize(("like", "seed"), [(like, i) for i, like in enumerate(LIKE)])
 def test_random_placements_of_all_units_give_the_same_in_every_tier(
     models: dict[str, Written], like: str, seed: int
@@ -116,12 +119,14 @@ def test_random_placements_of_all_units_give_the_same_in_every_tier(
         assert engine.switches > 1
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_the_host_s_fast_kernels_give_them_too(models: dict[str, Written], sequences: int) -> None:
     with open_engine(models["moe"].path, None, "fast", CONTEXT * sequences, sequences, (4, 32)) as engine:
         check_talk(engine, models["moe"], sequences, 2, 2e-4)
 
 
+@pytest.mark.quick("fast")
 @pytest.mark.parametrize("kernels", ["plain", "fast"])
 def test_micro_batches_of_any_size_leave_the_same_state(models: dict[str, Written], kernels: str) -> None:
     ids = [int(i) for i in np.random.default_rng(5).integers(0, VOCAB, 256)]
@@ -155,6 +160,7 @@ MIXED = {  # as published Q4_K_M, UD-Q4_K_XL, IQ4_XS and MXFP4_MOE files mix the
 }  # fmt: skip
 
 
+@pytest.mark.quick("fused")
 @pytest.mark.parametrize("like", ["moe", "fused"])
 def test_a_file_of_many_types_gives_the_logits_of_its_weights(like: str, tmp_path: Path) -> None:
     tensors = fuse_inputs(random_hybrid("next")) if like == "fused" else random_hybrid(like)

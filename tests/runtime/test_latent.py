@@ -50,6 +50,7 @@ def check_talk(engine, file: ModelFile, sequences: int, seed: int, close: float 
     assert of(far) < close
 
 
+@pytest.mark.quick("v3-('streamed', 'host')-1")
 @pytest.mark.parametrize(
     ("path", "place", "sequences"),
     [(like, place, 3 - i % 2 * 2) for i, (like, place) in enumerate(zip([*LIKE] * 3, LATENT_ATTENTION.places))],
@@ -77,6 +78,7 @@ def test_random_placements_of_all_units_give_the_same_in_every_tier(path: Path, 
             assert engine.switches > 1
 
 
+@pytest.mark.quick("lite-2")
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_the_host_s_fast_kernels_give_them_too(path: Path, sequences: int) -> None:
     """Of prompts that go by torch, and of few tokens, whose calls are recorded."""
@@ -89,6 +91,7 @@ def test_the_host_s_fast_kernels_give_them_too(path: Path, sequences: int) -> No
         assert difference(found.double().numpy(), moe_logits(file.spec.config, read_weights(file), ids)) < 1e-4
 
 
+@pytest.mark.quick("v3-q8_0-0.1")
 @pytest.mark.parametrize(("kind", "close"), [("bf16", 0.04), ("f16", 0.005), ("q8_0", 0.1)])
 def test_cells_of_other_types_lose_only_their_rounding(path: Path, kind: str, close: float) -> None:
     """Of most tokens: a few choose another expert."""
@@ -97,6 +100,7 @@ def test_cells_of_other_types_lose_only_their_rounding(path: Path, kind: str, cl
         check_talk(engine, file, 1, 4, close, np.median)
 
 
+@pytest.mark.quick("v3-q8_0")
 @pytest.mark.parametrize(("path", "kind"), zip(LIKE, ["f32", "q8_0"]), indirect=["path"])
 def test_a_saved_sequence_goes_on_as_it_was(path: Path, tmp_path: Path, kind: str) -> None:
     ids, file = [random.Random(7).randrange(VOCAB) for _ in range(70)], tmp_path / "cells"
@@ -114,6 +118,7 @@ def test_a_saved_sequence_goes_on_as_it_was(path: Path, tmp_path: Path, kind: st
         engine.load(file)
 
 
+@pytest.mark.quick("v3-(1.0, 3.0, 1.0)")
 @pytest.mark.parametrize(("path", "shares"), zip(LIKE, [(1.0, 1.0), (1.0, 3.0, 1.0)]), indirect=["path"], ids=str)
 def test_ranks_with_layers_of_their_own_give_one_rank_s_logits(path: Path, shares: tuple[float, ...]) -> None:
     ids = [[random.Random(n).randrange(VOCAB) for _ in range(n)] for n in (37, 1, 5, 1)]

@@ -29,6 +29,7 @@ RNG = random.Random(0)
 IDS = [RNG.randrange(320) for _ in range(150)]
 
 
+@pytest.mark.quick("qwen2 with experts")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     arch, options = CASES[case]

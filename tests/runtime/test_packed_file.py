@@ -76,6 +76,7 @@ def pack_quietly(path: Path, folder: Path) -> Path:
         return pack_model(file, folder, lambda _: None)
 
 
+@pytest.mark.quick("llama-shape0-plan_far")
 @pytest.mark.parametrize(
     ("arch", "shape", "plan"),
     [
@@ -182,6 +183,12 @@ def damage_the_end(path: Path, place: Path) -> None:
     place.write_bytes(data)
 
 
+@pytest.mark.quick(
+    "cut_off-cut, or half written",
+    "damage_the_end-it is damaged",
+    "spoil_time-another than the one that was packed",
+    "lose_the_head-no packed file, or half written",
+)
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

@@ -72,6 +72,7 @@ def run(engine: Engine, ids: list[int]) -> torch.Tensor:
     return torch.cat([engine.forward(part, all_logits=True) for part in parts])
 
 
+@pytest.mark.quick("other-fast")
 @pytest.mark.parametrize("kernels", ["plain", "fast"])
 def test_logits_equal_a_float64_forward(
     kernels: str, recipe: Recipe, weights: Weights, path: Path, ids: list[int]
@@ -97,6 +98,7 @@ def test_every_easy_mistake_would_show(recipe: Recipe, weights: Weights, ids: li
         assert difference(found, expected) > 1e-2, mistake
 
 
+@pytest.mark.quick("cpu-other")
 @pytest.mark.parametrize(("place", "name"), [("streamed", "plain"), ("cpu", "other"), ("pinned", "other")])
 def test_every_placement_gives_the_same_logits(
     place: str, recipe: Recipe, weights: Weights, path: Path, ids: list[int], tmp_path: Path
@@ -150,6 +152,7 @@ def test_ranks_give_the_same_logits(
         assert difference(found, expected) < CLOSE
 
 
+@pytest.mark.quick("plain-2-plain")
 @pytest.mark.parametrize(
     ("name", "holds", "kernels"),
     [("plain", 0, "fast"), ("plain", 2, "plain"), ("other", 2, "fast"), ("other", 5, "fast")],

@@ -41,6 +41,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, kernels: type, name: str) -> list[str
     return calls
 
 
+@pytest.mark.quick("Q4_0-left_out3")
 @pytest.mark.parametrize(
     ("qtype", "left_out"),
     [("F32", (GATE_UP,)), ("F32", (GATE_UP, WHOLE_FFN)), ("Q4_0", (WHOLE_FFN,)), ("Q4_0", (GATE_UP, WHOLE_FFN))],

@@ -96,6 +96,7 @@ def test_recording_changes_no_bit_of_the_logits() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.quick("('streamed', None, 3)-softmax")
 @pytest.mark.parametrize(  # rules take turns
     ("way", "rule"),
     [

@@ -121,6 +121,9 @@ def test_rows_go_into_states_on_the_host_once_the_step_has_brought_these_back(
             assert make(engine, SETTINGS["greedy"], 3) == alone
 
 
+@pytest.mark.quick(
+    "convolutions-seed 3-0.0", "windows-seed 3-0.0", "states-seed 3-0.0", "latents-seed 3-0.0", "cells-seed 3-0.0"
+)
 @pytest.mark.parametrize("setting, chance", CASES)
 def test_tokens_are_those_without_drafts(
     engine: Engine, setting: str, chance: float, monkeypatch: pytest.MonkeyPatch
@@ -162,6 +165,7 @@ def test_what_leaves_early_finds_the_text_as_without_drafts(engine: Engine, monk
     assert list(engine.generate([alone[6]], 1, Sampling(temperature=0), text=False))
 
 
+@pytest.mark.quick("windows")
 def test_texts_end_where_the_context_does(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculator, "PromptLookup", Drafts)
     alone = make(engine, SETTINGS["greedy"], 0, most=CONTEXT, prompt=CONTEXT - 9)
@@ -171,6 +175,7 @@ def test_texts_end_where_the_context_does(engine: Engine, monkeypatch: pytest.Mo
         assert make(engine, SETTINGS["greedy"], drafts, most=CONTEXT, prompt=CONTEXT - 9) == alone
 
 
+@pytest.mark.quick("convolutions")
 def test_a_text_goes_on_after_it_was_saved_and_loaded(
     start: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +369,7 @@ def test_steps_in_which_drafts_rest_are_not_recorded_as_steps_that_found_none(
     assert 1 + record.steps + wanted.spent.rested + sum(record.held) == 90
 
 
+@pytest.mark.quick("greedy-7")
 @pytest.mark.parametrize("setting, drafts", [("greedy", 7), ("seed 1", 3)])
 def test_lookup_tells_the_tokens_of_a_real_model(demo_engine: Engine, setting: str, drafts: int) -> None:
     ids, wanted = demo_engine.tokenizer.encode(COPIED), DraftSettings(LOOKUP, drafts, fixed=True)

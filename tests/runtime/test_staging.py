@@ -150,6 +150,7 @@ class _Failing:
         raise OSError("the memory is gone")
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("sound", [0, 5])
 def test_a_staged_copy_that_fails_is_told_before_wrong_logits(
     model: Path, sound: int, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def count_read(spec: ModelSpec, tier: TierPlan) -> int:
     return sum(t.file_nbytes for u in units for t in u.tensors if len(t.shape) == 2)
 
 
+@pytest.mark.quick("qwen3moe-shape1-vram-2")
 @pytest.mark.parametrize(
     ("arch", "shape", "state", "sweep"),
     [
@@ -93,6 +94,7 @@ def test_a_sweep_reads_what_is_on_disk_once(device: str, tmp_path: Path, monkeyp
                 assert torch.equal(row, engine.forward(prompt))
 
 
+@pytest.mark.quick("aawwd")
 @pytest.mark.usefixtures("know_decay")
 @pytest.mark.parametrize("layers", ["wawa", "aawwd"])
 def test_windows_and_states_of_a_fixed_size_go_through_sweeps(layers: str) -> None:

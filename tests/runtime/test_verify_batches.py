@@ -61,6 +61,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_gguf(path, "qwen3" if request.param == "dense" else "qwen3moe", qtype="Q8_0", n_layers=2)
 
 
+@pytest.mark.quick("hybrid-fast")
 @pytest.mark.parametrize(
     ("path", "kernels"),
     [("hybrid", "plain"), ("dense", "fast"), ("mixture", "fast"), ("hybrid", "fast")],

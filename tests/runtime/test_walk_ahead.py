@@ -37,6 +37,7 @@ def talk(path: Path, tiers) -> tuple[torch.Tensor, int]:
         return torch.cat(parts), engine.link_bytes
 
 
+@pytest.mark.quick("('streamed', None, 3)")
 @pytest.mark.parametrize("way", [WAYS[2], WAYS[3], WAYS[4]], ids=str)
 def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Path, monkeypatch, way: tuple) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)

@@ -65,6 +65,7 @@ def check_talk(engine: Engine, file: ToyFile, sequences: int, seed: int = 0) -> 
         torch.testing.assert_close(torch.cat(rows).double(), file.logits(whole), **CLOSE)
 
 
+@pytest.mark.quick("('streamed', 'host')-3-fast")
 @pytest.mark.parametrize(
     ("place", "sequences", "kernels"),
     [(PLACES[0], 3, "plain"), (PLACES[0], 1, "fast"), (PLACES[1], 3, "fast"), (PLACES[2], 3, "fast")],
@@ -83,6 +84,7 @@ def test_micro_batches_of_any_size_see_their_windows(tokens: tuple[int, ...]) ->
         check_talk(engine, file, 1)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", range(2))
 def test_windows_stay_whole_when_tiers_are_switched(seed: int) -> None:
     file, rng = make_file(), random.Random(seed)
@@ -113,6 +115,7 @@ FEW = [485, 100]
 CUTS = [499, 440, 320, 129, 128, 127, 64, 1]
 
 
+@pytest.mark.quick("place1-tokens1-cuts1")
 @pytest.mark.parametrize(
     ("place", "tokens", "cuts"),
     [
@@ -162,6 +165,7 @@ def test_sequences_are_cut_back_together_and_one_by_one() -> None:
             torch.testing.assert_close(found.double(), file.logits(t + n)[-1], **CLOSE)
 
 
+@pytest.mark.quick("400")
 @pytest.mark.parametrize("n", [40, 128, 129, 400])
 def test_a_saved_sequence_has_its_windows(tmp_path: Path, n: int) -> None:
     file, whole = make_file(), text(n)
@@ -231,6 +235,7 @@ def test_ranks_have_their_windows_and_sinks(monkeypatch: pytest.MonkeyPatch, mod
         torch.testing.assert_close(found.double(), file.logits(whole[:140])[90:], **CLOSE)
 
 
+@pytest.mark.quick("('cpu', 'host')")
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[2]], ids=str)
 def test_cells_behind_the_window_stay_whole_while_others_are_written(place: tuple[str, str]) -> None:
     """The stage has windows that were fetched apart; new cells of unequal number go back with those between them."""

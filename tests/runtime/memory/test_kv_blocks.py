@@ -95,6 +95,7 @@ def talk(engine, mixed_up: bool) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.quick("1-fast")
 @pytest.mark.parametrize(("seed", "kernels"), [(0, "plain"), (1, "fast")])
 def test_where_blocks_lie_does_not_matter(model: Path, kernels: str, seed: int) -> None:
     spec, rng = open_model(model).spec, random.Random(seed)

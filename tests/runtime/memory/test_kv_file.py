@@ -115,6 +115,7 @@ def test_ranks_that_hold_whole_layers_write_and_take_the_same_file(model: Path, 
     assert layers.read_bytes() == first.read_bytes()
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", range(2))
 def test_it_does_not_matter_where_the_cache_lies(model: Path, tmp_path: Path, seed: int) -> None:
     file = tmp_path / "cache"

@@ -72,6 +72,7 @@ def converse(engine) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("join_bytes", [0, 4096, 512 << 10])
 def test_host_kv_gives_the_logits_of_kv_in_vram(model: Path, join_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "JOIN_BYTES", join_bytes)

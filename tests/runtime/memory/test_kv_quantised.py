@@ -121,6 +121,7 @@ def open_reference(model: Path, kernels: str, kv_types: tuple[str, str]):
     return open_engine(model, tiers, kernels, CONTEXT, SEQUENCES, kv_types=kv_types)
 
 
+@pytest.mark.quick("fast-kv_types2")
 @pytest.mark.parametrize(
     ("kernels", "kv_types"), [("plain", MIXES[0]), ("plain", MIXES[3]), *(("fast", m) for m in MIXES)]
 )
@@ -132,6 +133,7 @@ def test_logits_are_those_of_float_cells(tmp_path: Path, kernels: str, kv_types:
     assert 0 < error < BOUNDS[kernels] * (FOUR if "q4_0" in kv_types else 1), error
 
 
+@pytest.mark.quick("3-fast")
 @pytest.mark.parametrize(("seed", "kernels"), [(0, "plain"), (3, "fast")])
 def test_placements_do_not_matter(model: Path, kernels: str, seed: int) -> None:
     spec, rng, kv_types = open_model(model).spec, random.Random(seed), MIXES[seed % len(MIXES)]

@@ -66,6 +66,7 @@ def settle(engine: Engine, text: Text, length: int) -> None:
     assert len(text.ids) == text.committed == length
 
 
+@pytest.mark.quick("states-126-3")
 @pytest.mark.parametrize(  # drafts end within a block, or go over its end
     ("length", "holds"), [(30, 0), (62, 2), (62, 4), (126, 3)]
 )
@@ -101,6 +102,7 @@ def test_a_block_is_adopted_when_what_fills_it_holds_and_not_before(start: Open,
         assert other.cached == (0 if kind.startswith("states") else KV_BLOCK)  # no checkpoint is there
 
 
+@pytest.mark.quick("states")
 def test_drafts_push_out_nothing_that_a_window_sees_of_what_holds(start: Open, kind: str) -> None:
     """Also while the other texts need the room, for longer than the window."""
     ids, others = some_ids(140), [some_ids(400, 5), some_ids(400, 6)]
@@ -125,6 +127,7 @@ def test_drafts_push_out_nothing_that_a_window_sees_of_what_holds(start: Open, k
         np.testing.assert_allclose(got, wanted, atol=2e-3 * wanted.std())
 
 
+@pytest.mark.quick("windows", "states")
 def test_texts_that_are_cut_within_a_block_leave_it_to_others_who_hold_it(start: Open, kind: str) -> None:
     ids = some_ids(2 * KV_BLOCK + 9)
     with start() as engine:

@@ -129,6 +129,7 @@ def damage(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.quick("other block", "body", "cut", "other tokens")
 @pytest.mark.parametrize("what", ["body", "header", "cut", "empty", "other block", "other tokens", "version 1"])
 def test_what_is_damaged_or_of_other_tokens_is_computed_again(
     model: Path, written: tuple[Path, np.ndarray], tmp_path: Path, what: str

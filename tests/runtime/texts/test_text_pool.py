@@ -173,6 +173,7 @@ def test_the_same_pieces_give_the_same_bits_with_and_without_sharing(model: Path
     assert np.array_equal(got, wanted)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_shared_blocks_are_right_wherever_units_and_caches_are_and_whenever_tiers_change(
     model: Path, seed: int

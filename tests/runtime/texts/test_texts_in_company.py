@@ -106,6 +106,7 @@ def test_greedy_answers_of_many_texts_at_once_are_those_of_each_alone(tmp_path: 
     assert len({tuple(answer) for answer in alone}) > texts // 8
 
 
+@pytest.mark.quick("emulated-qwen3-max-0.15")
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(  # of each token the largest difference, in deviations of its text's logits
     ("arch", "of", "close"),
