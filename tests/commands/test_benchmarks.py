@@ -188,6 +188,7 @@ def test_ways_that_no_time_is_left_for_are_named_and_nothing_is_judged(
     assert "not enough was measured" in record["choices"]["2 devices"]["said"]
 
 
+@pytest.mark.quick("None-truth.py", "active-soak.py")
 @pytest.mark.parametrize("name", ["truth.py", "soak.py"])  # the others import torch late
 @pytest.mark.parametrize("chosen", [None, "active"])
 def test_threads_of_torch_sleep_in_scripts_that_run_engines_unless_told_otherwise(

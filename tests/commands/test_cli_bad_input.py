@@ -900,6 +900,7 @@ def test_a_stream_that_is_closed_gives_its_number_to_no_file(tmp_path: Path) -> 
     assert subprocess.run(command, timeout=60).returncode == 5
 
 
+@pytest.mark.quick("True")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to a full disk")
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_measurement_that_cannot_be_printed_is_kept(planned: World, tmp_path: Path, asked: bool) -> None:

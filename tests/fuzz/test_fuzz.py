@@ -24,8 +24,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("name", "count"),
     [
         *[("gguf", 1000), ("safetensors", 1000), ("folder", 250), ("experts", 400), ("experts-folder", 150)],
-        ("families", 60),
-        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrids", 60), ("caches", 60))],
+        *[pytest.param(name, 60, marks=pytest.mark.slow) for name in ("families", "hybrids", "caches")],
         *[
             ("registry", 80),
             ("profile", 50),

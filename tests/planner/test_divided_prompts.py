@@ -75,6 +75,7 @@ def without() -> Variant:
         return plan_variant(make_shape(MODEL), find_machine(MACHINE), WORK, 1e4)
 
 
+@pytest.mark.slow
 def test_a_bound_of_decoding_has_a_layer_take_as_long_as_its_reading_and_its_cpu_part() -> None:
     decoding = planned().ranks[0].covering(1).prediction
     assert 0.76 * decoding.seconds < decoding.bound_seconds < decoding.seconds  # it was 0.68
@@ -167,6 +168,7 @@ def test_what_many_tokens_hand_over_takes_the_link_from_the_copies() -> None:
     assert max(e.end - e.start for e in copies) > costs.divided("blk.0.experts", Share(8)).link + 0.9 * alone
 
 
+@pytest.mark.slow
 def test_sixteen_tokens_read_what_they_chose_whatever_was_thought_likely(monkeypatch: pytest.MonkeyPatch) -> None:
     """They use 82 of 128 experts: a planner that begins with copies of whole layers finds the same."""
     assert planned().ranks[0].covering(16).in_place and not planned().ranks[0].covering(17).in_place

@@ -65,6 +65,7 @@ def test_what_layers_have_in_part_holds_the_experts_of_whole_layers() -> None:
     assert line.startswith("48 layers have some of their experts in VRAM") and f"all those of {whole} of" in line
 
 
+@pytest.mark.slow
 def test_a_plan_that_mixes_places_puts_no_more_into_vram_and_says_what_is_lost() -> None:
     variant = make("ilp")
     tier = variant.ranks[0].covering(1)

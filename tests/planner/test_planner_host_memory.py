@@ -86,6 +86,7 @@ def expect_within_host_memory(data):
         assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
 
 
+@pytest.mark.slow
 def test_memory_that_holds_everything_changes_nothing_and_less_never_makes_plans_faster(share: float):
     spec = make_model(layers=24, d_model=2048, heads=16, d_ffn=8192)
     workload = Workload((OWN + 500,), context=4096, prompt=1024, generated=128)

@@ -106,6 +106,7 @@ def test_the_larger_budget_gets_more_of_the_model(unequal):
     check_variant(cut_ranks(SPEC, best.split), best, "cuda")
 
 
+@pytest.mark.slow
 def test_the_faster_device_gets_more_of_the_model_and_the_slower_link_less():
     slow = replace(PAIR, acc_memory=PAIR.acc_memory / 3, acc_flops=PAIR.acc_flops / 3)
     best = plan_ratios(SPEC, unlike(PAIR, slow), workload(900, 900))

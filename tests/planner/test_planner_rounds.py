@@ -125,6 +125,7 @@ def test_starts_of_a_tier_have_the_ways_that_it_may_go() -> None:
     assert all(way in of for state in states for (way,), of in zip(state.columns, allowed, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_a_round_is_improved_or_left_as_it_is() -> None:
     task, found = place(27, layers=4)

@@ -75,6 +75,7 @@ def test_a_load_of_one_text_is_planned_as_one_text():
     assert [(t.placements, t.prediction) for t in one] == [(t.placements, t.prediction) for t in other]
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_load_serves_it_faster_than_one_for_all_slots_at_once(made):
     spec, profile, variant = made
     other = plan_variant(spec, profile, replace(LOAD, concurrency=0))
@@ -131,6 +132,7 @@ def test_what_a_server_promises_keeps_its_own_gap_and_is_told_in_a_line(made):
     assert promise_times(variant.workload, one_tier, 1.0).at_once == times.tiers[2].tokens < 8
 
 
+@pytest.mark.slow
 def test_ranks_promise_what_they_reach_together(made):
     spec, profile, _ = made
     two = replace(profile, accelerators=tuple(replace(profile.accelerators[0], index=i) for i in range(2)))

@@ -253,6 +253,7 @@ def test_a_model_that_cannot_be_read_ends_packing_with_a_line(
     assert not list_files(tmp_path / "kept")
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_write_one_file(tmp_path: Path) -> None:
     """One waits for the other; what a writer left that was killed is gone then."""
     path, kept = write_gguf(tmp_path / "m.gguf", qtype="Q4_0"), tmp_path / "kept"

@@ -170,6 +170,7 @@ def test_sizes_that_are_decided_when_a_step_runs_are_not_read(model: Path, monke
     assert torch.equal(got, expected) and moved_again == moved
 
 
+@pytest.mark.slow
 def test_pins_that_arrive_wait_for_kv_that_leaves_their_place(tmp_path: Path) -> None:
     context = 1024
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=6, d_ffn=1024, context=context)

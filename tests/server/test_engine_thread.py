@@ -112,6 +112,7 @@ def test_jobs_are_refused_while_the_model_is_loaded_and_run_then(started):
     assert ear.wait().reason == "length" and ear.tokens == answer((1, 2, 3), 5)
 
 
+@pytest.mark.slow
 def test_a_thousand_jobs_with_cancels_end_once_each_and_leave_nothing(started):
     garage = Garage(sequences=64, longest=1024, blocks=200)
     thread = started(garage, promises={"queue": 2000})

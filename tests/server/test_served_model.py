@@ -70,6 +70,7 @@ def check_blocks(thread, loader) -> None:
     assert counts.used == 0 and counts.free + counts.cached == counts.total
 
 
+@pytest.mark.slow
 def test_24_answers_at_once_are_those_alone(serve):
     loader = EngineLoader(sequences=24, kv_types=("bf16", "bf16"))
     thread = serve(loader, promises={"gap": 10.0})
