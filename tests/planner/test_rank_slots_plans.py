@@ -75,6 +75,7 @@ def check_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> Non
     assert from_json(Variant, to_json(variant)) == variant
 
 
+@pytest.mark.quick("slices", "a rank of zero")
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_has_slots_for_what_it_holds_and_all_take_less_time(way: str, quick_search: None) -> None:
     without, variant = plan_way(way)
@@ -153,6 +154,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, RoutingRecord]:
     return order_experts(file.spec, measure_popularity(record)), replace(work, context=128 * sequences), record
 
 
+@pytest.mark.slow
 def test_no_plan_with_slots_is_slower_than_without(quick_search: None, share: float) -> None:
     better = 0
     for seed in range(16, 16 + max(3, int(MANY * share))):
