@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -16,6 +17,8 @@ from pshard.profile.tuning.compile_ahead import OnlyTarget, Request
 ASKED = ("num_warps", "num_stages", "maxnreg")  # of the compiler
 LAID_OUT_AS = {80: 86}  # up to shared memory the compiler looks at a card's generation alone
 WITHOUT_DOTS = {"gate_up_pairs_kernel", "down_pairs_kernel", "dequantise_kernel", "look_up_kernel"}
+WRITTEN_AS = {80: 86, 89: 86}  # cards for which the compiler writes the same text: it is assembled for each
+WRITTEN_WITHOUT_DOTS = WRITTEN_AS | {90: 86, 100: 120}
 ANY_GENERATION = LAID_OUT_AS | {90: 86}  # for these kernels, in which nothing is multiplied by `tl.dot`
 
 
@@ -44,15 +47,21 @@ def digest_launch(request: Request, capability: int, assembled: bool) -> str:
     """Names what comes of a launch: another source of the kernel, or of what it calls, is another name."""
     import triton
 
+    card = capability if assembled else card_laid_out(request, capability)
+    hinted = assembled or request.kernel not in WITHOUT_DOTS  # else these lead to other instructions only
+    key = triton.__version__, ask_compiler(request, hinted), card, assembled
+    return sha256(json.dumps(key).encode()).hexdigest()
+
+
+def ask_compiler(request: Request, hinted: bool = True) -> str:
+    """What the compiler is asked for, whatever the card: the kernel's source, types, constants and, where hinted, what
+    is known of addresses."""
     said = json.loads(request.words)
     asked = [said[name] for name in ("signature", "constant_keys", "constant_vals")]
-    if assembled or request.kernel not in WITHOUT_DOTS:  # what is known of addresses leads to other instructions only
+    if hinted:
         asked += [said["attrs_keys"], said["attrs_vals"]]
     options = [said["options"].get(name) for name in ASKED]
-    card = capability if assembled else card_laid_out(request, capability)
-    kernel = request.module, request.kernel, _kernel(request).cache_key
-    key = triton.__version__, kernel, asked, options, card, assembled
-    return sha256(json.dumps(key).encode()).hexdigest()
+    return json.dumps(((request.module, request.kernel, _kernel(request).cache_key), asked, options))
 
 
 def card_laid_out(request: Request, capability: int) -> int:
@@ -61,16 +70,54 @@ def card_laid_out(request: Request, capability: int) -> int:
     return alike.get(capability, capability)
 
 
-def compile_launch(request: Request, capability: int, assembled: bool) -> Needs:
-    """What a launch needs; its error where it cannot be compiled."""
-    target = become(capability if assembled else card_laid_out(request, capability))
+def lay_out_launch(request: Request, capability: int) -> Needs:
+    """Shared memory that a launch needs; its error where it cannot be compiled."""
+    target = become(card_laid_out(request, capability))
     try:
         source, options = _read_words(request)
-        return _assemble(source, target, options) if assembled else Needs(_allocate(source, target, options))
+        return Needs(_allocate(source, target, options))
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
-        return Needs(error=f"{type(error).__name__}: {told}"[:300])
+        return Needs(error=_tell(error))
+
+
+def assemble_launch(request: Request, capabilities: Sequence[int]) -> list[Needs]:
+    """What a launch needs of each of these cards; its error where it cannot be compiled. Four fifths of the work are
+    the compiler's text, which is written once for cards that get the same."""
+    written, found = dict[int, Any](), list[Needs]()
+    for capability in capabilities:
+        target = become(capability)
+        try:
+            source, options = _read_words(request)
+            alike = next((card for card in written if _is_alike(written[card], card, capability)), None)
+            if alike is None:
+                written[capability] = kernel = triton_compile(source, target, options)
+                machine_code = kernel.asm["cubin"]
+            else:
+                kernel = written[alike]
+                machine_code = _assemble(kernel.asm["ptx"], source, target, options)
+            found.append(_read_usage(machine_code, int(kernel.metadata.shared)))
+        except Exception as error:
+            found.append(Needs(error=_tell(error)))
+    return found
+
+
+def triton_compile(source: Any, target: Any, options: dict[str, Any]) -> Any:
+    """The compiler's kernel for a target."""
+    import triton
+
+    return triton.compile(source, target=target, options=options)
+
+
+def _is_alike(kernel: Any, card: int, other: int) -> bool:
+    """Whether the kernel's text for a card is that for another."""
+    alike = WRITTEN_AS if "tt.dot" in kernel.asm["ttir"] else WRITTEN_WITHOUT_DOTS
+    return alike.get(card, card) == alike.get(other, other)
+
+
+def _tell(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
+    return f"{type(error).__name__}: {told}"[:300]
 
 
 def _kernel(request: Request) -> Any:
@@ -130,19 +177,27 @@ def _allocate(source: Any, target: Any, asked: dict[str, Any]) -> int:
     return int(module.get_int_attr("ttg.shared"))
 
 
-def _assemble(source: Any, target: Any, asked: dict[str, Any]) -> Needs:
-    import triton
+def _assemble(text: str, source: Any, target: Any, asked: dict[str, Any]) -> bytes:
+    """Machine code for a card of a text that was written for one like it."""
+    from triton.backends.nvidia.compiler import sm_arch_from_capability
+    from triton.compiler.compiler import make_backend
 
-    kernel = triton.compile(source, target=target, options=asked)
+    backend = make_backend(target)
+    options = backend.parse_options({**asked, **source.parse_options()})
+    mine = re.sub(r"\.target sm_\w+", f".target {sm_arch_from_capability(target.arch)}", text)
+    return bytes(backend.make_cubin(mine, {}, options, target.arch))
+
+
+def _read_usage(machine_code: bytes, shared: int) -> Needs:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(machine_code)
         file.flush()
         said = subprocess.run([_reader(), "-res-usage", file.name], capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
     if found is None:
         raise RuntimeError("error: cuobjdump does not say what the kernel uses")
     registers, stack, local = map(int, found.groups())
-    return Needs(int(kernel.metadata.shared), registers, stack + local)
+    return Needs(shared, registers, stack + local)
 
 
 @cache

@@ -6,16 +6,15 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cards.compile_launch import Needs, compile_launch, digest_launch
+from cards.compile_launch import Needs, ask_compiler, assemble_launch, digest_launch, lay_out_launch
 
 MOST_SPILLED = 64  # bytes a thread, of a kernel of decoding
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pshard-cards" / "needs.json"
@@ -75,23 +74,33 @@ class Line:
 def list_lines(parts: Sequence[Part], processes: int) -> list[Line]:
     """Every launch of these parts with what it needs; what was found out before of the same source is not compiled."""
     kept = read_kept()
-    lines: list[Line] = []
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        listed = {part: pool.submit(_list_part, part) for part in parts}
-        for part, future in listed.items():
-            launches, limit, decoding = future.result()
-            missing = [key for key in launches if key not in kept]
-            requests = [launches[key].request for key in missing]
-            work = partial(compile_launch, capability=part.capability, assembled=part.assembled)
-            for some in range(0, len(missing), KEPT_AT_ONCE):
-                end = some + KEPT_AT_ONCE
-                done = dict(zip(missing[some:end], pool.map(work, requests[some:end], chunksize=4)))
-                kept |= done
-                keep(done)
-            for key, launch in launches.items():
-                decodes = launch.request.kernel in decoding
-                lines.append(Line(part.capability, launch, kept[key], limit, decodes))
-    return lines
+        listed = list(zip(parts, pool.map(_list_part, parts)))
+        laid_out, assembled = list[tuple[str, Any, int]](), dict[str, tuple[Any, list[tuple[str, int]]]]()
+        for part, (launches, _, _) in listed:
+            for key, (asked, launch) in launches.items():
+                if key in kept:
+                    continue
+                if part.assembled:
+                    assembled.setdefault(asked, (launch.request, []))[1].append((key, part.capability))
+                else:
+                    laid_out.append((key, launch.request, part.capability))
+        for some in _in_pieces(laid_out):
+            found = pool.map(lay_out_launch, *([task[i] for task in some] for i in (1, 2)), chunksize=4)
+            kept |= keep({key: needs for (key, *_), needs in zip(some, found)})
+        for piece in _in_pieces(list(assembled.values())):
+            cards = [[card for _, card in named] for _, named in piece]
+            every = pool.map(assemble_launch, [request for request, _ in piece], cards)
+            kept |= keep({key: n for (_, named), needs in zip(piece, every) for (key, _), n in zip(named, needs)})
+    return [
+        Line(part.capability, launch, kept[key], limit, launch.request.kernel in decoding)
+        for part, (launches, limit, decoding) in listed
+        for key, (_, launch) in launches.items()
+    ]
+
+
+def _in_pieces(tasks: list[Any]) -> Iterator[list[Any]]:
+    return (tasks[first : first + KEPT_AT_ONCE] for first in range(0, len(tasks), KEPT_AT_ONCE))
 
 
 def read_kept() -> dict[str, Needs]:
@@ -102,15 +111,14 @@ def read_kept() -> dict[str, Needs]:
         return {}
 
 
-def keep(found: dict[str, Needs]) -> None:
-    """Add to what `read_kept` gives; what could not be compiled is tried again."""
+def keep(found: dict[str, Needs]) -> dict[str, Needs]:
+    """Add to what `read_kept` gives, and return it; what could not be compiled is tried again."""
     from pshard.jsonio import write_text_atomically
 
-    if not found:
-        return
     KEPT.parent.mkdir(parents=True, exist_ok=True)
     new = {key: needs for key, needs in found.items() if not needs.error}
     write_text_atomically(KEPT, json.dumps({key: asdict(needs) for key, needs in (read_kept() | new).items()}))
+    return found
 
 
 def digest_sources() -> str:
@@ -124,9 +132,9 @@ def digest_sources() -> str:
     return read.hexdigest()
 
 
-def _list_part(part: Part) -> tuple[dict[str, Any], int, set[str]]:
-    """Launches by their digests, the card's limit, and which kernels decode; in a process of its own, as this imports
-    torch."""
+def _list_part(part: Part) -> tuple[dict[str, tuple[str, Any]], int, set[str]]:
+    """By their digests what the compiler is asked for and the launches, the card's limit, and which kernels decode: in
+    a process of its own, as this imports torch."""
     from cards.launches import DECODING, list_launches
 
     from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
@@ -134,7 +142,10 @@ def _list_part(part: Part) -> tuple[dict[str, Any], int, set[str]]:
     card = KNOWN_CARDS[part.capability]
     brief = not part.assembled
     found = list_launches(card, part.candidates, part.few_rows, part.exchanges, brief)
-    named = {digest_launch(launch.request, part.capability, part.assembled): launch for launch in found}
+    named = {
+        digest_launch(launch.request, part.capability, part.assembled): (ask_compiler(launch.request), launch)
+        for launch in found
+    }
     return named, card.shared_block, DECODING
 
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cards import compile_launch as compiling
 from cards import run
-from cards.compile_launch import Needs, compile_launch, digest_launch
+from cards.compile_launch import Needs, assemble_launch, digest_launch, lay_out_launch
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -76,13 +76,13 @@ def test_shared_memory_of_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPat
         collector._note("does not", call, "large")
     finally:
         prefill_kernel.device_caches.clear()
-    found = {launch.label: compile_launch(launch.request, 86, False) for launch in collector.found.values()}
+    found = {launch.label: lay_out_launch(launch.request, 86) for launch in collector.found.values()}
     assert found == {"fits": Needs(49152), "does not": Needs(163840)}
     request = next(iter(collector.found))
     laid_out, assembled = ([digest_launch(request, card, whole) for card in (80, 86, 90)] for whole in (False, True))
     assert laid_out[0] == laid_out[1] and len({*laid_out, *assembled}) == 5  # laid out once, assembled for each
     monkeypatch.setattr(compiling, "LAID_OUT_AS", {})
-    assert compile_launch(request, 80, False) == found["fits"] != compile_launch(request, 90, False)
+    assert lay_out_launch(request, 80) == found["fits"] != lay_out_launch(request, 90)
 
 
 @needs_triton
@@ -107,4 +107,41 @@ def test_kernels_without_dots_are_laid_out_once_for_cards_of_any_generation(monk
     assert request.kernel in compiling.WITHOUT_DOTS and one == other != assembled
     monkeypatch.setattr(compiling, "ANY_GENERATION", {})
     assert digest_launch(request, 90, False) != one
-    assert compile_launch(request, 86, False) == compile_launch(request, 90, False) == Needs(0)
+    assert lay_out_launch(request, 86) == lay_out_launch(request, 90) == Needs(0)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_text_that_is_written_once_is_what_each_card_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup, a product of one row on the tensor cores, and attention, whose product is the compiler's."""
+    from functools import partial
+
+    from cards.launches import Collector
+    from triton.runtime import driver
+
+    from pshard.profile.timed.time_kernels import time_attention, time_embedding, time_matmul
+    from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS
+    from pshard.units.operations import Attend
+
+    monkeypatch.setattr(driver, "_active", None)
+    collector, written = Collector(KNOWN_CARDS[86]), list[str]()
+    try:
+        collector.call("rows", partial(time_embedding, collector.bench, "Q4_0", 64, [1]))
+        collector.call("product", partial(time_matmul, collector.bench, "IQ2_S", 128, 256, [1]))
+        collector.call("attention", partial(time_attention, collector.bench, Attend(2, 1, 64), "bf16", 128, [128]))
+    finally:
+        for request in collector.found:
+            compiling._kernel(request).device_caches.clear()
+    real, cards = compiling.triton_compile, (86, 89, 90)
+
+    def note(source: Any, target: Any, options: dict[str, Any]) -> Any:
+        written.append(source.fn.__name__)
+        return real(source, target, options)
+
+    monkeypatch.setattr(compiling, "triton_compile", note)
+    for request in collector.found:
+        written.clear()
+        together = assemble_launch(request, cards)
+        assert len(written) == (2 if request.kernel == "prefill_kernel" else 1)
+        assert together == [needs for card in cards for needs in assemble_launch(request, (card,))]
+        assert all(needs.registers and not needs.error for needs in together)
