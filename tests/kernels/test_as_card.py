@@ -91,7 +91,7 @@ from pshard.runtime.kernels.gpu.cuda import CudaKernels
 kernels = CudaKernels("cpu", 128)
 both = torch.zeros(2, 2048, dtype=torch.bfloat16)
 call = lambda: triton_rows.gate_mul_kernel[(1, 2)](
-    both, both, 2048, both, 2048, 1024, GELU=False, BLOCK=1024, num_warps=4)
+    both, 2048, both, 2048, both, 2048, 1024, ACTIVATION="silu", BLOCK=1024, num_warps=4)
 (request,) = requests_of(call)
 compiled = call()
 flags = struct.unpack_from("<I", loads[-1][1], 48)[0]

@@ -3,10 +3,9 @@
 import torch
 import triton
 
-from pshard.model_config import limit_of
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
-from pshard.runtime.kernels.plain_rows import bend_gate, resize_heads
+from pshard.runtime.kernels.plain_rows import resize_heads
 
 
 class GatesOnGpu:
@@ -55,13 +54,9 @@ class GatesOnGpu:
 
     def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
         """See `Kernels.gate_mul`."""
-        if limit_of(activation):
-            out.copy_(bend_gate(x.float(), up.float(), activation))
-            return
         tokens, cols = x.shape
-        grid = (triton.cdiv(cols, 1024), tokens)
-        triton_rows.gate_mul_kernel[grid](
-            x, up, x.stride(0), out, out.stride(0), cols, GELU=activation != "silu", BLOCK=1024, num_warps=4
+        triton_rows.gate_mul_kernel[(triton.cdiv(cols, 1024), tokens)](
+            x, x.stride(0), up, up.stride(0), out, out.stride(0), cols, ACTIVATION=activation, BLOCK=1024, num_warps=4
         )
 
     def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
+from pshard.runtime.kernels.gpu.products.triton_gates import activate, gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 from pshard.runtime.kernels.gpu.triton_cells import are_codes
 
@@ -125,14 +125,16 @@ def norm_wide_kernel(
 
 
 @triton.jit
-def gate_mul_kernel(gate, up, in_stride, out, out_stride, cols, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate_mul_kernel(
+    gate, gate_stride, up, up_stride, out, out_stride, cols, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out[m, c] = act(gate[m, c]) * up[m, c]; program (piece of the columns, m). out may be gate."""
     m = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < cols
-    g = tl.load(gate + m * in_stride + column, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + m * in_stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + m * out_stride + column, gate_mul(g, u, GELU).to(out.dtype.element_ty), mask=mask)
+    g = tl.load(gate + m * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + m * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m * out_stride + column, activate(g, u, ACTIVATION).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
