@@ -420,7 +420,13 @@ ARCHITECTURES = (
     _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
     _hybrid("qwen3_5_text", "qwen35", "tiled"),
     _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, norm_fixed=True)),
-    replace(_hybrid("qwen4_exp_text", "qwen4exp", "tiled", _QWEN3_NEXT), norms="none", streamed=True, remote=True),
+    replace(
+        _hybrid("qwen4_exp_text", "qwen4exp", "tiled", _QWEN3_NEXT),
+        norms="none",
+        streamed=True,
+        rotated=1.0,
+        partial=True,
+    ),
     Architecture(
         "smollm3",
         "smollm3",

@@ -12,6 +12,7 @@ from pshard.models.families.read_numbers import hf_numbers
 from pshard.models.families.step_settings import adjust_step
 from pshard.models.hybrid.read_delta import hf_delta
 from pshard.models.hybrid.short_convs import adjust_rows, hf_conv
+from pshard.models.hybrid.stream_folders import hf_streams, name_layers_as_published
 from pshard.models.keys import EPSILONS, Keys, check_config
 from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
@@ -34,6 +35,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     if arch.chunked:
         config["sliding_window"] = Keys(config, where).integer("attention_chunk_size", arch.window_unsaid)
     config = adjust_step(config, where) if arch.limited else config
+    config = name_layers_as_published(config) if arch.streamed else config
     arch, keys = arch.of_windows(config.get("sliding_window")), Keys(config, where)
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
@@ -87,6 +89,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     )
     if arch.turned_norms or (arch.bare_head_norms and made.qk_norm):
         made = made.normed_once_turned()
+    made = hf_streams(keys, made) if arch.streamed else made
     if experts and experts.beside:
         made = with_rows_beside(arch, keys, made, keys.integer("intermediate_size_mlp", 16384))
     return check_config(arch, hf_numbers(arch, keys, made), where)

@@ -35,6 +35,8 @@ from pshard.models.hf_config import count_hf_drafters, hf_config
 from pshard.models.hybrid.arrange_delta import name_folder, name_gguf, split_hybrid
 from pshard.models.hybrid.many_streams import flatten_streams
 from pshard.models.hybrid.short_convs import rename_experts
+from pshard.models.hybrid.stream_folders import check_folder_table, name_streams, take_words
+from pshard.models.keys import Keys
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.quantised.join_tensors import join_quantised
@@ -50,7 +52,8 @@ from pshard.paths import name_in_hub_cache
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
 
-NAMED_AS = {"hy_v3": "dots1", "laguna": "step35"}  # gguf 0.19 lacks the former, whose tensors have the latter's names
+NAMED_AS = {"hy_v3": "dots1", "laguna": "step35", "qwen4exp": "qwen35moe"}
+# gguf 0.19 lacks the former, whose tensors have the latter's names; of qwen4exp those that both have
 _FOLDER_HEAD = "lm_head.weight"
 
 
@@ -250,6 +253,7 @@ def _open_folder(folder: Path) -> ModelFile:
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
     by_hf_name, unseen = take_text_tensors(by_hf_name)
+    config, by_hf_name = take_words(config, by_hf_name)
     by_hf_name = by_hf_name if arch.sinks else join_quantised(scheme, by_hf_name)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
     by_hf_name, drafting = part_drafters(by_hf_name, "model.layers.", drafters)
@@ -259,6 +263,7 @@ def _open_folder(folder: Path) -> ModelFile:
     tied = settings.get("tie_word_embeddings")
     tensors, more = _arrange_folder(arch, config, by_hf_name, tied is True and _copies_table(by_hf_name))
     tensors = make_vectors(arch, config, {}, tensors, where)
+    check_folder_table(config, tensors, Keys(metadata, where))
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
     if arch.optional_biases and settings.get("attention_bias") is True and "blk.0.attn_q.bias" not in tensors:
@@ -302,13 +307,14 @@ def _arrange_folder(
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """A folder's tensors by GGUF name as units want them, and notes on what is left out or rounded."""
     stored, notes = name_folder(arch, stack_head_norms(stored))
+    stored = name_streams(config, stored)
     stored = arrange_mxfp4(config, stored) if arch.sinks else stack_experts(config, stored)
     stored = stored if arch.sinks else arrange_turned(config, stored)
     renamed = split_hybrid(config, _rename(arch, config, stored, tied))
     tensors, more = split_keys(config, renamed)
     tensors = order_columns(config, split_fused(arch, config, tensors))
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
-    tensors = arrange_sorts(config, tensors) if arch.sorted else tensors
+    tensors = arrange_sorts(config, tensors) if arch.sorted else flatten_streams(config, tensors)
     return arrange_layers(config, tensors) if arch.by_layer else tensors, notes + more
 
 

@@ -23,16 +23,21 @@ _WORD = 1 << 63
 def read_streams(keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor]) -> ModelConfig:
     """The config with them. Raises UserError that names the key."""
     assert config.delta is not None
-    count, rank = keys.integer("hyper_connection.count"), keys.integer("hyper_connection.low_rank")
-    if not 1 < count <= MOST_STREAMS:
-        keys.refuse("hyper_connection.count", f"is {count}, where models have 2 to {MOST_STREAMS} streams")
+    count = limit_streams(keys, "hyper_connection.count", keys.integer("hyper_connection.count"))
     return replace(
         config,
         delta=replace(config.delta, gate="sigmoid"),
-        streams=Streams(count, rank),
+        streams=Streams(count, keys.integer("hyper_connection.low_rank")),
         selection=_read_selection(keys, config, config.delta),
         grams=_read_grams(keys, config, stored),
     )
+
+
+def limit_streams(keys: Keys, key: str, count: int) -> int:
+    """The number of streams. Raises UserError where no model has so many."""
+    if not 1 < count <= MOST_STREAMS:
+        keys.refuse(key, f"is {count}, where models have 2 to {MOST_STREAMS} streams")
+    return count
 
 
 def _read_selection(keys: Keys, config: ModelConfig, delta: Delta) -> Selection:
@@ -44,18 +49,27 @@ def _read_selection(keys: Keys, config: ModelConfig, delta: Delta) -> Selection:
         what = "has attention" if wrong[0] in delta.full else "has none"
         keys.refuse(_RATIOS, f"has {ratios[wrong[0]]} for layer {wrong[0]}, which {what}")
     each = max(ratios, default=0)
-    if any(n not in (0, each) for n in ratios) or each < 2 or KV_BLOCK % each:
+    if any(n not in (0, each) for n in ratios) or each < 2:
         keys.refuse(_RATIOS, f"has blocks of {sorted(set(ratios) - {0})} tokens, not one that divides {KV_BLOCK}")
     heads, head = keys.integer("attention.indexer.head_count"), keys.integer("attention.indexer.key_length")
-    tokens = keys.integer("attention.indexer.top_k")
+    names = _RATIOS, "attention.indexer.top_k", "attention.indexer.key_length"
+    return limit_selection(keys, config, names, (heads, head, each, keys.integer("attention.indexer.top_k")))
+
+
+def limit_selection(
+    keys: Keys, config: ModelConfig, names: tuple[str, str, str], numbers: tuple[int, int, int, int]
+) -> Selection:
+    """The index of so many heads, of so many numbers, over blocks of so many tokens, of which so many are chosen.
+    names: the keys of a block's tokens, of the tokens that are chosen, and of a head's numbers. Raises UserError."""
+    (heads, head, each, tokens), (of_block, of_tokens, of_head) = numbers, names
+    if KV_BLOCK % each:
+        keys.refuse(of_block, f"has blocks of {each} tokens, not one that divides {KV_BLOCK}")
     if tokens % each:
-        keys.refuse("attention.indexer.top_k", f"is {tokens}, which are no whole blocks of {each} tokens")
+        keys.refuse(of_tokens, f"is {tokens}, which are no whole blocks of {each} tokens")
     if tokens > config.context:
-        keys.refuse("attention.indexer.top_k", f"is {tokens}, more than the {config.context} tokens of a context")
+        keys.refuse(of_tokens, f"is {tokens}, more than the {config.context} tokens of a context")
     if head < config.rope.dims or head % 2:
-        keys.refuse(
-            "attention.indexer.key_length", f"is {head}, of which {config.rope.dims} cannot be rotated in pairs"
-        )
+        keys.refuse(of_head, f"is {head}, of which {config.rope.dims} cannot be rotated in pairs")
     return Selection(heads, head, each, tokens // each)
 
 
@@ -69,16 +83,10 @@ def _read_grams(keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor]
     if type(layers[0]) is not int or not 0 <= layers[0] < config.n_layers:
         keys.refuse("ple.layers", f"is {layers!r}, which is none of {config.n_layers} layers")
     longest, heads = keys.integer("ple.ngram_size", least=2), keys.integer("ple.heads_per_ngram")
-    if longest > LONGEST:
-        keys.refuse("ple.ngram_size", f"is {longest}, where n-grams have at most {LONGEST} tokens")
-    each = (longest - 1) * heads
-    if each > MOST_EACH:
-        keys.refuse("ple.heads_per_ngram", f"is {heads}, which are {each} rows a token: the file is damaged")
     taps, end = keys.integer("ple.conv_kernel"), keys.integer("ple.eos_token_id", least=0)
-    if taps > MOST_EACH:
-        keys.refuse("ple.conv_kernel", f"is {taps}, where convolutions have a few taps")
-    if end >= config.vocab:
-        keys.refuse("ple.eos_token_id", f"is {end}, which is none of {config.vocab} tokens")
+    names = "ple.ngram_size", "ple.heads_per_ngram", "ple.conv_kernel", "ple.eos_token_id"
+    limit_grams(keys, config, names, (longest, heads, taps, end))
+    each = (longest - 1) * heads
     multipliers = _read_words(keys, "ple.layer_multipliers", longest, _WORD // config.vocab)
     sizes, offsets = (_read_words(keys, f"ple.head_{what}", each, _WORD) for what in ("vocab_sizes", "offsets"))
     if 0 in sizes:
@@ -86,8 +94,24 @@ def _read_grams(keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor]
     row = keys.integer("embedding_length_per_layer_input")
     words = {"multipliers": multipliers, "sizes": sizes, "offsets": offsets}
     grams = Grams(layers[0], longest, heads, row, taps, end, **words)
-    _check_table(keys, grams, stored)
+    check_table(keys, grams, stored, _PADDED, "ple.head_vocab_sizes")
     return grams
+
+
+def limit_grams(
+    keys: Keys, config: ModelConfig, names: tuple[str, str, str, str], numbers: tuple[int, int, int, int]
+) -> None:
+    """Raises UserError for n-grams of so many tokens, so many heads for each length, so many taps of the convolution,
+    and such a last token, as no model has; names: their keys."""
+    (longest, heads, taps, end), (of_longest, of_heads, of_taps, of_end) = numbers, names
+    if longest > LONGEST:
+        keys.refuse(of_longest, f"is {longest}, where n-grams have at most {LONGEST} tokens")
+    if (longest - 1) * heads > MOST_EACH:
+        keys.refuse(of_heads, f"is {heads}, which are {(longest - 1) * heads} rows a token: the file is damaged")
+    if taps > MOST_EACH:
+        keys.refuse(of_taps, f"is {taps}, where convolutions have a few taps")
+    if end >= config.vocab:
+        keys.refuse(of_end, f"is {end}, which is none of {config.vocab} tokens")
 
 
 def _read_words(keys: Keys, key: str, count: int, bound: int) -> tuple[int, ...]:
@@ -102,15 +126,16 @@ def _read_words(keys: Keys, key: str, count: int, bound: int) -> tuple[int, ...]
     return tuple(found)
 
 
-def _check_table(keys: Keys, grams: Grams, stored: dict[str, StoredTensor]) -> None:
-    """The rows of the table are those that heads reach, and as many more as make them a multiple."""
+def check_table(keys: Keys, grams: Grams, stored: dict[str, StoredTensor], padded: int, key: str) -> None:
+    """Raises UserError, of this key, unless the rows of the table are those that heads reach, and as many more as make
+    them a multiple."""
     table = stored.get(TABLE)
     if table is None:
         return  # a tensor that is missing is told of by its name
     reached = max(offset + size for offset, size in zip(grams.offsets, grams.sizes))
-    if not reached <= table.shape[0] < reached + _PADDED:
+    if not reached <= table.shape[0] < reached + padded:
         what = f"and ple.head_offsets reach {reached} rows of {TABLE}, which has {table.shape[0]}"
-        keys.refuse("ple.head_vocab_sizes", what)
+        keys.refuse(key, what if key.startswith("ple.") else f"reaches {what.partition('reach ')[2]}")
 
 
 def flatten_streams(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -1,5 +1,6 @@
 """The tiny models of qwen4exp_files as transformers has them."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,19 +10,41 @@ from qwen4exp_files import CONTEXT, VOCAB, Recipe, Weights
 
 
 def build_reference(r: Recipe, weights: Weights) -> Any:
-    """transformers' model with these weights, float64."""
-    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
-    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
-
-    model = Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**hf_settings(r))).eval()
-    found = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in name_as_folders(r, weights).items()}
-    lacking = {name for name, _ in model.named_parameters()} - found.keys()
-    assert not lacking, lacking
-    model.load_state_dict(found, strict=False)
+    """transformers' model with these weights, float64, and the recipe's multipliers."""
+    model = _load(hf_settings(r), r, weights)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_multipliers"):
             buffer.copy_(torch.tensor(r.multipliers))
     return model.double()
+
+
+def save_folder(path: Path, r: Recipe, weights: Weights, parts: int, **settings: Any) -> Any:
+    """A folder as transformers saves it, the table of n-grams in so many parts; returns the model in float64, whose
+    multipliers follow from its seed."""
+    model = _load(hf_settings(r) | {"split_ngram_parts": parts} | settings, r, weights)
+    model.save_pretrained(path)
+    return model.double()
+
+
+def leave_out(folder: Path, *ending: str) -> None:
+    """Save the tensors of a folder again without those whose names end so."""
+    from safetensors.numpy import load_file, save_file
+
+    (path,) = folder.glob("*.safetensors")
+    kept = {name: array for name, array in load_file(path).items() if not name.endswith(ending)}
+    save_file(kept, path, {"format": "pt"})
+
+
+def _load(settings: dict[str, Any], r: Recipe, weights: Weights) -> Any:
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
+
+    model = Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**settings)).eval()
+    found = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in name_as_folders(r, weights).items()}
+    lacking = {name for name, _ in model.named_parameters()} - found.keys()
+    assert not lacking, lacking
+    model.load_state_dict(found, strict=False)
+    return model
 
 
 def hf_settings(r: Recipe) -> dict[str, Any]:

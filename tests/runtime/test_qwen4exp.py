@@ -1,5 +1,6 @@
 """qwen4exp's logits equal a float64 forward written from formulas, wherever its units are, and transformers'."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,51 @@ def test_logits_equal_transformers(recipe: Recipe, weights: Weights, ids: list[i
     with torch.no_grad():
         expected = build_reference(recipe, weights)(torch.tensor([ids])).logits[0].numpy()
     assert difference(qwen4exp_logits(recipe, weights, ids), expected) < CLOSE
+
+
+@pytest.mark.parametrize(("parts", "gate", "seed"), [(1, "sigmoid", 1234), (5, "silu", 7)])
+def test_folders_give_the_logits_of_transformers(
+    parts: int, gate: str, seed: int, recipe: Recipe, weights: Weights, ids: list[int], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers.models.qwen4_exp", reason="this transformers does not know qwen4_exp")
+    from qwen4exp_folder import leave_out, save_folder
+
+    model = save_folder(tmp_path / "folder", recipe, weights, parts, output_gate_type=gate, seed=seed)
+    if parts > 1:  # then what they hold follows from the settings
+        leave_out(tmp_path / "folder", "layer_multipliers", "vocab_sizes", "heads_offsets")
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    with open_engine(tmp_path / "folder", context=LONG, kernels="fast") as engine:
+        assert difference(run(engine, ids), expected) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("changed", "lacking", "told"),
+    [
+        ({"ple_layer_ids": [1, 2]}, "none", "ple_layer_ids is [1, 2], where n-grams in one layer are supported"),
+        ({"ple_layer_ids": [9]}, "none", "ple_layer_ids is [9], which is none of 4 layers"),
+        ({"ple_embed_dim": 190}, "none", "ple_embed_dim is 190, which 6 rows a token do not divide"),
+        ({"eos_token_id": None}, "none", "eos_token_id is None, not a token"),
+        ({"indexer_kv_heads": 2}, "none", "indexer_kv_heads"),
+        ({"indexer_compress_ratio": 3}, "none", "indexer_compress_ratio has blocks of 3 tokens"),
+        ({"output_gate_type": "tanh"}, "none", "output_gate_type is 'tanh', where silu and sigmoid are supported"),
+        ({"ngram_vocab_size_base": 90}, "offsets", "ngram_vocab_size_base reaches"),
+        ({}, "shard_1.weight", "is one of 3 pieces, of which 1 are missing"),
+    ],
+)  # fmt: skip
+def test_folders_that_do_not_fit_are_refused(
+    changed: dict[str, object], lacking: str, told: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers.models.qwen4_exp", reason="this transformers does not know qwen4_exp")
+    from qwen4exp_folder import leave_out, save_folder
+
+    save_folder(tmp_path, RECIPES["plain"], make_weights(RECIPES["plain"]), 3)
+    leave_out(tmp_path, lacking, "_sizes")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    with pytest.raises(UserError) as error:
+        open_model(tmp_path)
+    assert told in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -190,7 +236,7 @@ def test_logits_of_quantised_files_equal_those_of_their_numbers(tmp_path: Path, 
             "attention.compress_ratios has no whole number for each of 4 layers",
         ),
         ({"attention.compress_ratios": [0, 4, 0, 4]}, "attention.compress_ratios has 4 for layer 1, which has none"),
-        ({"attention.compress_ratios": [0, 0, 0, 3]}, "has blocks of [3] tokens, not one that divides 64"),
+        ({"attention.compress_ratios": [0, 0, 0, 3]}, "has blocks of 3 tokens, not one that divides 64"),
         ({"hyper_connection.count": 1}, "hyper_connection.count is 1, where models have 2 to 64 streams"),
         ({"ple.layers": [4]}, "ple.layers is [4], which is none of 4 layers"),
         ({"ple.layers": [0, 1]}, "ple.layers is [0, 1], where n-grams in one layer are supported"),
