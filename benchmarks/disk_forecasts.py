@@ -78,9 +78,11 @@ def forecast(spec: ModelSpec, ram: int, vram: int, rate: float) -> dict[str, Any
 
 
 def count_outside(room: Room, tokens: int, machine: MachineProfile) -> int:
-    """Bytes of weights that VRAM and host memory do not hold, beside states and the scratch of so many tokens."""
+    """Bytes of weights that VRAM and host memory do not hold, beside states and the scratch of so many tokens. Of
+    tables rows are read, which take no time beside that."""
     room_for_all = usable_bytes(machine, 1) + room.arena - room.scratch(tokens)
-    return max(0, room.spec.packed_nbytes + sum(room.states.values()) - room_for_all)
+    weights = sum(unit.packed_nbytes for unit in room.spec.units if not unit.kind.is_looked_up)
+    return max(0, weights + sum(room.states.values()) - room_for_all)
 
 
 def count_read(spec: ModelSpec, outside: int) -> float:

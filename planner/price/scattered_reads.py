@@ -19,9 +19,10 @@ class ScatteredReads:
         self._curves: tuple[Curve, Curve] | None = (curves[min(curves)], curves[max(curves)]) if curves else None
 
     def seconds(self, count: int, nbytes: int) -> float:
-        """Of so many reads of `nbytes` each: the first takes as long as alone. Files are read in whole blocks, of which
-        a read needs up to one more than its bytes fill. Raises ValueError where none were timed."""
+        """Of so many reads of `nbytes` each, all asked for at once: as long as one takes alone, or as all of them take
+        side by side. Files are read in whole blocks, of which a read needs up to one more than its bytes fill. Raises
+        ValueError where none were timed."""
         if self._curves is None:
             raise ValueError("the machine profile has no small reads from disk")
         alone, together = (interpolate(curve, nbytes + BLOCK) for curve in self._curves)
-        return alone + (count - 1) * together
+        return max(alone, count * together)

@@ -110,9 +110,10 @@ def test_rows_with_a_factor_of_their_own_matrix_stay_in_memory() -> None:
     assert [mark_made(Everywhere(qtype)).units[0].stays_in_memory for qtype in ("Q6_K", "NVFP4")] == [False, True]
 
 
-def test_many_small_reads_take_as_long_as_the_first_and_the_others_side_by_side() -> None:
+def test_small_reads_take_as_long_as_one_alone_or_as_all_side_by_side() -> None:
     reads = ScatteredReads(make_machine(48, "cpu"))
     assert reads.seconds(1, 4096) == pytest.approx(2 * READ)  # of two blocks
-    assert reads.seconds(17, 4096) == pytest.approx(2 * READ + 16 * 2 * READ / 10)
+    assert reads.seconds(9, 4096) == pytest.approx(2 * READ)  # which wait for each other's latency
+    assert reads.seconds(17, 4096) == pytest.approx(17 * 2 * READ / 10)
     with pytest.raises(ValueError, match="no small reads"):
         ScatteredReads(make_machine(48, "cpu", small=False)).seconds(1, 4096)
