@@ -57,7 +57,7 @@ def forecast(spec: ModelSpec, ram: int, vram: int, rate: float) -> dict[str, Any
         workload = Workload((vram * 1000,), prompt + 4096, max_ubatch=prompt, prompt=prompt, ram_mib=ram << 10)
         variant = plan_variant(spec, machine, workload)
         if lives_on_disk(spec, variant):
-            variant = plan_disk_slots(spec, machine, variant, None)
+            variant = plan_disk_slots(spec, machine, workload, variant, None)
         (task,) = prepare_ranks(spec, machine, variant.workload)
         tiers, seconds = variant.ranks[0].tiers, first_token_seconds(variant)
         outside = count_outside(task.room, tiers[-1].tokens, machine)

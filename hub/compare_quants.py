@@ -72,7 +72,7 @@ def _plan_quickly(spec: ModelSpec, profile: MachineProfile, workload: Workload) 
     from pshard.planner.routing.plan_disk_slots import lives_on_disk, plan_disk_slots
 
     variant = plan_roughly(spec, profile, workload, QUICK_SECONDS).variant
-    return plan_disk_slots(spec, profile, variant, None) if lives_on_disk(spec, variant) else variant
+    return plan_disk_slots(spec, profile, workload, variant, None) if lives_on_disk(spec, variant) else variant
 
 
 def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantOutlook:

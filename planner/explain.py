@@ -57,7 +57,7 @@ def explain_gains(
         if by_experts and strategy == "ilp":
             ordered = order_experts(spec, variant.popularity)
             found = plan_variant(ordered, machine, load, time_limit, variant.correction)
-            return plan_disk_slots(ordered, machine, found, None) if lives_on_disk(ordered, found) else found
+            return plan_disk_slots(ordered, machine, load, found, None) if lives_on_disk(ordered, found) else found
         if strategy == "ilp":  # with as many slots for experts
             own = under_plan(spec, variant)
             found = plan_variant(own, machine, load, time_limit, variant.correction)

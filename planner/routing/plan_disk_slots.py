@@ -25,6 +25,7 @@ from pshard.routing.followed import hold_slots
 from pshard.routing.record import RoutingRecord
 from pshard.units.moe.expert_cache import DEMAND, ExpertCache
 from pshard.units.unit import Unit, places_of_unit
+from pshard.workload import Workload
 
 MOST_REPLAYS = 3  # numbers of layers that stay which are tried by a record: a replay takes seconds
 MOST_TRIED = 12  # the same without one
@@ -36,16 +37,16 @@ def lives_on_disk(spec: ModelSpec, variant: Variant) -> bool:
 
 
 def plan_disk_slots(
-    spec: ModelSpec, profile: MachineProfile, variant: Variant, record: RoutingRecord | None
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant, record: RoutingRecord | None
 ) -> Variant:
     """The variant, which leaves experts on disk, or one with slots for them, where that takes less time for a round.
 
     Of its layers of experts that are pinned, some give way to slots. How many choices find their expert there is what a
     replay of the record promises, or without one as many as the slots have of all experts. Beside a GPU they are in
-    host memory.
+    host memory. workload: what the variant was planned for, with the largest micro-batch that was asked for.
     """
     if profile.accelerators[0].kind != "cpu":
-        return plan_host_slots(spec, profile, variant, record)
+        return plan_host_slots(spec, profile, workload, variant, record)
     search = _Search(spec, find_tables(profile, variant.correction), variant, record)
     found = [variant]
     for staying in search.list_staying():

@@ -29,6 +29,7 @@ from pshard.routing.followed import hold_slots
 from pshard.routing.record import RoutingRecord
 from pshard.units.moe.expert_cache import DEMAND, ExpertCache
 from pshard.units.unit import places_of_unit
+from pshard.workload import Workload
 
 MOST_TRIED = 6  # numbers of layers that stay; by a record, whose replay takes seconds, fewer
 MOST_REPLAYS = 3
@@ -36,14 +37,14 @@ AMPLE = 1 << 42  # bytes of host memory that hold any model
 
 
 def plan_host_slots(
-    spec: ModelSpec, profile: MachineProfile, variant: Variant, record: RoutingRecord | None
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant, record: RoutingRecord | None
 ) -> Variant:
     """The variant, which leaves experts on disk, or one with slots for them in host memory, where that takes less time
     for a round. All else lies as in the variant, or as if host memory held all."""
     tables, found = find_tables(profile, variant.correction), list[tuple[float, Variant]]()
     ways = [
         _Way(search, *way)
-        for search in [_Search(spec, tables, base) for base in _list_bases(spec, profile, variant)]
+        for search in [_Search(spec, tables, base) for base in _list_bases(spec, profile, workload, variant)]
         for way in product((2, 1), (False, True), (False, True), (False, True) if search.swept else (False,))
     ]
     tried = [(seconds, way) for way in ways for seconds, _ in way.try_all(1, None)]
@@ -55,10 +56,14 @@ def plan_host_slots(
     return replace(chosen if least < whole else variant, considered=variant.considered)
 
 
-def _list_bases(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Iterator[Variant]:
+def _list_bases(spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> Iterator[Variant]:
+    """Plans as if host memory held all, of the variant's micro-batches and of the largest ones, as whole layers on disk
+    may have wanted smaller ones; and the variant."""
     ample = replace(profile, ram_bytes=0, disks=(), host=replace(profile.host, memory_bytes=AMPLE))
-    with suppress(NoPlan, UserError):
-        yield plan_variant(spec, ample, variant.workload, correction=variant.correction)
+    own = variant.workload
+    for asked in dict.fromkeys((own, replace(own, max_ubatch=max(own.max_ubatch, workload.max_ubatch)))):
+        with suppress(NoPlan, UserError):
+            yield plan_variant(spec, ample, asked, correction=variant.correction)
     yield variant
 
 

@@ -67,7 +67,7 @@ def plan_slots(
     if why_no_slots(variant) or not variant.plan_needed or spec.config.experts is None:
         return variant
     if lives_on_disk(spec, variant):
-        return plan_disk_slots(spec, profile, variant, record)
+        return plan_disk_slots(spec, profile, workload, variant, record)
     correction, found, published = variant.correction, [variant], list[Variant]()
 
     def plan(caches: RankCaches) -> Variant:
