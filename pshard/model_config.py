@@ -344,7 +344,7 @@ class ModelConfig:
     @property
     def keeps_fixed(self) -> bool:
         """Whether some layers keep a state of a fixed size of each sequence."""
-        return self.delta is not None or self.conv is not None
+        return any(own is not None and len(own.full) < self.n_layers for own in (self.delta, self.conv))
 
     @property
     def keeps_input(self) -> bool:

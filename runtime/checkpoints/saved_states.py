@@ -35,7 +35,7 @@ class StateHead:
 
 def find_states(spec: ModelSpec, held: Sequence[Ranges], rank: int) -> "SavedStates | None":
     """The blocks of a model that a rank has; None of one without such states. held: what of it every rank has."""
-    if spec.config.conv:
+    if spec.config.conv and spec.config.keeps_fixed:
         return SavedTails(spec, held[rank])
     if not any(QUERY_KEY in unit.by_role for unit in spec.units):
         return None

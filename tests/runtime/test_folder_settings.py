@@ -144,3 +144,14 @@ def test_a_head_beside_the_embedding_of_a_tied_folder(copied: bool, tmp_path: Pa
     assert difference(model, tmp_path) < 1e-4
     with open_model(tmp_path) as file:
         assert ("output.weight" in {t.name for t in file.spec.unit("output").tensors}) != copied
+
+
+def test_a_hybrid_with_attention_alone_keeps_no_states(tmp_path: Path) -> None:
+    make_model("Lfm2", {"layer_types": [FULL] * 3}).save_pretrained(tmp_path)
+    with open_engine(tmp_path, checkpoint_bytes=1 << 20) as engine:
+        expected = engine.forward(IDS, all_logits=True)
+        engine.reset(0, 9)
+        engine.save(tmp_path / "cache")
+        engine.reset(0)
+        assert engine.load(tmp_path / "cache") == tuple(IDS[:9])
+        assert torch.allclose(engine.forward(IDS[9:], all_logits=True), expected[9:], atol=1e-4)
