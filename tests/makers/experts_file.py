@@ -59,7 +59,7 @@ class ExpertsFile(ToyFile):
             routed = unit.kind is FFN and unit.layer >= rule.dense_layers
             units += _list_units(rule, unit.layer, d_model) if routed else [unit]
         self.spec = replace(self.spec, config=replace(self.spec.config, experts=rule), units=tuple(units))
-        self.values = {t.name: self._draw(self.rng, t.shape) for unit in units for t in unit.tensors}
+        self.drawn.append(units)
 
     def logits(self, ids: list[int], chosen: list[list[list[int]]] | None = None) -> torch.Tensor:
         """Of every token: float64 [n, vocabulary]. `chosen` gets the experts of every token, layer by layer."""

@@ -6,6 +6,7 @@ numbers: for each token s = s / 2 + norm(x), and W s is added to the residual st
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -107,8 +108,15 @@ class ToyFile:
             make_unit("output", OUTPUT, -1, {"output_norm.weight": (d_model,), "output.weight": (VOCAB, d_model)})
         )
         self.spec = ModelSpec("toy", "", config, tuple(units))
-        self.rng = np.random.default_rng(seed)
-        self.values = {t.name: self._draw(self.rng, t.shape) for unit in units for t in unit.tensors}
+        self.seed, self.drawn = seed, [units]
+
+    @cached_property
+    def values(self) -> dict[str, np.ndarray]:
+        """Numbers by tensor, drawn when they are first needed: those of the last units, after those of the others."""
+        rng, values = np.random.default_rng(self.seed), dict[str, np.ndarray]()
+        for units in self.drawn:
+            values = {t.name: self._draw(rng, t.shape) for unit in units for t in unit.tensors}
+        return values
 
     def _draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
