@@ -132,7 +132,7 @@ def test_columns_of_unequal_ranks_are_gathered(left: Callable[[int], Path]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "arch"), [(2, "qwen3"), (3, "qwen3"), (2, "qwen3moe")])
+@pytest.mark.parametrize(("ranks", "arch"), [(3, "qwen3"), (2, "qwen3moe")])
 def test_engines_sum_and_gather_through_peers(ranks: int, arch: str, tmp_path: Path) -> None:
     # dp4a is the quicker way in the interpreter
     shape = {"qtype": "Q4_0", "d_expert": 64, "n_layers": 2} if arch == "qwen3moe" else {"qtype": "Q5_0"}

@@ -127,23 +127,16 @@ def run_scenario(scenario: str, folder: Path, **more: bool) -> tuple[list[str], 
 
 @pytest.mark.slow
 @needs_namespaces
-def test_sums_between_two_hosts_are_the_same_bits(tmp_path: Path) -> None:
-    codes, first, second = run_scenario("sums", tmp_path, torchrun=True)
+def test_two_hosts_share_no_memory_find_the_cable_and_sum_to_the_same_bits(tmp_path: Path) -> None:
+    codes, first, second = run_scenario("network+sums", tmp_path, torchrun=True)
     assert codes == ["0", "0"], first + second
+    for host in (0, 1):
+        assert (tmp_path / f"network-{host}").read_text() == f"gloo cable{host}"
     mine, theirs = (torch.load(tmp_path / f"sums-{rank}.pt") for rank in (0, 1))
     for a, b in zip(mine, theirs, strict=True):
         assert torch.equal(a, b)
         wanted = sum(partial(r, tuple(a.shape)).double() for r in (0, 1))
         torch.testing.assert_close(a.double(), wanted, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_hosts_do_not_share_memory_and_find_the_cable(tmp_path: Path) -> None:
-    codes, first, second = run_scenario("network", tmp_path)
-    assert codes == ["0", "0"], first + second
-    assert (tmp_path / "network-0").read_text() == "gloo cable0"
-    assert (tmp_path / "network-1").read_text() == "gloo cable1"
 
 
 @pytest.mark.slow
