@@ -57,13 +57,14 @@ def plan_host_slots(
 
 
 def _list_bases(spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> Iterator[Variant]:
-    """Plans as if host memory held all, of the variant's micro-batches and of the largest ones, as whole layers on disk
-    may have wanted smaller ones; and the variant."""
+    """Plans as if host memory held all, of the variant's micro-batches and of larger ones up to what was asked for, as
+    whole layers on disk may have wanted smaller ones; and the variant."""
     ample = replace(profile, ram_bytes=0, disks=(), host=replace(profile.host, memory_bytes=AMPLE))
-    own = variant.workload
-    for asked in dict.fromkeys((own, replace(own, max_ubatch=max(own.max_ubatch, workload.max_ubatch)))):
+    size = variant.workload.max_ubatch
+    while size <= max(workload.max_ubatch, variant.workload.max_ubatch):
         with suppress(NoPlan, UserError):
-            yield plan_variant(spec, ample, asked, correction=variant.correction)
+            yield plan_variant(spec, ample, replace(variant.workload, max_ubatch=size), correction=variant.correction)
+        size *= 2
     yield variant
 
 

@@ -159,7 +159,9 @@ def print_table(lines: Iterable[Line]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 where something does not compile, exceeds its card or spills too much, or without Triton."""
     parser = argparse.ArgumentParser(prog="scripts/cards", description=__doc__)
-    parser.add_argument("--whole", action="store_true", help="assemble everything for six cards: half an hour or more on 16 cores")
+    parser.add_argument(
+        "--whole", action="store_true", help="assemble everything for six cards: half an hour or more on 16 cores"
+    )
     parser.add_argument("--faults", action="store_true", help="print only what a card cannot run")
     parser.add_argument("--if-changed", action="store_true", help="nothing, where the same sources passed before")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile at once")
