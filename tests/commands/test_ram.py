@@ -77,6 +77,7 @@ def test_cells_as_large_as_the_weights_send_weights_to_the_disk(tmp_path: Path, 
     assert registry_path(model).read_bytes() == made
 
 
+@pytest.mark.slow
 def test_a_table_of_n_grams_larger_than_ram_stays_on_disk(world: World, tmp_path: Path, capfd) -> None:
     """Of each token its rows are read, as many as were planned."""
     recipe = replace(RECIPES["plain"], table=50_000)

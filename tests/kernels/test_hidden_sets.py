@@ -51,6 +51,7 @@ def digest_products() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_codebooks_in_registers_and_in_memory_give_the_same_bits() -> None:
     asked = [sys.executable, "-c", "import test_hidden_sets as here; print(here.digest_products())"]
     where = without("avx512_vbmi") | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

@@ -75,6 +75,7 @@ def test_without_a_limit_or_under_one_that_holds_everything_nothing_changes():
         assert round_seconds(got) == pytest.approx(round_seconds(want), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_lower_the_limit_the_less_is_streamed_and_the_longer_the_round(share: float):
     found = []
     for gib in (16.0, 2.0, 1.0, 0.5, 0.0) if share == 1 else (16.0, 0.0):

@@ -97,6 +97,7 @@ def unequal() -> Watched:
     return Watched(best, cuts, len(joined), len(compared))
 
 
+@pytest.mark.slow
 def test_the_larger_budget_gets_more_of_the_model(unequal):
     best = unequal.best
     assert best.workload.tensor_split[0] > 0.55
@@ -218,10 +219,12 @@ def test_ranks_wait_for_each_other_at_every_sum():
         assert one.start == pytest.approx(other.start, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_cut_is_made_once_for_all_that_ask_about_it(unequal):
     assert len(unequal.cuts) < 1.3 * len(set(unequal.cuts))  # one that is planned in full may have been forgotten since
 
 
+@pytest.mark.slow
 def test_only_the_chosen_cut_is_written_out_and_bounded(unequal):
     """Of unlike ranks many plans are compared: one placement for all of them, published strategies. Bounds of divided
     units, which are printed beside a plan, take longer than to compare it."""

@@ -32,6 +32,7 @@ def talk(engine) -> torch.Tensor:
     return torch.cat([engine.forward(part, all_logits=True) for part in (TEXT[:55], TEXT[55:56], TEXT[56:])])
 
 
+@pytest.mark.slow
 def test_columns_in_an_order_of_their_own_are_put_in_order_on_every_rank(tmp_path: Path) -> None:
     """The output's columns are in an order over all heads: a layer's heads are one rank's."""
     write_quantised(tmp_path, "gptq order", n_layers=3)

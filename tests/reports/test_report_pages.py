@@ -60,6 +60,7 @@ def report(files, tmp_path_factory):
     return out, said.getvalue()
 
 
+@pytest.mark.slow
 def test_every_kind_of_file_becomes_its_figures(report):
     out, said = report
     page, *figures = [line.rsplit("/", 1)[1] for line in said.splitlines()]
@@ -72,6 +73,7 @@ def test_every_kind_of_file_becomes_its_figures(report):
         assert "</svg>" in (out / f"{name}.svg").read_text()
 
 
+@pytest.mark.slow
 def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(report):
     page = (report[0] / "report.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 11
