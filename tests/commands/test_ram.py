@@ -44,6 +44,7 @@ def test_no_memory_at_all_is_refused(world: World, capfd) -> None:
         pshard.load(world.model, ram=0)
 
 
+@pytest.mark.slow
 def test_the_least_ram_gives_the_logits_of_all_in_memory(world: World, capfd) -> None:
     flags = ["-m", str(world.model), "-c", "128", "-ctk", "f32", "-ctv", "f32"]
     assert plan([*flags, "--ram", "1"]) == 2

@@ -100,6 +100,7 @@ def test_a_run_records_and_the_next_plan_and_run_start_with_the_right_experts(
     assert [v.popularity for v in load_registry(world.registry).variants] == [variant.popularity] * 2
 
 
+@pytest.mark.slow
 def test_plans_that_are_made_again_have_the_record_that_they_were_made_by(
     recorded: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def expect_wide_norms(backend: str, folder: Path, rounded: float) -> None:
         assert torch.equal(logits, other[family, on_cpu])
 
 
+@pytest.mark.slow
 def test_norms_over_all_heads_are_of_sums_over_processes(tmp_path: Path) -> None:
     expect_wide_norms("shm", tmp_path, rounded=1e-9)
 

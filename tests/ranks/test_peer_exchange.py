@@ -49,6 +49,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(ranks: int, left: Callable[[int], Path]) -> None:
     """Those of three ranks by one program, which takes several rounds."""

@@ -253,6 +253,7 @@ def test_clients_with_one_system_prompt_get_answers_longer_than_the_window(serve
     assert len(loader.machines) == 1, "it was loaded again after an error"
 
 
+@pytest.mark.slow
 def test_prompts_of_a_model_on_disk_read_it_once_and_are_answered_as_from_memory(serve, monkeypatch):
     """Alone, several at once beside a text that is answered, after one that is cancelled in a sweep, and on the way to
     a budget in which all is in memory."""
