@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import count, product, takewhile
 
 from pshard.errors import NoPlan, UserError
 from pshard.homes import ON_CPU, ON_DEMAND, ON_DISK, PINNED, READ, STREAMED
@@ -60,11 +60,11 @@ def _list_bases(spec: ModelSpec, profile: MachineProfile, workload: Workload, va
     """Plans as if host memory held all, of the variant's micro-batches and of larger ones up to what was asked for, as
     whole layers on disk may have wanted smaller ones; and the variant."""
     ample = replace(profile, ram_bytes=0, disks=(), host=replace(profile.host, memory_bytes=AMPLE))
-    size = variant.workload.max_ubatch
-    while size <= max(workload.max_ubatch, variant.workload.max_ubatch):
+    own = variant.workload.max_ubatch
+    most = max(own, workload.max_ubatch)
+    for size in (*takewhile(lambda size: size < most, (own << doubled for doubled in count())), most):
         with suppress(NoPlan, UserError):
             yield plan_variant(spec, ample, replace(variant.workload, max_ubatch=size), correction=variant.correction)
-        size *= 2
     yield variant
 
 
@@ -181,9 +181,8 @@ class _Way:
     def _choose_site(self, tier: TierPlan, place: Placement, far: set[str], bare: bool) -> str:
         follows, movable = self.search.follows(tier), place.unit in self.search.movable
         legal = [site for site, _ in self.search.room.list_places(place.unit)]
-        if self.search.spec.unit(
-            place.unit
-        ).kind.is_looked_up:  # rows cost less than the slots that its table would take
+        unit = self.search.spec.unit(place.unit)
+        if unit.kind.is_looked_up:  # rows cost less than the slots that its table would take
             return ON_DEMAND if ON_DEMAND in legal and not place.in_arena else place.where
         if place.unit in far and ON_DISK in legal:
             return ON_DEMAND if follows else ON_DISK
