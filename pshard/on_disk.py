@@ -53,7 +53,7 @@ def list_lookups(unit: Unit, config: ModelConfig) -> tuple[LookUp, ...]:
 
 def rows_nbytes(unit: Unit, config: ModelConfig, tokens: int) -> int:
     """Bytes of the rows in the model's file that so many tokens look up, each as often as it is."""
-    return tokens * sum(o.each * o.row_nbytes for o in list_lookups(unit, config))
+    return tokens * sum(o.each * o.table.row_nbytes for o in list_lookups(unit, config))
 
 
 def piece_rows(tensor: TensorSpec) -> int:

@@ -44,6 +44,11 @@ class TensorSpec:
         return file_nbytes(self.qtype, self.rows, self.cols)
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in the model file."""
+        return file_nbytes(self.qtype, 1, self.cols)
+
+    @property
     def packed_nbytes(self) -> int:
         """Bytes in the packed layout (host arena, VRAM, link). Vectors are held as float32."""
         if len(self.shape) == 1:

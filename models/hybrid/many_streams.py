@@ -94,7 +94,7 @@ def _read_grams(keys: Keys, config: ModelConfig, stored: dict[str, StoredTensor]
     row = keys.integer("embedding_length_per_layer_input")
     words = {"multipliers": multipliers, "sizes": sizes, "offsets": offsets}
     grams = Grams(layers[0], longest, heads, row, taps, end, **words)
-    check_table(keys, grams, stored, _PADDED, "ple.head_vocab_sizes")
+    check_table(keys, grams, stored, _PADDED, ("ple.head_vocab_sizes", "and ple.head_offsets reach"))
     return grams
 
 
@@ -126,16 +126,16 @@ def _read_words(keys: Keys, key: str, count: int, bound: int) -> tuple[int, ...]
     return tuple(found)
 
 
-def check_table(keys: Keys, grams: Grams, stored: dict[str, StoredTensor], padded: int, key: str) -> None:
-    """Raises UserError, of this key, unless the rows of the table are those that heads reach, and as many more as make
-    them a multiple."""
+def check_table(keys: Keys, grams: Grams, stored: dict[str, StoredTensor], padded: int, leads: tuple[str, str]) -> None:
+    """Raises UserError unless the rows of the table are those that heads reach, and as many more as make them a
+    multiple. leads: the key that this follows from, and what is said of it before the rows."""
     table = stored.get(TABLE)
     if table is None:
         return  # a tensor that is missing is told of by its name
     reached = max(offset + size for offset, size in zip(grams.offsets, grams.sizes))
     if not reached <= table.shape[0] < reached + padded:
-        what = f"and ple.head_offsets reach {reached} rows of {TABLE}, which has {table.shape[0]}"
-        keys.refuse(key, what if key.startswith("ple.") else f"reaches {what.partition('reach ')[2]}")
+        key, said = leads
+        keys.refuse(key, f"{said} {reached} rows of {TABLE}, which has {table.shape[0]}")
 
 
 def flatten_streams(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

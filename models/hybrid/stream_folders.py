@@ -17,7 +17,7 @@ from pshard.units.layer_rows import TABLE
 
 _INDEXED, _FULL = "indexed_attention", "full_attention"  # one in transformers, the other in published files
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
-_BY_LAYER, _MASK = 10007, (1 << 64) - 1
+_MASK = (1 << 64) - 1
 _BLOCKS = {"attn_hyper_connection": "hc_attn", "mlp_hyper_connection": "hc_ffn"}
 _PARTS = {
     "hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up", "block_inject_weight": "inject"
@@ -135,7 +135,7 @@ def _find_primes(start: int, count: int) -> tuple[int, ...]:
 def _draw_multipliers(keys: Keys, vocab: int, count: int) -> tuple[int, ...]:
     """Odd numbers by which no token leaves 63 bits: splitmix64 of the seed."""
     bound = max(1, ((1 << 63) - 1) // vocab // 2)
-    seed = keys.integer("seed", 1234, least=0)  # of the first module: of others _BY_LAYER more each
+    seed = keys.integer("seed", 1234, least=0)
     return tuple(2 * (_mix_bits(seed + _GAMMA * (number + 1)) % bound) + 1 for number in range(count))
 
 
@@ -190,7 +190,8 @@ def name_streams(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[s
 def check_folder_table(config: ModelConfig, stored: dict[str, StoredTensor], keys: Keys) -> None:
     """Raises UserError for a table of other rows than the settings lead to."""
     if config.grams:
-        check_table(keys, config.grams, stored, keys.integer(_PADDED, 128), "ngram_vocab_size_base")
+        leads = "ngram_vocab_size_base", "reaches"
+        check_table(keys, config.grams, stored, keys.integer(_PADDED, 128), leads)
 
 
 def _name_parts(config: ModelConfig, key: str, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:

@@ -104,7 +104,7 @@ class TierCosts:
     def reading_rows(self, unit: Unit) -> float:
         """Seconds of reading the rows from disk that a unit looks up."""
         found = list_lookups(unit, self.spec.config)
-        return sum(self.tables.scattered.seconds(o.each * self.load.tokens, o.row_nbytes) for o in found)
+        return sum(self.tables.scattered.seconds(o.each * self.load.tokens, o.table.row_nbytes) for o in found)
 
     @property
     def vector_bytes(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
-from pshard.quant import file_nbytes
 from pshard.tensor import TensorSpec
 from pshard.units.operands import ALL_STREAMS, CHOSEN, JOINED, NORMED, NOWHERE, STREAM, TOKENS, Rows
 
@@ -71,11 +70,6 @@ class LookUp:
     @property
     def writes(self) -> tuple[Rows, ...]:
         return (self.out,)
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of a row in the model's file."""
-        return file_nbytes(self.table.qtype, 1, self.table.cols)
 
 
 @dataclass(frozen=True)

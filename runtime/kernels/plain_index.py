@@ -23,9 +23,28 @@ class PlainIndex:
     ) -> None:
         """See `IndexKernels.store_index`. A block's keys are added up in the order of its tokens, whoever of them come
         together."""
-        (block, cell), found = find_index(q, key, norms, each, eps, rope=rope, rows=rows, index=index)
-        kept = rows.begin >= 0
-        index[block[kept], cell[kept]] = found[kept]
+        position, n, head = rows.position.long(), index.shape[1], key.shape[1]
+        cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
+        heads = q.unflatten(1, (-1, head))
+        heads.copy_(rotate(head_norm(heads.float(), norms[0], eps), cos, sin, rope.pairing))
+        raw, here = key.float(), torch.arange(q.shape[0], device=q.device)
+        inside, begin = position % each, rows.begin.long().clamp(min=0)
+        together = torch.zeros_like(position)  # rows of the block here, its own the last
+        for back in range(each):
+            at = (here - back).clamp(min=0)
+            alike = (here >= back) & (rows.begin[at] == rows.begin) & (position[at] == position - back)
+            together += (alike & (inside >= back)).long()
+        before = (position - together).clamp(min=0)
+        summed = index[rows.blocks[begin + before // n].long(), before % n]
+        summed = summed.where((together <= inside)[:, None], 0)
+        for back in reversed(range(each)):
+            summed = torch.where((together > back)[:, None], summed + raw[(here - back).clamp(min=0)], summed)
+        start = (position - inside).clamp(min=0)
+        pooled = head_norm((summed / each)[:, None], norms[1], eps)
+        pooled = rotate(pooled, rope.cos[start][:, None], rope.sin[start][:, None], rope.pairing)[:, 0]
+        found = torch.where((inside == each - 1)[:, None], pooled, summed)
+        block, kept = rows.blocks[begin + position // n].long(), rows.begin >= 0
+        index[block[kept], (position % n)[kept]] = found[kept]
 
     def choose_cells(
         self,
@@ -49,40 +68,6 @@ class PlainIndex:
             best = found.sort(stable=True, dim=1, descending=True).indices[:, :most]
             blocks = -(-cells // n)
             seen[own, :blocks] = spell_words(best, complete[:, None], blocks, n // each)
-
-
-def find_index(
-    q: torch.Tensor,
-    key: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor],
-    each: int,
-    eps: float,
-    rope: RopeTable,
-    rows: RowIndex,
-    index: torch.Tensor,
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`IndexKernels.store_index`, but that where the keys go, blocks and cells of these, and what, is returned."""
-    position, n, head = rows.position.long(), index.shape[1], key.shape[1]
-    cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
-    heads = q.unflatten(1, (-1, head))
-    heads.copy_(rotate(head_norm(heads.float(), norms[0], eps), cos, sin, rope.pairing))
-    raw, here = key.float(), torch.arange(q.shape[0], device=q.device)
-    inside, begin = position % each, rows.begin.long().clamp(min=0)
-    together = torch.zeros_like(position)  # rows of the block here, its own the last
-    for back in range(each):
-        at = (here - back).clamp(min=0)
-        alike = (here >= back) & (rows.begin[at] == rows.begin) & (position[at] == position - back)
-        together += (alike & (inside >= back)).long()
-    before = (position - together).clamp(min=0)
-    summed = index[rows.blocks[begin + before // n].long(), before % n]
-    summed = summed.where((together <= inside)[:, None], 0)
-    for back in reversed(range(each)):
-        summed = torch.where((together > back)[:, None], summed + raw[(here - back).clamp(min=0)], summed)
-    start = (position - inside).clamp(min=0)
-    pooled = head_norm((summed / each)[:, None], norms[1], eps)
-    pooled = rotate(pooled, rope.cos[start][:, None], rope.sin[start][:, None], rope.pairing)[:, 0]
-    found = torch.where((inside == each - 1)[:, None], pooled, summed)
-    return (rows.blocks[begin + position // n].long(), position % n), found
 
 
 def spell_words(best: torch.Tensor, complete: torch.Tensor, blocks: int, each: int) -> torch.Tensor:

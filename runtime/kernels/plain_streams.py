@@ -1,7 +1,4 @@
-"""Several residual streams and n-grams in plain torch: the oracle of the fast kernels, on any device.
-
-Nothing here asks the host what the device has: a captured graph may hold it.
-"""
+"""Several residual streams and n-grams in plain torch: the oracle of the fast kernels, on any device."""
 
 import torch
 import torch.nn.functional as F

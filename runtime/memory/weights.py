@@ -48,17 +48,13 @@ class WeightSource(Protocol):
     def forget_tensor(self, name: str) -> None: ...
 
 
-class FoundRows(Protocol):
+@dataclass(frozen=True)
+class FoundRows:
     """Rows of a table that some ids look up: which ids these are, the rows, and which of them each id has."""
 
-    @property
-    def ids(self) -> slice: ...
-
-    @property
-    def table(self) -> Packed: ...
-
-    @property
-    def places(self) -> torch.Tensor: ...
+    ids: slice
+    table: Packed
+    places: torch.Tensor
 
 
 class RowSource(Protocol):

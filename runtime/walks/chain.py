@@ -119,9 +119,7 @@ def make_chain(context: RunContext, residents: Residents, tier: TierInForce, pro
     if not tier.side.kernels.repeatable or context.spec.neighbours is not None:
         return None
     found, columns = _find_parts(context, residents, tier, program), sum(t.rows for t in context.spec.output.matrices)
-    told = (
-        context.group.gather((found is not None, columns)) if context.group.size > 1 else [(found is not None, columns)]
-    )
+    told = context.group.gather((found is not None, columns))
     if found is None or not all(has for has, _ in told):
         return None
     return Chain(context, residents, tier, *found, [own for _, own in told])

@@ -98,6 +98,11 @@ _GROUPED_ROOMY: dict[tuple[str, int], tuple[Tile, ...]] = {
 PROGRAMS = (200, 400, 800, 1600)
 
 
+def row_warps(block: int) -> int:
+    """Of a program that has a row of so many columns, or a part of one."""
+    return min(16, max(1, block // 512))
+
+
 def share_programs(programs: int, limits: CardLimits) -> int:
     """As many programs for each processor of a card as `programs` are on one with PROCESSORS."""
     return max(1, round(programs * limits.processors / PROCESSORS))

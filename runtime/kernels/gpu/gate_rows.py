@@ -5,6 +5,7 @@ import triton
 
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+from pshard.runtime.kernels.gpu.default_tiles import row_warps
 from pshard.runtime.kernels.plain_rows import resize_heads
 
 
@@ -28,7 +29,7 @@ class GatesOnGpu:
         triton_rows.gate_rows_kernel[(tokens,)](
             x, x.stride(0), gate, gate.stride(0), cols, *(ready or NOT_QUANTISED), EACH=cols // gate.shape[1],
             SOFTPLUS=curve == "softplus", BLOCK=block, QUANTISE=ready is not None,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=row_warps(block),
         )  # fmt: skip
 
     def resize_heads(self, x: torch.Tensor, out: torch.Tensor, heads: int, by: float = 1.0) -> None:
@@ -68,9 +69,7 @@ class GatesOnGpu:
         self._activations.ready = None
         tokens, cols = x.shape
         block = triton.next_power_of_2(cols)
-        triton_rows.centre_rows_kernel[(tokens,)](
-            x, x.stride(0), cols, BLOCK=block, num_warps=min(16, max(1, block // 512))
-        )
+        triton_rows.centre_rows_kernel[(tokens,)](x, x.stride(0), cols, BLOCK=block, num_warps=row_warps(block))
 
     def bend_rows(self, x: torch.Tensor, how: str, numbers: torch.Tensor | None = None, limit: float = 0.0) -> None:
         """See `Kernels.bend_rows`."""
@@ -78,7 +77,7 @@ class GatesOnGpu:
         tokens, cols = x.shape
         if how == "order":
             block = triton.next_power_of_2(cols)
-            warps = min(16, max(1, block // 512))
+            warps = row_warps(block)
             triton_rows.order_rows_kernel[(tokens,)](x, x.stride(0), numbers, cols, BLOCK=block, num_warps=warps)
             return
         count = 1 if numbers is None else numbers.shape[0]
@@ -99,7 +98,7 @@ class GatesOnGpu:
         tokens, cols = x.shape
         block = triton.next_power_of_2(max(first, cols - first))
         triton_rows.sum_squares_kernel[(2, tokens)](
-            x, x.stride(0), first, cols, out, BLOCK=block, num_warps=min(16, max(1, block // 512))
+            x, x.stride(0), first, cols, out, BLOCK=block, num_warps=row_warps(block)
         )
 
     def norm_wide(
@@ -128,7 +127,7 @@ class GatesOnGpu:
         )
         triton_rows.scale_rows_kernel[(tokens,)](
             x, x.stride(0), hidden, hidden.stride(0), weight, cols, width, *(ready or NOT_QUANTISED), BLOCK=block,
-            DEPTH=depth, QUANTISE=ready is not None, num_warps=min(16, max(1, max(block, depth) // 512)),
+            DEPTH=depth, QUANTISE=ready is not None, num_warps=row_warps(max(block, depth)),
         )  # fmt: skip
 
 

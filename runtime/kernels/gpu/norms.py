@@ -6,6 +6,7 @@ import triton
 from pshard.runtime.kernels.api import NextNorm
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
+from pshard.runtime.kernels.gpu.default_tiles import row_warps
 from pshard.runtime.kernels.gpu.next_norm import Unscaled
 
 
@@ -63,6 +64,6 @@ class NormsOnGpu:
             hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *(ready or NOT_QUANTISED),
             again=rounded, again_stride=0 if rounded is None else rounded.stride(0), BLOCK=block, ADD=accumulate,
             ROUND=rounded is not None, times=scale, QUANTISE=ready is not None,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=row_warps(block),
         )  # fmt: skip
         self._placed = None if rounded is None else (out, rounded)

@@ -5,6 +5,7 @@ import triton
 
 from pshard.runtime.kernels.gpu import triton_grams, triton_streams
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+from pshard.runtime.kernels.gpu.default_tiles import row_warps
 from pshard.runtime.kernels.plain_streams import LEAST_SCORE
 
 MIXED = 1024  # columns of a program
@@ -58,7 +59,7 @@ class StreamsOnGpu:
             given=x, given_stride=0 if x is None else x.stride(0), streams=streams, streams_stride=streams.stride(0),
             weight=weight, eps=eps, out=out, out_stride=0 if out is None else out.stride(0), width=width,
             **dict(zip(("words", "scale", "sums"), ready or NOT_QUANTISED)), COUNT=count, GIVES=gives,
-            NORMS=out is not None, BLOCK=block, QUANTISE=ready is not None, num_warps=_warps(block),
+            NORMS=out is not None, BLOCK=block, QUANTISE=ready is not None, num_warps=row_warps(block),
         )  # fmt: skip
 
     def mix_streams(
@@ -90,7 +91,7 @@ class StreamsOnGpu:
         block = triton.next_power_of_2(width)
         triton_grams.gate_grams_kernel[(count, tokens)](
             *read, streams, streams.stride(0), *norms, eps, *into, width, LEAST_SCORE, BLOCK=block,
-            num_warps=_warps(block),
+            num_warps=row_warps(block),
         )  # fmt: skip
 
     def add_grams(
@@ -115,13 +116,8 @@ class StreamsOnGpu:
         given, mixing, into = (x, x.stride(0), norm), (taps, apart, eps), (streams, streams.stride(0))
         triton_grams.add_grams_kernel[(count, x.shape[0])](
             *given, *mixing, *into, *state, sequences, *kept, width, each, BLOCK=block,
-            MOST=triton.next_power_of_2(sequences), num_warps=_warps(block),
+            MOST=triton.next_power_of_2(sequences), num_warps=row_warps(block),
         )  # fmt: skip
         triton_grams.keep_grams_kernel[(count, sequences)](
-            *given, eps, *state, width, BLOCK=block, num_warps=_warps(block)
+            *given, eps, *state, width, BLOCK=block, num_warps=row_warps(block)
         )
-
-
-def _warps(block: int) -> int:
-    """Of a program that has a part of a row, of so many columns."""
-    return min(16, max(1, block // 512))

@@ -13,7 +13,7 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.on_disk import piece_rows
-from pshard.quant import TENSOR_ALIGN, align, file_nbytes, packed_nbytes
+from pshard.quant import TENSOR_ALIGN, align, packed_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.far_table import FarTable
 from pshard.runtime.memory.disk.file_parts import FilePart, FileParts, Part, largest_read
@@ -56,7 +56,7 @@ class DiskStore:
         self._most = max([min(CHUNK, -(-self.largest // BUFFERS)), *map(_piece_nbytes, tensors)])
         self.least = self._most + TENSOR_ALIGN  # a job ends where the next tensor begins
         self._device = device
-        rows = [file_nbytes(t.qtype, 1, t.cols) for unit in self._looked_up for t in unit.tensors]
+        rows = [t.row_nbytes for unit in self._looked_up for t in unit.tensors]
         self._reader = DiskReader(max([*map(largest_read, tensors), *rows]))
         self._tables: dict[str, dict[str, FarTable]] = {}  # by unit and role
         self._kept: dict[str, dict[str, torch.Tensor]] = {}  # vectors, by unit and role

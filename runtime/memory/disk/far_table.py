@@ -1,27 +1,17 @@
 """A table on disk, of which rows are read as they are looked up."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from pshard.quant import file_nbytes
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.memory.disk.reader import DiskReader, RowPieces
-from pshard.runtime.memory.weights import pack_matrix
+from pshard.runtime.memory.weights import FoundRows, pack_matrix
 from pshard.tensor import TensorSpec
 
 BUFFER = 4 << 20  # bytes of rows that are read at once
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a table that some ids look up: which ids these are, the rows, and which of them each id has."""
-
-    ids: slice
-    table: Packed
-    places: torch.Tensor
 
 
 class FarTable:
@@ -31,18 +21,18 @@ class FarTable:
 
     def __init__(self, reader: DiskReader, file: int, start: int, tensor: TensorSpec) -> None:
         self._reader, self._file, self._start, self._tensor = reader, file, start, tensor
-        self._row = file_nbytes(tensor.qtype, 1, tensor.cols)
+        self._row = tensor.row_nbytes
         self._most = min(tensor.rows, max(1, BUFFER // self._row))
         self._read = np.zeros(self._most * self._row, np.uint8)  # likewise
         self.nbytes = self._read.nbytes
 
-    def read(self, ids: torch.Tensor) -> Iterator[Rows]:
+    def read(self, ids: torch.Tensor) -> Iterator[FoundRows]:
         """What ids (int64 [count]) look up, so many at once, of equal ones a row once. Raises RuntimeError where a read
         has failed."""
         for at in range(0, len(ids), self._most):
             some = slice(at, min(at + self._most, len(ids)))
             numbers, places = np.unique(ids[some].numpy(), return_inverse=True)
-            yield Rows(some, self._bring(numbers), torch.from_numpy(places.astype(np.int64)))
+            yield FoundRows(some, self._bring(numbers), torch.from_numpy(places.astype(np.int64)))
 
     def _bring(self, numbers: np.ndarray) -> Packed:
         """Those rows, as a matrix of their own."""

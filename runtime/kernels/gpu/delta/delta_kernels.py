@@ -18,9 +18,7 @@ from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 
 HEADS = (16, 32, 64, 128)  # elements of a head that kernels are written for
-LEAST_HALF = (
-    32  # elements of a head in chunks of bfloat16; of 16, Triton 3.6 compiles one that leaves its shared memory
-)
+LEAST_HALF = 32  # of them in chunks of bfloat16: with 16 Triton 3.6 makes a program that leaves its shared memory
 STEP_WARPS, CONV_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 4, 4, 4
 CONV_ROWS, FULL_WARPS = 32, 8  # FULL_WARPS: PREPARE_WARPS of float32
 PREPARE_REGISTERS = 168  # of bfloat16, at 4 warps: so that three programs share a processor
