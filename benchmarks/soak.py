@@ -147,9 +147,9 @@ class Soak:
             self.check(logits, self.rng.choice([i for i, ids in enumerate(new) if ids]))
 
     def check(self, logits: "list[torch.Tensor]", sequence: int) -> None:
-        """Compare one sequence's logits with the reference, where the time that is left allows it."""
+        """Compare one sequence's logits with the reference: the first always, others where the time left allows it."""
         tokens = len(self.history[sequence])
-        if self.checked_rate * tokens > self.end - time.monotonic():
+        if self.errors and self.checked_rate * tokens > self.end - time.monotonic():
             self.counts["checks left out"] += 1
             return
         engine = self.reference or self.engine
@@ -187,9 +187,9 @@ class Soak:
 
     def interrupt(self) -> None:
         """Ctrl-C somewhere in a step: it goes on, or refuses and is loaded again."""
+        if all(len(h) == self.args.context for h in self.history):
+            self.forget()
         new = [self.ids(min(self.args.context - len(h), 1 + self.rng.randrange(SHORT))) for h in self.history]
-        if not any(new):
-            return
         before = self.counts["interrupts"]
         try:
             signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(0.01, 1.2) * self.short_step)
@@ -243,16 +243,21 @@ class Soak:
         self.tell("the longest prompt is done")
 
     def run(self) -> None:
-        """Warm up, take the longest prompt, then anything until the time is over."""
+        """Warm up, take the longest prompt, then anything until the time is over and each kind was done."""
         self.warm_up()
-        while time.monotonic() < self.end:
-            actions = [self.talk] * 5 + [self.cut] * 4 + [self.refuse] + [self.interrupt] * self.args.interrupts
+        actions = [self.talk] * 5 + [self.cut] * 4 + [self.refuse] + [self.interrupt] * self.args.interrupts
+        while time.monotonic() < self.end or not self.has_done_all():
             action = self.rng.choice(actions)
             with self.timed(action.__name__):
                 action()
             if time.monotonic() > self.told + TELL:
                 self.tell(", ".join(f"{n} {what}" for what, n in self.counts.items()))
         self.counts["switches"] += self.engine.switches
+
+    def has_done_all(self) -> bool:
+        """Whether every kind of action has had an effect at least once, on however slow a machine."""
+        kinds = ["conversations", "cuts", "refused"] + ["interrupts"] * (self.args.interrupts > 0)
+        return all(self.counts[kind] for kind in kinds)
 
     def close(self) -> None:
         """Close both engines, then the weights that they shared."""
