@@ -21,6 +21,12 @@ NEED_TRITON = ("gpu_experts.py", "gpu_kernels.py")
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+@pytest.fixture(autouse=True)
+def scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts import each other, as they may when one of them is the program."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return make_world(tmp_path, context=8192, n_layers=1)
@@ -61,8 +67,7 @@ def test_a_soak_of_experts_allows_single_tokens_that_take_another_one_and_no_wro
     assert is_right(near, False) and is_right(near, True) and not is_right([], True)
 
 
-def test_turns_of_a_disk_have_no_ratio_where_others_had_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+def test_turns_of_a_disk_have_no_ratio_where_others_had_all_cores() -> None:
     script = runpy.run_path(str(SCRIPTS / "disk_by_turns.py"))
     half, none = ([script["Sample"](2.0, 1.0, share)] for share in (0.5, 1.0))
     assert [script["find_ratio"](*both) for both in ((half, half), (half, none), (none, half))] == [1.0, None, None]
@@ -180,7 +185,6 @@ def test_ways_to_use_several_devices_are_measured_and_the_planners_choice_is_jud
 def test_notes_of_a_benchmark_are_passed_on(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
     run = runpy.run_path(str(SCRIPTS / script))["run"]
     done = subprocess.CompletedProcess([], 0, "", "loading\nnote: a core was stolen\nnote: plain kernels\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
@@ -225,7 +229,6 @@ def test_busy_measures_with_cores_held_and_leaves_no_program_behind(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("PSHARD_CACHE", str(world.profile.parent))
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     busy, out = runpy.run_path(str(SCRIPTS / "busy.py")), tmp_path / "busy.json"
     monkeypatch.setitem(busy["decode"].__globals__, "TOKENS", 2)
     flags = ["-m", str(world.model), "-t", "1", "--rounds", "2", "--seconds", "0.05", "-o", str(out)]
