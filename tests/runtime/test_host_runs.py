@@ -1,5 +1,6 @@
 """Runs of units on the CPU as one native call: the bits of the plain path, and nothing of Python in between."""
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from model_files import write_gguf
 from plan_samples import Places, make_tier, random_places, shrink_places
 
 from pshard.models import open_model
+from pshard.models.stored import MappedFile
 from pshard.quant import packed_nbytes
 from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.api import Packed
@@ -125,6 +127,22 @@ def test_work_that_computes_anything_else_is_not_replayed() -> None:
     assert (out[0] - 3).abs().max() < 1e-5
     assert record(lambda: norm(x + 0)) is None
     assert record(lambda: native.memcpy(out, x, 64)) is None
+
+
+def test_a_mapped_file_that_is_collected_meanwhile_is_no_part_of_a_list(tmp_path: Path) -> None:
+    """A server that has moved to another model leaves the old one's mappings to Python's collector."""
+    file: MappedFile | None = MappedFile(write_gguf(tmp_path / "m.gguf"), "")
+    assert file is not None
+    file.map(native.guard_map, native.unguard_map)
+    file.itself, unmapped = file, file._unguard  # type: ignore[attr-defined]  # so that only the collector finds it
+    file, x, out = None, torch.ones(1, 64), torch.zeros(1, 64)
+
+    def work() -> None:
+        native.rms_norm(x, x[0], 1e-6, 1, 64, out, strides=(64, 64))
+        gc.collect()
+
+    assert record(work) is not None
+    assert not unmapped.alive
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

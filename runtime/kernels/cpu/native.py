@@ -236,12 +236,13 @@ def crc32c(address: int, nbytes: int, plain: bool = False) -> int:
 
 def guard_map(address: int, nbytes: int) -> None:
     """From now on pages of that mapped file which are gone read as zeros, instead of ending the process (SIGBUS)."""
-    _function("guard_map")(address, nbytes)
+    _question("guard_map")(address, nbytes)
 
 
 def unguard_map(address: int) -> None:
-    """The mapping there is gone, and something else may come there."""
-    _function("unguard_map")(address)
+    """The mapping there is gone, and something else may come there. Python's collector calls this whenever it finds a
+    mapping, also amid work that is written down, of which it is no part."""
+    _question("unguard_map")(address)
 
 
 def isa() -> str:
