@@ -91,6 +91,24 @@ def test_the_host_s_fast_kernels_give_them_too(path: Path, sequences: int) -> No
         assert difference(found.double().numpy(), moe_logits(file.spec.config, read_weights(file), ids)) < 1e-4
 
 
+@pytest.mark.parametrize("parts", [(64, 64, 1), (1,) * 129], ids=["64 at a time", "one at a time"])
+def test_a_text_of_bf16_weights_that_is_cut_back_gets_the_bits_of_its_first_reading(
+    parts: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Up to 64 rows, as activations stay float32; above, torch rounds them to bf16 where there is no matrix unit."""
+    path = write_latent_gguf(tmp_path / "m.gguf", "v3", random_tensors("v3"), qtype="BF16")
+    rng = random.Random(5)
+    ids = [rng.randrange(VOCAB) for _ in range(sum(parts))]
+    with open_engine(path, None, "fast", 256, tokens=(1, 64), exact=True) as engine, open_model(path) as file:
+        reading = iter(ids)
+        first = torch.cat([engine.forward([next(reading) for _ in range(n)], all_logits=True) for n in parts])
+        for kept in (79, 64, 3):
+            engine.reset(0, kept)
+            assert torch.equal(engine.forward(ids[kept:], all_logits=True), first[kept:])
+        expected = moe_logits(file.spec.config, read_weights(file), ids)
+    assert difference(first.double().numpy(), expected) < CLOSE
+
+
 @pytest.mark.quick("v3-q8_0-0.1")
 @pytest.mark.parametrize(("kind", "close"), [("bf16", 0.04), ("f16", 0.005), ("q8_0", 0.1)])
 def test_cells_of_other_types_lose_only_their_rounding(path: Path, kind: str, close: float) -> None:
