@@ -174,6 +174,7 @@ _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _ATTENTION_BIASES = (*_QKV, "attn_output.bias")
 _NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
 _FFN_BIASES = ("ffn_up.bias", "ffn_down.bias")
+_GATED_BIASES = (*_ATTENTION_BIASES, "ffn_gate.bias", *_FFN_BIASES)
 _ALL_BIASES = (*_ATTENTION_BIASES, *_FFN_BIASES)
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
@@ -340,7 +341,7 @@ _GEMMA4_DENSE = Architecture(
     defaults=_GEMMA4,
 )
 ARCHITECTURES = (
-    Architecture("llama", "llama", "adjacent", optional_biases=_ATTENTION_BIASES),
+    Architecture("llama", "llama", "adjacent", optional_biases=_GATED_BIASES),
     Architecture("mistral", "llama", "adjacent", windows=True),
     Architecture("qwen2", "qwen2", "halves", biases=_QKV, folder_windows="listed"),
     Architecture("qwen3", "qwen3", "halves", optional_biases=_ATTENTION_BIASES, qk_norm=True, folder_windows="listed"),
@@ -431,16 +432,16 @@ ARCHITECTURES = (
         "smollm3",
         "smollm3",
         "adjacent",
-        optional_biases=_ATTENTION_BIASES,
+        optional_biases=_GATED_BIASES,
         still_every=4,
         defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True),
     ),
-    Architecture("granite", "granite", "adjacent", multiplied=_GRANITE, optional_biases=_ATTENTION_BIASES),
+    Architecture("granite", "granite", "adjacent", multiplied=_GRANITE, optional_biases=_GATED_BIASES),
     Architecture(
         "seed_oss",
         "seed_oss",
         "halves",
-        optional_biases=_ATTENTION_BIASES,
+        optional_biases=_GATED_BIASES,
         ffn_norm="post_attention_norm.weight",
         defaults=_defaults(attention_bias=True),
     ),

@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 NAMED_AS = {"hy_v3": "dots1", "laguna": "step35", "qwen4exp": "qwen35moe"}
 # gguf 0.19 lacks the former, whose tensors have the latter's names; of qwen4exp those that both have
 _FOLDER_HEAD = "lm_head.weight"
+_SAID_BIASES = (  # what says that there are some, and one of them here and in folders
+    ("attention_bias", "attn_q.bias", "self_attn.q_proj.bias"),
+    ("mlp_bias", "ffn_up.bias", "mlp.up_proj.bias"),
+)
 
 
 class ModelFile:
@@ -266,9 +270,10 @@ def _open_folder(folder: Path) -> ModelFile:
     check_folder_table(config, tensors, Keys(metadata, where))
     if HEAD not in tensors and not tied:
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
-    if arch.optional_biases and settings.get("attention_bias") is True and "blk.0.attn_q.bias" not in tensors:
-        what = "tensor model.layers.0.self_attn.q_proj.bias is missing, though attention_bias is true"
-        raise UserError(f"{folder}: {what}: the files are incomplete; {FETCH_AGAIN}")
+    for key, role, stored in _SAID_BIASES:
+        if role in arch.optional_biases and settings.get(key) is True and f"blk.0.{role}" not in tensors:
+            what = f"tensor model.layers.0.{stored} is missing, though {key} is true"
+            raise UserError(f"{folder}: {what}: the files are incomplete; {FETCH_AGAIN}")
     name = (name_in_hub_cache(folder) or folder.resolve().name).rpartition("/")[2]
     spec = _build_spec(name, folder, arch, config, tensors)
     head, of_head, notes = read_head(

@@ -13,7 +13,7 @@ from pshard.models.hybrid.made_tensors import MadeTensor, freeze
 from pshard.models.quantised.joined import ColumnOrder, JoinedMatrix
 from pshard.models.stored import StoredTensor
 from pshard.units.attention import GATE, HEAD_GATE, IN_ORDER, OUT, OUT_ORDER, QKV
-from pshard.units.ffn import DOWN, UP, UP_BIAS
+from pshard.units.ffn import DOWN, GATE_BIAS, UP, UP_BIAS
 from pshard.units.ffn import GATE as FFN_GATE
 from pshard.units.ffn import ORDER as FFN_ORDER
 
@@ -70,7 +70,7 @@ def order_columns(config: ModelConfig, tensors: dict[str, StoredTensor]) -> dict
                 for name in names:
                     left.pop(name)
         rows = [block + role for role in (FFN_GATE, UP) if block + role in tensors]
-        if block + DOWN in left and rows and block + UP_BIAS not in tensors:
+        if block + DOWN in left and rows and not any(block + bias in tensors for bias in (GATE_BIAS, UP_BIAS)):
             order = left.pop(block + DOWN)
             for name in rows:
                 made = tensors[name]

@@ -119,9 +119,11 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
         case ProductGroup(matrices):
             return [*_products(by, matrices), (Order.SAVED, -_saved_by_one_launch(by, matrices))]
         case GatedProduct(gate, up):
-            if not by.on_host and _in_one_launch(by, (gate, up)):  # the product of both is made in it too
-                return [*_products(by, (gate, up)), (Order.SAVED, -_saved_by_one_launch(by, (gate, up)))]
-            return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
+            together = not by.on_host and _in_one_launch(by, (gate, up))
+            saved = [(Order.SAVED, -_saved_by_one_launch(by, (gate, up)))] if together else []
+            # without biases the product of both is made in that launch too
+            gating = [(Order.OTHER, _elementwise(by, "silu_mul", up.rows))] if operation.biased or not together else []
+            return [*_products(by, (gate, up)), *saved, *gating]
         case Bend() | NormHeads() | NormWide() | SumSquares() | ResizeHeads():  # reads and writes as much as a norm
             return [(Order.OTHER, _elementwise(by, "norm", operation.width))]
         case Convolve():  # reads three numbers for each, where the gate of an FFN reads two

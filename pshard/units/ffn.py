@@ -17,7 +17,7 @@ from pshard.units.state import StateShape
 from pshard.units.unit import ANYWHERE, Cut, Division, Tensors, UnitKind
 
 NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
-UP_BIAS, DOWN_BIAS = (f"ffn_{part}.bias" for part in ("up", "down"))
+GATE_BIAS, UP_BIAS, DOWN_BIAS = (f"ffn_{part}.bias" for part in ("gate", "up", "down"))
 ORDER = "ffn_order.weight"  # of the columns of gate and up
 BENT = "ffn_act.weight"  # numbers of the activation, of a model that has some for each layer
 GATED = "gate_up"  # scratch: gate's and up's products side by side, of which the gated one takes the first half
@@ -33,7 +33,7 @@ def _inner(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Opera
     """Of the rows of gate and up that are here, which are number `first` and those after it."""
     up, out = tensors[UP], Rows(GATED, first, tensors[UP].rows)
     if GATE in tensors:
-        return (GatedProduct(tensors[GATE], up, out=out),)
+        return (GatedProduct(tensors[GATE], up, biases=(tensors.get(GATE_BIAS), tensors.get(UP_BIAS)), out=out),)
     return Product(up, tensors.get(UP_BIAS), out=out), Bend(config.activation, up.rows, tensors.get(BENT), x=out)
 
 
@@ -77,7 +77,7 @@ FFN = UnitKind(
         {
             **dict.fromkeys((NORM, bias_of(NORM), BENT, ORDER), ("none", "all")),
             GATE: ("rows", "cut"),
-            bias_of(GATE): ("rows", "cut"),
+            GATE_BIAS: ("rows", "cut"),
             UP: ("rows", "cut"),
             UP_BIAS: ("rows", "cut"),
             DOWN: ("cols", "cut"),
@@ -93,7 +93,7 @@ FFN = UnitKind(
     scratch=_scratch,
     llama_cpp="ffn_.*",
     strategy="bulk",
-    divided=(GATE, UP, UP_BIAS),
+    divided=(GATE, GATE_BIAS, UP, UP_BIAS),
     keep=_keep,
     divide=_divide,
     contends="weights",

@@ -131,13 +131,19 @@ class ProductGroup:
 @dataclass(frozen=True)
 class GatedProduct(Onward):
     """silu(gate x) * (up x): two matrices, and the product of what they give, with `scale` times a number of each
-    token."""
+    token. biases: of either matrix, added to what it gives."""
 
     gate: TensorSpec
     up: TensorSpec
     scale: TensorSpec | None = None
+    biases: tuple[TensorSpec | None, TensorSpec | None] = (None, None)
     x: Rows = NORMED
     out: Rows = NOWHERE
+
+    @property
+    def biased(self) -> bool:
+        """Whether anything is added to what either matrix gives."""
+        return any(bias is not None for bias in self.biases)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
     found: list[Step] = []
     for operation in operations:
         before = found[-1] if found else None
-        if isinstance(operation, GatedProduct) and not fuses(GATE_UP):
+        if isinstance(operation, GatedProduct) and (operation.biased or not fuses(GATE_UP)):
             found += split_gate(operation)
         elif (
             fuses(WHOLE_FFN)
@@ -116,7 +116,7 @@ def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
 
 
 def split_gate(gated: GatedProduct) -> tuple[ProductGroup, Gate]:
-    """A gated product as two products side by side, and what is made of both."""
-    both = ProductGroup((gated.gate, gated.up), (None, None), gated.x, Rows(gated.out.buffer, gated.out.first))
+    """A gated product as two products side by side, and what is made of both: no kernel adds biases in between."""
+    both = ProductGroup((gated.gate, gated.up), gated.biases, gated.x, Rows(gated.out.buffer, gated.out.first))
     first, second = both.writes
     return both, Gate(gated.up.rows, first, second, gated.out, gated.gate.layer)

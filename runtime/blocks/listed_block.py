@@ -152,7 +152,8 @@ class Course:
     def multiply_group(self, group: ProductGroup) -> None:
         side, first = self.work.side, group.writes[0]
         whole = Rows(group.out.buffer, group.out.first, sum(rows.width for rows in group.writes))
-        biases = tuple(None if bias is None else self.vector(bias.role) for bias in group.biases)
+        vectors = self.part(first).vectors
+        biases = tuple(None if bias is None else vectors[bias.role] for bias in group.biases)
         matrices = tuple(self.matrix(m.role, first) for m in group.matrices)
         side.kernels.linear_group(self.at(group.x), matrices, self.at(whole), side.space.tile, biases)
 
@@ -173,7 +174,8 @@ class Course:
 
     def gate(self, gate: Gate) -> None:
         kernels, activation = self.work.side.kernels, self.work.side.config.ffn_activation(gate.layer)
-        kernels.gate_mul(self.at(gate.x), self.at(gate.up), self.at(gate.out), activation)
+        both = self.at(Rows(gate.x.buffer, gate.x.first, 2 * gate.width))  # `out` may lie elsewhere than x
+        kernels.gate_mul(both[:, : gate.width], both[:, gate.width :], self.at(gate.out), activation)
 
     def ffn(self, ffn: Ffn) -> None:
         kernels, m = self.work.side.kernels, self.weights.matrices

@@ -180,6 +180,9 @@ def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, wid
     if width % 8 == 0:  # a gate for each eight
         for curve in ("sigmoid", "softplus"):
             work[f"{curve} of eight"] = lambda k, x, curve=curve: k.gate_rows(x, gate[:, : width // 8], curve)
+    for kind in ("silu", "gelu", "relu", "silu<0.5"):
+        work[kind] = lambda k, x, kind=kind: k.gate_mul(x, gate[:, :width], x, kind)
+        work[f"{kind} of another"] = lambda k, x, kind=kind: k.gate_mul(gate[:, :width], gate[:, :width], x, kind)
     order = torch.randperm(width).float()
     work["order"] = lambda k, x: k.bend_rows(x, "order", order)
     for how in ("times", "plus"):

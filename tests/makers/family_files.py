@@ -31,6 +31,9 @@ RECIPES = {
     "smollm3": Recipe(layers=4, adjacent=True, still=(False, False, False, True), thetas=(2e6, 2e6)),
     "granite": Recipe(adjacent=True, embed=12.0, residual=0.22, score=0.02, logits=1 / 16),
     "seed_oss": Recipe(biases=True),
+    "llama-biased": Recipe(
+        adjacent=True, biases=True, out_bias=True, ffn_biases=True, tied=True, thetas=(1e7, 1e7), eps=1e-5
+    ),
     "qwen3vl": Recipe(head_norms=True, thetas=(5e6, 5e6)),
     "qwen3vlmoe": Recipe(head_norms=True, thetas=(5e6, 5e6), experts=Moe(8, 2), ffn=96),
     "mistral3": Recipe(adjacent=True, thetas=(1e6, 1e6), yarn=Yarn(4.0, 64, 1.0), temperature=(0.1, 64)),
@@ -357,6 +360,7 @@ GGUF_NAMES = {
     "stablelm-12b": "stablelm",
     "baichuan-13b": "baichuan",
     "laguna-m": "laguna",
+    "llama-biased": "llama",
 }  # of families that another's files are called as
 COMPOSED = (
     *("olmo3", "minimax-m2", "command-r", "exaone4", "exaone-moe", "plamo", "orion", "stablelm", "nemotron", "arcee"),
@@ -457,8 +461,9 @@ class _Drawn(NamedTuple):
                 if rows and not (r.act and role == "gate"):
                     scaled = suffix == "_exps" and role == "down"  # rounding may choose another expert: of usual weight
                     self.matrix(f"{b}ffn_{role}{suffix}", *stack, *shape, by=1 / moe.scale if scaled else 1.0)
-        for role, rows in (("up", r.ffn), ("down", r.d)) if r.ffn_biases else ():
-            self.bias(f"{b}ffn_{role}", rows)
+        for role, rows in (("gate", r.ffn), ("up", r.ffn), ("down", r.d)) if r.ffn_biases else ():
+            if not (r.act and role == "gate"):
+                self.bias(f"{b}ffn_{role}", rows)
         if r.limits:
             self.made[b + "limits"] = np.array(r.limits[layer])
         if r.act == "xielu":
@@ -657,6 +662,7 @@ _HF = {  # configuration and model of transformers, and where the text part's te
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "llama-biased": ("LlamaConfig", "LlamaForCausalLM"),
     "qwen3vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
     "qwen3vlmoe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     "mistral3": ("Ministral3Config", "Ministral3ForCausalLM"),
@@ -943,6 +949,7 @@ _HF_OWN: dict[str, Any] = {
     "stablelm-12b": lambda r: {"layer_norm_eps": r.eps, "use_parallel_residual": True, "qk_layernorm": True},
     "starcoder2": lambda r: {"norm_epsilon": r.eps, "use_bias": True},
     "jais2": lambda r: {"layer_norm_eps": r.eps},
+    "llama-biased": lambda r: {"attention_bias": r.biases, "mlp_bias": r.ffn_biases},
     "nemotron": lambda r: {"norm_eps": r.eps},
 }
 
@@ -1019,7 +1026,8 @@ def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.
             )
         ):  # which transformers turns by neighbours too
             for part, heads in (("q", r.heads), ("k", r.kv)):
-                own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)
+                for role in {f"attn_{part}.weight", f"attn_{part}.bias"} & own.keys():
+                    own[role] = _apart(own[role], heads)
         if family == "phi3":
             fused = np.concatenate([own.pop(f"attn_{part}.weight") for part in "qkv"])
             found.append((f"layers.{i}.self_attn.qkv_proj.weight", fused))

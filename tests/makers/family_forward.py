@@ -75,16 +75,16 @@ class Recipe:
     wide_norms: of q and k, over all heads at once. centred: norms take the mean away. parallel: attention and FFN
     take the same. out_bias: attention's last product has one. factors: divisors of the frequencies. caps: of scores
     and of logits. slopes: of heads, by distance. convs: layers with a short convolution of so many taps. bare:
-    norms of the stream have no weights; norm_biases: or biases too. act: of FFNs without a gate, which may have
-    biases. clamp: q, k, v are within it. own_norms: of every head, as the stream's. turned: norms of heads follow
-    their rotation. local_heads, local_rotated: query and KV heads of layers with a window, and how many numbers of each
-    are rotated; 0: as of the others. gate: what "heads", or single "numbers" of them, give is multiplied by a curve
-    of one more product. value: numbers of a head's value; 0: as of its key. value_scale: what it is multiplied by.
-    sinks: of layers with a window. bare_norms: heads are normalised so without weights, in layers that are rotated.
+    norms of the stream have no weights; norm_biases: or biases too. act: of FFNs without a gate. ffn_biases: of all
+    products of an FFN. clamp: q, k, v are within it. own_norms: of every head, as the stream's. turned: norms of heads
+    follow their rotation. local_heads, local_rotated: query and KV heads of layers with a window, and how many numbers
+    of each are rotated; 0: as of the others. gate: what "heads", or single "numbers" of them, give is multiplied by a
+    curve of one more product. value: numbers of a head's value; 0: as of its key. value_scale: what it is multiplied
+    by. sinks: of layers with a window. bare_norms: heads are normalised so without weights, in layers that are rotated.
     chunks: windows are chunks. counted: the temperature is of tokens so far, in layers that are not rotated.
     layer_heads: query and KV heads of each layer, without the latter one product, without both nothing; layer_ffn:
-    rows, 0 for none. limits: by layer, of its experts and of its FFN or shared experts: silu(gate) is at most that,
-    and up within it; 0: none. Weights have them under the name "limits".
+    rows, 0 for none. limits: by layer, of its experts and of its FFN or shared experts: silu(gate) is at most that, and
+    up within it; 0: none. Weights have them under the name "limits".
     """
 
     layers: int = 2
@@ -298,7 +298,8 @@ def _gate(recipe: Recipe, own: Weights, h: np.ndarray, began: np.ndarray | None 
         return _bend(recipe.act, h @ own["ffn_up.weight"].T + up, own.get("act")) @ own["ffn_down.weight"].T + down
     if "ffn_gate_inp.weight" not in own:
         matrices = (own[f"ffn_{role}.weight"] for role in ("gate", "up", "down"))
-        return _expert(recipe, *matrices, h, _limit(recipe, own, 1))
+        biases = (own[f"ffn_{role}.bias"] if recipe.ffn_biases else 0.0 for role in ("gate", "up", "down"))
+        return _expert(recipe, *matrices, h, _limit(recipe, own, 1), *biases)
     beside: np.ndarray | float = 0.0
     if rule.early == "inputs" and began is not None:
         matrices = (own[f"ffn_{role}.weight"] for role in ("gate", "up", "down"))
@@ -360,8 +361,16 @@ def _limit(recipe: Recipe, own: Weights, which: int) -> float:
 
 
 def _expert(
-    recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray, limit: float
+    recipe: Recipe,
+    gate: np.ndarray,
+    up: np.ndarray,
+    down: np.ndarray,
+    h: np.ndarray,
+    limit: float,
+    gate_bias: np.ndarray | float = 0.0,
+    up_bias: np.ndarray | float = 0.0,
+    down_bias: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    g = h @ gate.T
+    g = h @ gate.T + gate_bias
     bent = gelu(g) if recipe.gelu else np.maximum(g, 0) if recipe.relu else silu(g)
-    return (np.minimum(bent, limit) * np.clip(h @ up.T, -limit, limit)) @ down.T
+    return (np.minimum(bent, limit) * np.clip(h @ up.T + up_bias, -limit, limit)) @ down.T + down_bias

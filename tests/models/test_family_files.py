@@ -28,7 +28,7 @@ TYPES = {
     "stablelm-12b": "stablelm", "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe",
     "qwen2vl": "qwen2_vl_text", "paddleocr": "paddleocr_vl_text", "ernie4_5-moe": "ernie4_5_moe",
     "qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text", "mistral3": "ministral3", "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
+    "llama4": "llama4_text", "llama-biased": "llama",
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("exact_gelu")

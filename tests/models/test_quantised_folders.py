@@ -125,6 +125,14 @@ def test_an_order_of_columns_where_none_can_be_put_in_order_is_named(tmp_path: P
         open_model(tmp_path)
 
 
+def test_rows_with_biases_are_not_put_in_the_order_of_the_columns_that_take_them(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "gptq order", n_layers=1)
+    biases = {"model.layers.0.mlp.gate_proj.bias": np.ones(512, np.float16)}
+    save_tensors(load_plain(tmp_path) | biases, tmp_path)
+    with pytest.raises(UserError, match=r"down_proj.*g_idx gives columns an order of their own \(desc_act\), wh"):
+        open_model(tmp_path)
+
+
 def test_matrices_of_one_input_have_an_order_of_columns_all_or_none(tmp_path: Path) -> None:
     decoded = write_quantised(tmp_path, "gptq order", n_layers=1)
     tensors = {name: t for name, t in load_plain(tmp_path).items() if not name.startswith(Q)}

@@ -27,6 +27,7 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.price.unit_costs import Setting, divided_cost, unit_cost
 from pshard.planner.remedies.better_machine import double_link
 from pshard.steps.step import AllReduce, Gather
+from pshard.tensor import TensorSpec
 from pshard.units.ffn import FFN
 from pshard.units.share import Share
 from pshard.workload import Split, Workload
@@ -80,17 +81,20 @@ def test_products_of_one_input_are_one_launch_in_small_batches():
         )
     )
     profile = replace(profile, elementwise=(ElementwiseTiming("acc", "silu_mul", 1, 4096, 5e-6),))
+    bias = TensorSpec("blk.0.ffn_gate.bias", "F32", (4096,))
+    units = *spec.units[:3], replace(spec.units[2], tensors=(*spec.units[2].tensors, bias))
 
     def seconds(unit: int, tokens: int, kind: str = "cuda") -> float:
         accelerators = (replace(profile.accelerators[0], kind=kind),)
         tables, load = Tables(replace(profile, accelerators=accelerators)), TierLoad(Batch.even(tokens, 1))
-        cost = unit_cost(spec.units[unit], Setting(spec, tables, load, WORKLOAD)).acc
+        cost = unit_cost(units[unit], Setting(spec, tables, load, WORKLOAD)).acc
         attention = tables.attention("acc", spec.config, "bf16", tokens, tokens)
         return cost - (attention if unit == 1 else 0.0)
 
     elements = [sum(m.rows * m.cols for m in u.matrices) * 1e-12 for u in spec.units[:3]]
     assert seconds(1, 1) == pytest.approx(elements[1] + 2e-6, rel=1e-3)
     assert seconds(2, 1) == pytest.approx(elements[2] + 2e-6, rel=1e-3)
+    assert seconds(3, 1) == pytest.approx(elements[2] + 2e-6 + 5e-6, rel=1e-3)  # biases come before their product
     assert seconds(2, 1, "cpu") == pytest.approx(elements[2] + 3e-6 + 5e-6, rel=1e-3)
     assert seconds(2, 64) == pytest.approx(elements[2] + 2e-6, rel=1e-3)
     assert seconds(2, 65) == pytest.approx(elements[2] + 3e-6 + 65 * 5e-6, rel=1e-3)

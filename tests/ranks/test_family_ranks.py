@@ -21,7 +21,7 @@ TEXT = [RNG.randrange(RECIPES["glm4"].vocab) for _ in range(58)]
 # of each way to cut a family's units one: sums that are normalised before they are added, norms over all heads, a
 # parallel layer, slopes and gates of heads, biases, convolutions, chunks, values of another width
 CUT = ["glm4", "gemma2", "gemma3", "olmo2", "cohere2", "stablelm-12b", "refact", "laguna", "jais2", "lfm2", "grovemoe"]
-CUT += ["arctic", "llama4", "deci", "mimo2"]
+CUT += ["arctic", "llama4", "deci", "mimo2", "llama-biased"]
 # layers that differ, or hand on more than the residual stream
 UNLIKE = ["laguna", "lfm2", "grovemoe", "deci", "smallthinker", "llama4", "cohere2", "granitemoe", "gemma2"]
 SHARES = [(1.0, 0.0, 3.0), (3.0, 1.0), (1.0, 1.0)]

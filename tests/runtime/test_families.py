@@ -52,6 +52,7 @@ def run(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.quick(
     "minicpm",
+    "llama-biased",
     "arctic",
     "olmo2",
     "deci",
@@ -100,6 +101,7 @@ MISTAKES = {
     "smollm3": [{"still": ()}, {"still": (True, False, False, False)}, {"adjacent": False}, {"thetas": (1e4, 1e4)}],
     "granite": [{"embed": 1.0}, {"residual": 1.0}, {"score": 32**-0.5}, {"logits": 1.0}],
     "seed_oss": [{"biases": False}, {"adjacent": True}],
+    "llama-biased": [{"ffn_biases": False}, {"out_bias": False}, {"biases": False}, {"adjacent": False}],
     "qwen3vl": [{"head_norms": False}, {"adjacent": True}],
     "qwen3vlmoe": [{"experts": Moe(8, 3)}],
     "mistral3": [
@@ -317,9 +319,10 @@ def test_units_of_a_parallel_layer_hand_over_what_both_take(on_cpu: str, tmp_pat
 
 
 @pytest.mark.parametrize("place", [("pinned", None, 64, 0), ("streamed", None, 0, 64)], ids=["divided", "kept"])
-def test_an_ffn_without_a_gate_shares_its_rows(place: tuple, tmp_path: Path) -> None:
-    """Its biases go with the rows of up."""
-    recipe, weights, path = write_family(tmp_path / "m.gguf", "jais2")
+@pytest.mark.parametrize("family", ["jais2", "llama-biased"])
+def test_biases_of_an_ffn_go_with_its_rows(family: str, place: tuple, tmp_path: Path) -> None:
+    """Of one without a gate, and of one with it."""
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
     with open_model(path) as file:
         spec = file.spec
     where = {u.name: ("cpu" if u.kind.is_looked_up else "pinned", "vram" if u.kind.state else None) for u in spec.units}

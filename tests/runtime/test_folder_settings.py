@@ -58,6 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
+    "a Granite with biases of gates": ("Granite", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 4.0}),
+    "a SmolLM3 with biases of gates": ("SmolLM3", {"mlp_bias": True}),
+    "a Seed-OSS with biases of gates": ("SeedOss", {"mlp_bias": True, "attention_bias": False}),
+    "a Llama with biases of gates, not of heads": ("Llama", {"mlp_bias": True, "intermediate_size": 100}),
     "a Jais 2 without biases": ("Jais2", {"attention_bias": False, "mlp_bias": False}),
     "heads of ERNIE that are as wide as the stream": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}),
     "weights of LFM2 that are not normed": (

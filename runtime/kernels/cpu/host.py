@@ -54,6 +54,10 @@ class HostRows:
         each = x.shape[1] // gate.shape[1]
         native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate, each, curve)
 
+    def gate_mul(self, x: torch.Tensor, up: torch.Tensor, out: torch.Tensor, activation: str = "silu") -> None:
+        strides = x.stride(0), up.stride(0), out.stride(0)
+        native.gate_mul(x, up, (x.shape[0], x.shape[1]), strides, out, activation)
+
     def resize_heads(self, x: torch.Tensor, out: torch.Tensor, heads: int, by: float = 1.0) -> None:
         sizes = heads, x.shape[1] // heads, out.shape[1] // heads
         native.resize_heads(x, x.shape[0], sizes, by, out, (x.stride(0), out.stride(0)))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 33  # as csrc/api.cpp has it
+ABI = 34  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -77,6 +77,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "sum_squares": ("v", "pllllp"),
     "norm_wide": ("v", "pllllpppllf"),
     "gate_rows": ("v", "plplllli"),
+    "gate_mul": ("v", "plplllipl"),
     "resize_heads": ("v", "plllllfpl"),
     "times_rows": ("v", "plplll"),
     "add_rows": ("v", "plplll"),
@@ -611,6 +612,15 @@ def gate_rows(
     """x *= curve(gate), f32 [tokens, width] and [tokens, width / each], rows `strides` apart: `Kernels.gate_rows`;
     relative error below 1e-6."""
     _function("gate_rows")(_at(x), strides[0], _at(gate), strides[1], *shape, each, curve == "softplus")
+
+
+def gate_mul(
+    x: Buffer, up: Buffer, shape: tuple[int, int], strides: tuple[int, int, int], out: Buffer, gate_kind: str = "silu"
+) -> None:
+    """out = act(x) * up, f32 of `shape`, as `ffn` makes it of two products; strides: from row to row of x, up, out,
+    which may be x."""
+    kind = _gate_number(gate_kind)
+    _function("gate_mul")(_at(x), strides[0], _at(up), strides[1], *shape, kind, _at(out), strides[2])
 
 
 def copy_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], out: Buffer) -> None:

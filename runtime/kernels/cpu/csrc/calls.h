@@ -47,6 +47,8 @@ PSHARD_API void pshard_norm_heads(float* x, int64_t stride, int64_t tokens, int6
                                   int64_t head, float eps, int centred);
 PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,
                                  int64_t width, int64_t each, int softplus);
+PSHARD_API void pshard_gate_mul(const float* x, int64_t stride, const float* up, int64_t up_stride, int64_t tokens,
+                                int64_t width, int gate_kind, float* out, int64_t out_stride);
 PSHARD_API void pshard_resize_heads(const float* x, int64_t stride, int64_t tokens, int64_t heads, int64_t from,
                                     int64_t to, float by, float* out, int64_t out_stride);
 PSHARD_API void pshard_times_rows(float* x, int64_t stride, const float* by, int64_t by_stride, int64_t tokens,

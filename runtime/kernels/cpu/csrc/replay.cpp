@@ -57,6 +57,7 @@ const Callable kCallables[] = {
     make<pshard_sum_squares>("sum_squares", pshard_sum_squares),
     make<pshard_norm_wide>("norm_wide", pshard_norm_wide),
     make<pshard_gate_rows>("gate_rows", pshard_gate_rows),
+    make<pshard_gate_mul>("gate_mul", pshard_gate_mul),
     make<pshard_resize_heads>("resize_heads", pshard_resize_heads),
     make<pshard_times_rows>("times_rows", pshard_times_rows),
     make<pshard_copy_rows>("copy_rows", pshard_copy_rows),

@@ -70,6 +70,18 @@ void bend_by(void (*gate)(float*, const float*, int64_t), float* row, int64_t wi
   std::memcpy(row + i, rest, (width - i) * sizeof(float));
 }
 
+// A gate's row and an up's, of any width, into what the product with down takes: see bend_gate.
+void gate_row(int kind, float* row, const float* up, int64_t width) {
+  const int64_t whole = width / 16 * 16, left = (width - whole) * sizeof(float);
+  alignas(64) float rest[16] = {}, others[16] = {};
+  bend_gate(kernels(), kind, row, up, whole);
+  if (!left) return;
+  std::memcpy(rest, row + whole, left);
+  std::memcpy(others, up + whole, left);
+  bend_gate(kernels(), kind, rest, others, 16);
+  std::memcpy(row + whole, rest, left);
+}
+
 // Number i of a row becomes what number order[i] was.
 void order_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* order) {
   Pool::instance().with_scratch(tokens * width * sizeof(float), [&](uint8_t* scratch) {
@@ -224,6 +236,15 @@ PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, in
     kernels().sigmoid_mul(row, own, whole);
     for (int64_t i = whole; i < width; ++i) row[i] *= sigmoid(own[i]);
   });
+}
+
+// out[t] = act(x[t]) * up[t], see bend_gate; out may be x
+PSHARD_API void pshard_gate_mul(const float* x, int64_t stride, const float* up, int64_t up_stride, int64_t tokens,
+                                int64_t width, int gate_kind, float* out, int64_t out_stride) {
+  if (out != x)
+    for_rows(tokens, width, [&](int64_t t) { std::copy_n(x + t * stride, width, out + t * out_stride); });
+  for_rows_in_place(out, out_stride, tokens, width,
+                    [&](int64_t t) { gate_row(gate_kind, out + t * out_stride, up + t * up_stride, width); });
 }
 
 // out[t] = x[t]
