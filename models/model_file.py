@@ -46,6 +46,7 @@ from pshard.models.read_head import find_head_file, may_have_head, read_head, re
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, allow_many_files
 from pshard.models.tensor_factors import attach_factors
+from pshard.on_disk import RowRun
 from pshard.packed_file import PackedFile
 from pshard.paths import name_in_hub_cache
 
@@ -136,6 +137,11 @@ class ModelFile:
         in one piece as it is used."""
         tensor = self._tensors[name] if part is None else self._tensors[name].slab(part)
         return None if tensor.slabs or type(tensor) is not StoredTensor else (tensor.file.path, tensor.offset)
+
+    def locate_rows(self, name: str) -> tuple[RowRun, ...]:
+        """Where the rows of a matrix lie in files as they are used; nothing where they do not."""
+        runs = self._tensors[name].runs()
+        return tuple(RowRun(run.file.path, run.offset, run.shape[0]) for run in runs)
 
     def expect_tensor(self, name: str) -> None:
         """Have the system read a tensor's bytes from disk while something else is done."""

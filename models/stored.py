@@ -222,6 +222,11 @@ class StoredTensor:
         one = self.slab(first)
         return replace(one, shape=((end - first) * one.shape[0], *one.shape[1:]))
 
+    def runs(self) -> tuple["StoredTensor", ...]:
+        """What lies in files as it is used, one below the other: the tensor itself, or several; none where its bytes
+        are made."""
+        return (self,) if type(self) is StoredTensor and not self.slabs else ()
+
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raises UserError when the tensor has another shape."""
         if self.shape != shape:

@@ -1,7 +1,7 @@
 """Which units a model's files hold as they are used, so that they can be read from disk for every step, and in what
 pieces: whole units, or of a table the rows that are looked up. No torch."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,12 +17,23 @@ BLOCK = 4096  # of a file and in memory: no drive asks for more
 PIECE = 512 << 10  # bytes of a read
 
 
+@dataclass(frozen=True)
+class RowRun:
+    """Rows of a matrix that follow each other in a file, from its byte `offset` on."""
+
+    path: Path
+    offset: int
+    rows: int
+
+
 class Located(Protocol):
     """A model's file whose tensors can be found on disk."""
 
     spec: ModelSpec
 
     def locate(self, name: str, part: int | None = None) -> tuple[Path, int] | None: ...
+
+    def locate_rows(self, name: str) -> tuple[RowRun, ...]: ...
 
 
 def mark_made(file: Located) -> ModelSpec:
@@ -39,9 +50,10 @@ def may_move(unit: Unit) -> bool:
 
 
 def lies_as_used(file: Located, unit: Unit) -> bool:
-    """Whether all its matrices lie in the file as they are used. Rows of a table are read without a factor."""
-    if unit.kind.is_looked_up and any("factor" in plane_offsets(t.qtype, t.cols) for t in unit.matrices):
-        return False
+    """Whether all its matrices lie in the file as they are used: of a table, of which rows are read, each row, without
+    a factor."""
+    if unit.kind.is_looked_up:
+        return all(file.locate_rows(t.name) and "factor" not in plane_offsets(t.qtype, t.cols) for t in unit.matrices)
     stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
     return all(file.locate(*place) is not None for place in stacks)
 

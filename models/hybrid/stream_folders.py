@@ -46,6 +46,10 @@ class JoinedRows(MadeTensor):
     def read(self) -> np.ndarray:
         return freeze(np.concatenate([piece.read() for piece in self.pieces]))
 
+    def runs(self) -> tuple[StoredTensor, ...]:
+        each = [piece.runs() for piece in self.pieces]
+        return tuple(run for runs in each for run in runs) if all(each) else ()
+
     def expect(self) -> None:
         for piece in self.pieces:
             piece.expect()

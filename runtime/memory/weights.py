@@ -12,6 +12,7 @@ import torch
 
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
+from pshard.on_disk import RowRun
 from pshard.packed_file import PackedFile
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.devices.device import Device
@@ -42,6 +43,8 @@ class WeightSource(Protocol):
     def factor(self, name: str, part: int = 0) -> float: ...
 
     def locate(self, name: str, part: int | None = None) -> tuple[Path, int] | None: ...
+
+    def locate_rows(self, name: str) -> tuple[RowRun, ...]: ...
 
     def expect_tensor(self, name: str) -> None: ...
 

@@ -1,5 +1,6 @@
 """The tiny models of qwen4exp_files as transformers has them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,25 @@ def save_folder(path: Path, r: Recipe, weights: Weights, parts: int, **settings:
     model = _load(hf_settings(r) | {"split_ngram_parts": parts} | settings, r, weights)
     model.save_pretrained(path)
     return model.double()
+
+
+def spread_folder(path: Path, r: Recipe, weights: Weights, rows: tuple[int, ...], kind: type = np.float32) -> Path:
+    """A folder of these weights, made without transformers: the table of n-grams in parts of so many rows, and the
+    rest, each in a file of its own."""
+    from safetensors.numpy import save_file
+
+    tensors = {name: np.ascontiguousarray(array, kind) for name, array in name_as_folders(r, weights).items()}
+    name = next(name for name in tensors if name.endswith("ngram_embedding.weight"))
+    parts = np.split(tensors.pop(name), np.cumsum(rows))
+    files = [{name.replace("weight", f"shard_{number}.weight"): part} for number, part in enumerate(parts)]
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf_settings(r)))
+    placed = dict[str, str]()
+    for number, held in enumerate((tensors, *files)):
+        save_file({name: np.ascontiguousarray(array) for name, array in held.items()}, path / f"{number}.safetensors")
+        placed |= dict.fromkeys(held, f"{number}.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    return path
 
 
 def leave_out(folder: Path, *ending: str) -> None:

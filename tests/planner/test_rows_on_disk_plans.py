@@ -1,6 +1,7 @@
 """Plans of models with a table larger than host memory: its rows are read from disk as they are looked up."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from planner_cases import DESKTOP, make_model
@@ -9,7 +10,7 @@ from pshard.errors import NoPlan
 from pshard.homes import ON_DEMAND
 from pshard.machine import DiskTiming, MachineProfile
 from pshard.model import ModelSpec
-from pshard.on_disk import mark_made, rows_nbytes
+from pshard.on_disk import RowRun, mark_made, rows_nbytes
 from pshard.planner.check_plan import check_variant, count_host_bytes
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import price_tiers
@@ -95,10 +96,10 @@ def test_a_table_that_a_drafter_computes_with_stays_in_memory() -> None:
     assert (ON_DEMAND, None) not in replace(task.room, beyond=None).list_places("embedding")
 
 
-def test_rows_with_a_factor_of_their_own_matrix_stay_in_memory() -> None:
+def test_rows_with_a_factor_of_their_own_matrix_or_that_are_made_stay_in_memory() -> None:
     class Everywhere:
-        def __init__(self, qtype: str) -> None:
-            table = with_large_table().units[0]
+        def __init__(self, qtype: str, runs: int = 1) -> None:
+            table, self.runs = with_large_table().units[0], runs
             self.spec = replace(with_large_table(), units=(self.retype(table, qtype),))
 
         def retype(self, unit: Unit, qtype: str) -> Unit:
@@ -107,7 +108,11 @@ def test_rows_with_a_factor_of_their_own_matrix_stay_in_memory() -> None:
         def locate(self, name: str, part: int | None = None):
             return "m.gguf", 0
 
-    assert [mark_made(Everywhere(qtype)).units[0].stays_in_memory for qtype in ("Q6_K", "NVFP4")] == [False, True]
+        def locate_rows(self, name: str):
+            return self.runs * (RowRun(Path("m.gguf"), 0, 1 << 22),)
+
+    for qtype, runs, stays in (("Q6_K", 1, False), ("Q6_K", 3, False), ("Q6_K", 0, True), ("NVFP4", 1, True)):
+        assert mark_made(Everywhere(qtype, runs)).units[0].stays_in_memory == stays, (qtype, runs)
 
 
 def test_small_reads_take_as_long_as_one_alone_or_as_all_side_by_side() -> None:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engines import open_engine
@@ -10,12 +11,13 @@ from gemma4_files import GEMMAS, make_gemma4, write_gemma4
 from model_files import write_gguf
 from plan_samples import make_tier
 from qwen4exp_files import RECIPES, make_weights, write_qwen4exp
+from qwen4exp_folder import spread_folder
 
 from pshard.errors import StepFailed
 from pshard.homes import ON_CPU, ON_DEMAND
 from pshard.model import ModelSpec
 from pshard.models import open_model
-from pshard.on_disk import rows_nbytes
+from pshard.on_disk import mark_made, rows_nbytes
 from pshard.plan import TierPlan
 from pshard.runtime.engine import Engine
 from pshard.runtime.memory.disk import far_table
@@ -36,6 +38,9 @@ def look_up_from(spec: ModelSpec, site: str, tokens: tuple[int, ...] = (1, 64)) 
 def write_model(folder: Path, name: str) -> Path:
     """A file of one of the models that look rows up, of one or of two tables."""
     path = folder / "m.gguf"
+    if name.startswith("pieces"):  # in files of their own
+        kind = np.float16 if name.endswith("F16") else np.float32
+        return spread_folder(folder / "hf", RECIPES["plain"], make_weights(RECIPES["plain"]), (1, 100, 0), kind)
     if name == "gemma4":
         return write_gemma4(path, GEMMAS["small"], make_gemma4(GEMMAS["small"]), "Q8_0")
     if name == "qwen4exp":
@@ -47,7 +52,7 @@ def speak(engine: Engine) -> torch.Tensor:
     return torch.cat([engine.forward(PROMPT, all_logits=True), *(engine.forward([n], all_logits=True) for n in (3, 9))])
 
 
-@pytest.mark.parametrize("name", ["Q6_K", "Q8_0", "BF16", "F32", "gemma4", "qwen4exp"])
+@pytest.mark.parametrize("name", ["Q6_K", "Q8_0", "BF16", "F32", "gemma4", "qwen4exp", "pieces", "pieces F16"])
 @pytest.mark.parametrize("kernels", ["fast", "plain"])
 def test_rows_from_disk_give_the_logits_of_tables_in_memory(
     kernels: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,13 +84,14 @@ def test_a_gpu_gets_the_rows_that_it_gets_of_tables_in_memory(
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["Q6_K", "gemma4", "qwen4exp"])
+@pytest.mark.parametrize("name", ["Q6_K", "gemma4", "qwen4exp", "pieces"])
 def test_a_token_reads_the_rows_that_are_planned_and_a_prompt_none_twice(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PSHARD_DISK", FAST)
     path = write_model(tmp_path, name)
-    spec = open_model(path).spec
+    spec = mark_made(open_model(path))
+    assert not any(unit.stays_in_memory for unit in spec.units if unit.kind.is_looked_up)
     with open_engine(path, look_up_from(spec, ON_DEMAND), context=256) as engine:
         planned = sum(rows_nbytes(unit, spec.config, 1) for unit in spec.units)
         tables = sum(unit.packed_nbytes for unit in spec.units if unit.kind.is_looked_up)

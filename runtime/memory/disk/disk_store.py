@@ -16,7 +16,7 @@ from pshard.on_disk import piece_rows
 from pshard.quant import TENSOR_ALIGN, align, packed_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.far_table import FarTable
-from pshard.runtime.memory.disk.file_parts import FilePart, FileParts, Part, largest_read
+from pshard.runtime.memory.disk.file_parts import FileParts, Part, largest_read
 from pshard.runtime.memory.disk.reader import AnyPiece, DiskReader, KeptPiece, PieceList
 from pshard.runtime.memory.staging import BUFFERS, CHUNK
 from pshard.runtime.memory.weights import UnitWeights, WeightSource, read_vector, view_portion
@@ -94,13 +94,8 @@ class DiskStore:
         self._starts = sorted(self._by_start)
         lying = FileParts(self._reader, source, None)  # rows are packed where they are looked up
         for unit in self._looked_up:
-            self._tables[unit.name] = {tensor.role: self._find_table(lying, tensor) for tensor in unit.tensors}
+            self._tables[unit.name] = {t.role: FarTable(self._reader, lying.find_rows(t), t) for t in unit.tensors}
             progress(unit.packed_nbytes)
-
-    def _find_table(self, parts: FileParts, tensor: TensorSpec) -> FarTable:
-        found = parts.find(tensor, None)
-        assert isinstance(found, FilePart)
-        return FarTable(self._reader, found.file, found.offset, tensor)
 
     def _list_jobs(self, source: WeightSource, parts: FileParts, portion: Portion) -> Iterator[tuple[int, PieceList]]:
         """Bytes and pieces of each job: as many pieces as a buffer of the ring takes."""

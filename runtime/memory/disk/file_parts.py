@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pshard.errors import UserError
 from pshard.on_disk import piece_rows
@@ -57,6 +57,14 @@ class PackedPart:
             yield PackedPiece(self.file, offset, nbytes, int(self.packed.checks[check])), nbytes
 
 
+class FileRows(NamedTuple):
+    """Rows of a matrix that follow each other in a file of a reader, from `offset` on."""
+
+    file: int
+    offset: int
+    rows: int
+
+
 class FileParts:
     """Finds those of one model, and opens their files for a reader."""
 
@@ -71,13 +79,23 @@ class FileParts:
             return PackedPart(self._open(self._packed.path), self._packed, there, part or 0)
         found = self._source.locate(tensor.name, part)
         if found is None:
-            raise UserError(
-                f"{tensor.name} cannot be used from disk as it lies in the file; give a larger --ram, or a GGUF file"
-            )
+            raise self._refuse(tensor)
         path, offset = found
         factor_at = plane_offsets(tensor.qtype, tensor.cols).get("factor")
         factor = (factor_at[0], self._source.factor(tensor.name, part or 0)) if factor_at else None
         return FilePart(self._open(path), offset, factor)
+
+    def find_rows(self, tensor: TensorSpec) -> tuple[FileRows, ...]:
+        """Where the rows of a matrix lie in the model's own files, one run below the other. Raises UserError as `find`
+        does."""
+        runs = self._source.locate_rows(tensor.name)
+        if not runs:
+            raise self._refuse(tensor)
+        return tuple(FileRows(self._open(run.path), run.offset, run.rows) for run in runs)
+
+    def _refuse(self, tensor: TensorSpec) -> UserError:
+        what = "cannot be used from disk as it lies in the file"
+        return UserError(f"{tensor.name} {what}; give a larger --ram, or a GGUF file")
 
     def _open(self, path: Path) -> int:
         if path not in self._files:

@@ -93,11 +93,11 @@ class PieceList:
 class RowPieces:
     """The pieces of a job that brings rows of a table as the file has them, one behind the other."""
 
-    def __init__(self, file: int, starts: np.ndarray, nbytes: int) -> None:
-        """starts: int64 [rows], where each begins in the file; nbytes: of each."""
+    def __init__(self, files: np.ndarray, starts: np.ndarray, nbytes: int) -> None:
+        """files, starts: int64 [rows], the file of each, and where it begins there; nbytes: of each."""
         words = np.zeros((len(starts), len(PackedPiece(0, 0, 0, 0).words)), np.int64)
-        words[:] = PackedPiece(file, 0, nbytes, _UNCHECKED).words
-        words[:, 1], words[:, 7] = starts, np.arange(len(starts)) * nbytes
+        words[:] = PackedPiece(0, 0, nbytes, _UNCHECKED).words
+        words[:, 0], words[:, 1], words[:, 7] = files, starts, np.arange(len(starts)) * nbytes
         self.words, self.count = words.ctypes.data_as(ctypes.c_void_p), len(starts)  # which keeps the words
 
 
