@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import prod
 
 from pshard.model_config import ModelConfig
+from pshard.units.divide_unit import count_shares
 from pshard.units.moe.expert_cache import ExpertCache, miss_uses
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.moe.popularity import Popularity
@@ -81,6 +82,19 @@ class ModelSpec:
     def demanded(self, tokens: int) -> frozenset[str]:
         """Units of which a tier for so many tokens brings experts on demand, where they live beyond host memory."""
         return frozenset(u for c in self.caches if c.is_on_demand and tokens <= c.tokens for u in c.units)
+
+    def held_share(self, unit: str) -> float:
+        """What part of a unit on disk lies in slots in memory, where prompts find it; they leave the slots alone."""
+        return self._held.get(unit, 0.0)
+
+    @cached_property
+    def _held(self) -> dict[str, float]:
+        found = dict[str, float]()
+        for cache in self.caches:
+            if cache.is_on_demand:
+                share = cache.slots / sum(count_shares(self.unit(name)) for name in cache.units)
+                found |= dict.fromkeys(cache.units, min(1.0, share))
+        return found
 
     def ways_to_read(self, tokens: int) -> tuple[bool, ...]:
         """Whether streamed experts are read in place in tiers of so many tokens, as each tier may choose; the likely

@@ -83,9 +83,12 @@ class TierCosts:
         return cost.read if self.reads_in_place(kind) else cost.link
 
     def over_lane(self, lane: Lane, name: str, share: Share) -> float:
-        """Seconds of a lane beyond the link for what is brought of a unit."""
+        """Seconds of a lane beyond the link for what is brought of a unit. Of what the disk brings, slots hold a part,
+        which is copied from there meanwhile."""
         unit, setting = self.spec.unit(name), self.setting
-        return setting.shares[1] * setting.copy(unit, share, direction=lane.timed)
+        held = self.spec.held_share(name) if lane is READ else 0.0
+        seconds = setting.copy(unit, share, direction=lane.timed, part=1 - held)
+        return setting.shares[1] * max(seconds, setting.copy(unit, share, part=held) if held else 0.0)
 
     def on_demand(self, step: Compute) -> tuple[float, float, float]:
         """Seconds of computing a unit's experts, of reading those that slots are expected to lack, and of computing the

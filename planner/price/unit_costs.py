@@ -66,10 +66,13 @@ class Setting:
         share, tokens = self.tables.share, self.load.tokens
         return share("matmul", self.ranks, tokens, at_once), share("copy", self.ranks, 0, True)
 
-    def copy(self, unit: Unit, share: Share = WHOLE, memory: str = "pinned", direction: str = "h2d") -> float:
-        """Seconds of the copy of what is brought of a unit; `memory`, `direction`: see `Tables.copy`."""
+    def copy(
+        self, unit: Unit, share: Share = WHOLE, memory: str = "pinned", direction: str = "h2d", part: float = 1.0
+    ) -> float:
+        """Seconds of the copy of what is brought of a unit, or of a part of that; `memory`, `direction`: see
+        `Tables.copy`."""
         brought = divide_unit(unit, share).brought
-        return sum(self.tables.copy(direction, piece.nbytes, memory) for piece in brought.pieces)
+        return sum(self.tables.copy(direction, round(part * piece.nbytes), memory) for piece in brought.pieces)
 
     def read(self, unit: Unit, share: Share = WHOLE) -> float:
         """Seconds of reading what is used of that in place; none where the CPU as accelerator computes from there.

@@ -1,8 +1,8 @@
 """Slots for experts that live on disk, weighed against whole layers that stay in memory.
 
-A layer that stays is never read. One on disk is read whole by every micro-batch of a prompt, and by decoding only as
-far as its slots lack what tokens use: much less than whole layers in the same memory. So layers that stay give way to
-slots, as long as a round takes less time.
+A layer that stays is never read. Of one on disk a prompt reads what its slots lack, and decoding what they lack of what
+tokens use: much less than of whole layers in the same memory. So layers that stay give way to slots, as long as a round
+takes less time.
 """
 
 from collections.abc import Iterator

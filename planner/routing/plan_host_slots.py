@@ -1,7 +1,8 @@
 """Slots in host memory for experts that live on disk, beside a GPU: the CPU computes what decoding uses of them.
 
-Prompts read whole layers over the link, and leave the slots alone. What every token reads stays in memory, and as many
-layers of experts as a round of prompts and answers gains by; slots take all that is left of host memory.
+Prompts bring whole layers over the link: from the disk what no slot has. They leave the slots as they are. What every
+token reads stays in memory, and as many layers of experts as a round of prompts and answers gains by; slots take all
+that is left of host memory.
 """
 
 from collections.abc import Iterator, Sequence

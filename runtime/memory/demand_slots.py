@@ -34,11 +34,20 @@ class DemandPool(SlotPool):
         return torch.zeros((3, self.follower.slot_of.shape[1]), dtype=torch.int64)
 
     def fill(self, blobs: Callable[[str], torch.Tensor]) -> None:
-        """Read what lies in the slots at the start, layer by layer."""
+        """Read what lies in the slots at the start, layer by layer; from then on prompts find it there."""
         for row, slots in enumerate(self.follower.slot_of):
             held = np.flatnonzero(slots >= 0).tolist()
             for _, number in self._ask(Turn((), tuple(Move(int(slots[expert]), row, expert) for expert in held), ())):
                 self._transfers.disk.wait_part(number)
+        self._transfers.disk.share_with(self)
+
+    def find_slots(self, unit: str) -> np.ndarray | None:
+        """See Holder."""
+        if unit not in self._rows:
+            return None
+        row = self._rows[unit]
+        slots = self.follower.slot_of[row, list(self._places[row])].astype(np.int64)
+        return np.where(slots >= 0, self._memory.data_ptr() + slots * self._slot_bytes, 0)
 
     def attach(self, tokens: int, on: str, unit: str, weights: ExpertWeights) -> ExpertWeights:
         """See SlotPool. What lies in no slot is nowhere in memory, and whoever computes finds the others there."""

@@ -9,6 +9,7 @@ from experts_file import ExpertsFile
 from routing_samples import make_drifting_record
 from test_three_homes import MIB, make_machine, no_process  # noqa: F401
 
+from pshard.homes import READ
 from pshard.machine import DiskTiming, MachineProfile
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
@@ -94,6 +95,18 @@ def test_beside_a_gpu_the_cpu_computes_from_slots_in_host_memory_and_prompts_lea
         check_caches(SMALL, replace(rank, caches=(replace(cache, on_host=False),)))
     experts = map_experts(SMALL, found)[0]
     assert experts.slots[0].likely and sum(layer.disk for layer in experts.tiers[0].layers) == 16 * len(cache.units)
+
+
+def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
+    rate, latency = 1e9, 1e-4
+    _, found = plan_beside_gpu(30, rate=rate)
+    (rank,) = found.ranks
+    (cache,), prompt = rank.caches, rank.tiers[-1]
+    far = [unit for unit in SMALL.units if prompt.placement(unit.name).where == "disk"]
+    assert set(cache.units) <= {unit.name for unit in far} and cache.slots > 16
+    lacks = {name: 1 - cache.slots / (16 * len(cache.units)) for name in cache.units}
+    seconds = sum(latency + unit.packed_nbytes * lacks.get(unit.name, 1.0) / rate for unit in far)
+    assert dict(prompt.prediction.busy)[READ.name] == pytest.approx(seconds, rel=0.001)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

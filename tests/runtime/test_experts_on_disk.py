@@ -18,7 +18,9 @@ from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.plan import Variant
 from pshard.planner.check_plan import check_runnable
+from pshard.routing.follow_use import DemandFollower
 from pshard.routing.followed import follow_plan
+from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_run
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
@@ -105,7 +107,7 @@ def test_biases_of_experts_are_found_in_memory(tmp_path: Path) -> None:
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("on_host", [False, True])
 def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path, on_host: bool) -> None:
-    """Prompts read whole layers, and leave slots as they are."""
+    """Prompts read of whole layers what slots have not, before and after answers have changed these."""
     path = write_model(tmp_path, n_layers=4)
     with open_on_disk(path, 13, records=True, on_host=on_host) as engine:
         spec, plan = open_model(path).spec, engine.rank_plan
@@ -115,16 +117,30 @@ def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path, on_host
         assert engine.memory().slots == on_host * cache.nbytes and engine.memory().process > 0
         assert begun == cache.slots * each  # slots are full at the start
         converse(engine)
-        record = engine.record_routing("")
-        prompts = sum(n > FOLLOW for n in record.batches)
+        engine.forward(list(range(19)))
+        record, follower = engine.record_routing(""), follow_plan(spec, plan, cache)
         counts = replay_run(record, [u.layer for u in experts], follow_plan(spec, plan, cache), FOLLOW)
-        assert counts == engine.expert_hits and counts.hits and prompts
-        whole = sum(t.file_nbytes for unit in experts for t in unit.tensors)
-        ahead = SLOTS * whole // len(experts)  # the first layers of a prompt that did not come
-        expected, until = begun + counts.admitted * each + prompts * whole + ahead, time.monotonic() + 10
+        assert counts == engine.expert_hits and counts.hits
+        expected, until = begun + each * count_reads(record, follower), time.monotonic() + 10
         while engine.memory().read < expected and time.monotonic() < until:
             time.sleep(0.01)  # what is read ahead is on its way
         assert engine.memory().read == expected
+
+
+def count_reads(record: RoutingRecord, follower: DemandFollower) -> int:
+    """Experts that are read in a run. A prompt lacks what is in no slot. When it begins after answers, and again when
+    its micro-batch ends, the first layers are read ahead."""
+    found, at, prompts = 0, 0, False
+    for n in record.batches:
+        if n <= FOLLOW:
+            before = follower.counts.admitted
+            follower.observe(record.ids[at : at + n])
+            found += follower.counts.admitted - before
+        else:
+            lacking = follower.slot_of < 0
+            found += int(lacking.sum() + (not prompts) * lacking[:SLOTS].sum())
+        at, prompts = at + n, n > FOLLOW
+    return found
 
 
 def test_a_disk_that_fails_ends_the_step_and_names_file_and_place(

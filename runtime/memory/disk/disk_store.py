@@ -5,8 +5,8 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,12 +17,25 @@ from pshard.quant import TENSOR_ALIGN, align, packed_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.far_table import FarTable
 from pshard.runtime.memory.disk.file_parts import FileParts, Part, largest_read
-from pshard.runtime.memory.disk.reader import AnyPiece, DiskReader, KeptPiece, PieceList
+from pshard.runtime.memory.disk.reader import AnyPiece, DiskReader, KeptPiece, PieceList, copy_instead
 from pshard.runtime.memory.staging import BUFFERS, CHUNK
 from pshard.runtime.memory.weights import UnitWeights, WeightSource, read_vector, view_portion
 from pshard.tensor import TensorSpec
 from pshard.units.divide_unit import Portion
 from pshard.units.unit import Unit
+
+NOWHERE = np.empty(0, np.int64)  # slots of a unit that has none
+
+
+class _Placed(NamedTuple):
+    """A piece, where it goes in its unit's bytes, and how many these are; of which part of a stack it is (-1: of none),
+    and where it goes in a slot of that."""
+
+    piece: AnyPiece
+    to: int
+    nbytes: int
+    part: int = -1
+    in_slot: int = 0
 
 
 class _Blob:
@@ -31,13 +44,40 @@ class _Blob:
     nbytes: of jobs in turn; ends: where these end.
     """
 
-    def __init__(self, nbytes: int, jobs: list[tuple[int, PieceList]]) -> None:
-        self._space = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+    def __init__(self, unit: Unit, jobs: list[list[_Placed]]) -> None:
+        self._space = mmap.mmap(-1, unit.packed_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
         start = np.frombuffer(self._space, np.uint8).ctypes.data
-        self.memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype=torch.uint8)
-        self.nbytes = [size for size, _ in jobs]
-        self.ends = list(accumulate(self.nbytes))
-        self.jobs = [pieces for _, pieces in jobs]
+        self.unit = unit.name
+        self.memory = torch.frombuffer((ctypes.c_uint8 * unit.packed_nbytes).from_address(start), dtype=torch.uint8)
+        begins = [pieces[0].to for pieces in jobs]
+        self.ends = [*begins[1:], unit.packed_nbytes]
+        self.nbytes = [end - start for start, end in zip(begins, self.ends)]
+        placed = [replace(one.piece, to=one.to - at).words for own, at in zip(jobs, begins) for one in own]
+        self._table, self._cuts = np.array(placed, np.int64), list(accumulate(map(len, jobs), initial=0))
+        # of each piece the part, where it lies in a slot of that, and its bytes
+        self._parts = np.array([(p.part, p.in_slot, p.nbytes) for own in jobs for p in own], np.int64).T
+        self._slots, self._jobs = NOWHERE, self._cut(self._table)
+
+    def find_jobs(self, slots: np.ndarray) -> list[PieceList]:
+        """The jobs, of which parts that lie in a slot are copied from there. slots: int64 [parts], the address of each
+        part's; 0: none. Other slots than last time are asked for while nothing is on its way."""
+        if not np.array_equal(slots, self._slots):
+            parts, in_slot, nbytes = self._parts
+            begins = np.append(slots, 0)[parts]  # what is of no part is of part -1
+            self._jobs = self._cut(copy_instead(self._table, np.where(begins, begins + in_slot, 0), nbytes))
+            self._slots = slots
+        return self._jobs
+
+    def _cut(self, table: np.ndarray) -> list[PieceList]:
+        return [PieceList((), table[start:end]) for start, end in pairwise(self._cuts)]
+
+
+class Holder(Protocol):
+    """What has some parts of units on disk in memory too."""
+
+    def find_slots(self, unit: str) -> np.ndarray | None:
+        """int64 [parts], where each part of a unit begins, all of its stacks in turn, each where a tensor may begin; 0:
+        not here. None: the unit is none of its own. Nothing moves while copies to the accelerator are on their way."""
 
 
 class DiskStore:
@@ -61,6 +101,7 @@ class DiskStore:
         self._tables: dict[str, dict[str, FarTable]] = {}  # by unit and role
         self._kept: dict[str, dict[str, torch.Tensor]] = {}  # vectors, by unit and role
         self._stacks: dict[str, list[_Stack]] = {}
+        self._holders: list[Holder] = []
         self._parts: dict[tuple[str, int], PieceList] = {}
         self._blobs: dict[str, _Blob] = {}
         self._starts: list[int] = []  # of blobs, ascending
@@ -88,7 +129,7 @@ class DiskStore:
         """Find where all of it lies in the files. Raises UserError for a tensor that is not there as it is used."""
         parts = FileParts(self._reader, source, source.packed)
         for name, portion in self.held.items():
-            blob = _Blob(portion.nbytes, list(self._list_jobs(source, parts, portion)))
+            blob = _Blob(portion.unit, list(self._list_jobs(source, parts, portion.unit)))
             self._blobs[name] = self._by_start[blob.memory.data_ptr()] = blob
             progress(portion.nbytes)
         self._starts = sorted(self._by_start)
@@ -97,31 +138,33 @@ class DiskStore:
             self._tables[unit.name] = {t.role: FarTable(self._reader, lying.find_rows(t), t) for t in unit.tensors}
             progress(unit.packed_nbytes)
 
-    def _list_jobs(self, source: WeightSource, parts: FileParts, portion: Portion) -> Iterator[tuple[int, PieceList]]:
-        """Bytes and pieces of each job: as many pieces as a buffer of the ring takes."""
-        start, pieces = 0, list[AnyPiece]()
-        for piece, packed in self._list_pieces(source, parts, portion.unit):
-            if pieces and piece.to + packed - start > self._most:
-                yield piece.to - start, PieceList(pieces)
-                start, pieces = piece.to, []
-            pieces.append(replace(piece, to=piece.to - start))
-        yield portion.nbytes - start, PieceList(pieces)
+    def _list_jobs(self, source: WeightSource, parts: FileParts, unit: Unit) -> Iterator[list[_Placed]]:
+        """The pieces of each job: as many as a buffer of the ring takes."""
+        pieces = list[_Placed]()
+        for one in self._list_pieces(source, parts, unit):
+            if pieces and one.to + one.nbytes - pieces[0].to > self._most:
+                yield pieces
+                pieces = []
+            pieces.append(one)
+        yield pieces
 
-    def _list_pieces(self, source: WeightSource, parts: FileParts, unit: Unit) -> Iterator[tuple[AnyPiece, int]]:
-        """All pieces of a unit, each to its place in the unit's bytes, with its packed bytes."""
-        self._kept[unit.name], self._stacks[unit.name] = {}, []
+    def _list_pieces(self, source: WeightSource, parts: FileParts, unit: Unit) -> Iterator[_Placed]:
+        """All pieces of a unit."""
+        self._kept[unit.name], self._stacks[unit.name], in_slot = {}, [], 0
         for at, tensor in unit.offsets().values():
             if len(tensor.shape) == 1:
                 self._kept[unit.name][tensor.role] = vector = read_vector(source, tensor)
-                yield KeptPiece(vector.data_ptr(), vector.nbytes, at), vector.nbytes
+                yield _Placed(KeptPiece(vector.data_ptr(), vector.nbytes, 0), at, vector.nbytes)
                 continue
             numbers = (unit.order or range(tensor.parts)) if tensor.parts else (None,)
             stack = _Stack(tensor, tuple(parts.find(tensor, number) for number in numbers))
             self._stacks[unit.name].append(stack)
-            for part in stack.parts:
+            for place, part in enumerate(stack.parts):
+                first = at
                 for piece, packed in part.list_pieces(tensor):
-                    yield replace(piece, to=at), packed
+                    yield _Placed(piece, at, packed, place if tensor.parts else -1, in_slot + at - first)
                     at += packed
+            in_slot += align(tensor.packed_nbytes // max(1, tensor.parts), TENSOR_ALIGN)
         for tensor in unit.tensors:
             source.forget_tensor(tensor.name)
 
@@ -157,11 +200,20 @@ class DiskStore:
         """Bytes of each job of a unit, all of which `src` is."""
         return self._find(src)[0].nbytes
 
+    def share_with(self, holder: Holder) -> None:
+        """From now on copy from there what it has, instead of reading it."""
+        self._holders.append(holder)
+
     def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any:
         """Start to bring bytes of one job: they are read ahead from now on, and packed when `after` has happened."""
         blob, offset = self._find(src)
-        job = self._reader.submit(blob.jobs[bisect_right(blob.ends, offset)], dst.data_ptr())
+        jobs = blob.find_jobs(self._find_slots(blob.unit))
+        job = self._reader.submit(jobs[bisect_right(blob.ends, offset)], dst.data_ptr())
         return self._device.call(self._reader.run, job, after)
+
+    def _find_slots(self, unit: str) -> np.ndarray:
+        found = (holder.find_slots(unit) for holder in self._holders)
+        return next((slots for slots in found if slots is not None), NOWHERE)
 
     def _find(self, src: torch.Tensor) -> tuple[_Blob, int]:
         start = self._starts[bisect_right(self._starts, src.data_ptr()) - 1]

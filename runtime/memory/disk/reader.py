@@ -19,6 +19,7 @@ SLOTS = 64  # of a piece each
 PATIENCE = 60.0  # seconds without an answer, then the step fails
 LEAVE = 5.0  # seconds that closing waits for reads that do not come back
 _COPY, _SKIP, _PACKED = -1, -2, -3  # types of pieces, as csrc/threads/reader.cpp has them
+_NBYTES, _TO, _FROM = 2, 7, 8  # which of a piece's words say what
 _UNCHECKED = -1
 
 
@@ -82,12 +83,24 @@ AnyPiece = Piece | KeptPiece | PackedPiece
 
 
 class PieceList:
-    """The pieces of a job, ready to be asked for again and again."""
+    """The pieces of a job, ready to be asked for again and again.
 
-    def __init__(self, pieces: Sequence[AnyPiece]) -> None:
-        words = [word for piece in pieces for word in piece.words]
-        self.words, self.count = (ctypes.c_int64 * len(words))(*words), len(pieces)
-        self.nbytes = sum(piece.nbytes for piece in pieces if not isinstance(piece, KeptPiece))
+    table: int64 [pieces, words], as the C++ library reads them.
+    """
+
+    def __init__(self, pieces: Sequence[AnyPiece], table: np.ndarray | None = None) -> None:
+        """table: instead of pieces; contiguous."""
+        self.table = np.array([piece.words for piece in pieces], np.int64) if table is None else table
+        self.words, self.count = self.table.ctypes.data_as(ctypes.c_void_p), len(self.table)  # which keeps the table
+
+
+def copy_instead(table: np.ndarray, addresses: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """The table of pieces of which some are not read but copied from memory, where they lie as they are used.
+    addresses, nbytes: int64 [pieces], where they lie (0: nowhere), and so many bytes."""
+    found, here = table.copy(), addresses > 0
+    found[here] = KeptPiece(0, 0, 0).words
+    found[here, _NBYTES], found[here, _TO], found[here, _FROM] = nbytes[here], table[here, _TO], addresses[here]
+    return found
 
 
 class RowPieces:
@@ -97,7 +110,7 @@ class RowPieces:
         """files, starts: int64 [rows], the file of each, and where it begins there; nbytes: of each."""
         words = np.zeros((len(starts), len(PackedPiece(0, 0, 0, 0).words)), np.int64)
         words[:] = PackedPiece(0, 0, nbytes, _UNCHECKED).words
-        words[:, 0], words[:, 1], words[:, 7] = files, starts, np.arange(len(starts)) * nbytes
+        words[:, 0], words[:, 1], words[:, _TO] = files, starts, np.arange(len(starts)) * nbytes
         self.words, self.count = words.ctypes.data_as(ctypes.c_void_p), len(starts)  # which keeps the words
 
 
