@@ -386,7 +386,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     best, *others = _place(task, time_limit, programs)
     whole, divided = _refine_alone(task, best)
     divided = _or_unlimited(task, divided, time_limit)
-    others = others if divided is whole else [_search_units(task, whole, divides=False), *others]
+    others = others if divided is whole else [whole, *others]
     return (divided, *(_share(task, candidate) for candidate in others))
 
 
@@ -414,47 +414,49 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
-        refined.append(alike or _keep_steps(task, _refine_rank, candidate)[1])
+        refined.append(alike or _keep_steps(task, _refine_rank, candidate))
     return tuple(refined)
 
 
 def _refine_alone(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
-    """The plan of one device refined: of whole units, and with divided FFNs, which is never slower."""
-    return _keep_steps(task, _refine_device, candidate)
+    """The plan of one device refined: of whole units, and with divided ones where that is faster. Each is searched by
+    itself: a search that may divide can end in a slower plan than one that may not."""
+    whole = _keep_steps(task, _refine_whole, candidate)
+    if not any(cls.shares for cls in task.classes):
+        return whole, whole
+    divided = _keep_steps(task, _refine_divided, candidate)
+    return whole, min(whole, divided, key=lambda refined: refined.total)
 
 
-_Refine = Callable[[RankTask, Candidate], tuple[Candidate, Candidate]]
+_Refine = Callable[[RankTask, Candidate], Candidate]
 
 
-def _keep_steps(task: RankTask, refine: _Refine, candidate: Candidate) -> tuple[Candidate, Candidate]:
+def _keep_steps(task: RankTask, refine: _Refine, candidate: Candidate) -> Candidate:
     """What `refine` makes of the candidate, or, where a published plan's micro-batches take less time, of that one:
     with no slower ones."""
-    whole, divided = refine(task, candidate)
-    if not task.plan_needed:
-        return whole, divided
-    rival = fastest_rival(task, divided)
-    if rival is None:
-        return whole, divided
-    return refine(task, replace(rival, most=steps_seconds(rival.seconds, task.costs)))
+    refined = refine(task, candidate)
+    rival = fastest_rival(task, refined) if task.plan_needed else None
+    return refine(task, replace(rival, most=steps_seconds(rival.seconds, task.costs))) if rival else refined
 
 
-def _refine_rank(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
-    """The plan of one of several devices refined: as it is, and with divided FFNs and every unit's place searched."""
+def _refine_rank(task: RankTask, candidate: Candidate) -> Candidate:
+    """The plan of one of several devices refined: with divided FFNs and every unit's place searched."""
     refined = _search_units(task, _improve(task, divide_candidate, candidate), divides=True)
-    return candidate, _share(task, _polish(task, refined))
+    return _share(task, _polish(task, refined))
 
 
-def _refine_device(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
-    """The plan of the only device refined, likewise."""
+def _refine_whole(task: RankTask, candidate: Candidate) -> Candidate:
+    """The plan of the only device refined, without dividing FFNs."""
+    return _share(task, _search_units(task, _polish(task, candidate), divides=False))
+
+
+def _refine_divided(task: RankTask, candidate: Candidate) -> Candidate:
+    """The same with divided FFNs where that helps."""
     whole = _polish(task, candidate)
     divided = _improve(task, divide_candidate, candidate)
     divided = whole if divided is candidate else _polish(task, divided)
-    start = divided if divided.promise(task.costs) < whole.promise(task.costs) else whole
-    refined = _search_units(task, start, divides=True)
-    if refined.promise(task.costs) < whole.promise(task.costs):
-        return whole, _share(task, refined)
-    whole = _share(task, whole)
-    return whole, whole
+    start = min(whole, divided, key=lambda begun: begun.promise(task.costs))
+    return _share(task, _search_units(task, start, divides=True))
 
 
 def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
