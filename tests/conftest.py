@@ -127,14 +127,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Examples of hypothesis have no deadline: where others use the machine too, any of them may be late."""
+    """Examples of hypothesis are the same in every run, and have no deadline: where others use the machine too, any of
+    them may be late."""
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
 
     if config.getoption("--as-card"):  # before anything has imported a kernel
         os.environ[AS_CARD] = config.getoption("--as-card")
 
-    settings.register_profile("untimed", deadline=None)
-    settings.load_profile("untimed")
+    settings.register_profile("alike", deadline=None, derandomize=True)
+    settings.load_profile("alike")
+    # else numbers that stand in the code are among the examples, and which do goes by what other tests have imported
+    providers._get_local_constants = providers.Constants
 
 
 @pytest.hookimpl(wrapper=True)
@@ -175,7 +179,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _draw_fewer_examples(items: list[pytest.Item]) -> None:
-    """A quarter of hypothesis's examples but six at least: the first of a whole run's, where these are fixed."""
+    """A quarter of hypothesis's examples but six at least: the first of a whole run's."""
     from hypothesis import settings
 
     tests = {id(test): test for item in items if hasattr(test := getattr(item, "obj", None), "hypothesis")}

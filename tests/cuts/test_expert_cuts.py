@@ -67,7 +67,7 @@ def count_held(tensor: TensorSpec, parts: int, tables: list[dict]) -> np.ndarray
     return held
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(specs(), ratios)
 def test_every_row_of_every_expert_is_held_once(spec: ModelSpec, shares: tuple[float, ...]) -> None:
     tables = [source_ranges(spec, shares, r) for r in range(len(shares))]
@@ -86,7 +86,7 @@ def test_every_row_of_every_expert_is_held_once(spec: ModelSpec, shares: tuple[f
                 assert all(t.parts == tensor.parts for t in own)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(specs(), ratios)
 def test_bounds_are_between_records_and_quant_blocks_and_a_zero_share_holds_no_expert(
     spec: ModelSpec, shares: tuple[float, ...]

@@ -160,7 +160,7 @@ limits = st.dictionaries(st.sampled_from(("attention", "ffn", "output")), st.int
 ratios = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=6).filter(lambda r: sum(r) > 0).map(tuple)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(specs(), ratios)
 def test_every_weight_is_held_and_cut_ones_once(spec: ModelSpec, shares: tuple[float, ...]) -> None:
     tables = [source_ranges(spec, shares, r) for r in range(len(shares))]
@@ -177,7 +177,7 @@ def test_every_weight_is_held_and_cut_ones_once(spec: ModelSpec, shares: tuple[f
                 assert held.max() == 1, tensor.name
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(specs(), ratios)
 def test_a_rank_is_a_model_of_whole_heads_and_blocks(spec: ModelSpec, shares: tuple[float, ...]) -> None:
     for rank, share in enumerate(shares):
@@ -199,7 +199,7 @@ def test_a_rank_is_a_model_of_whole_heads_and_blocks(spec: ModelSpec, shares: tu
     assert sum(vocab_sizes(spec, shares)) == spec.config.vocab
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(specs(), ratios, limits, st.integers(0, 99))
 def test_cut_results_add_up_to_the_uncut_one(
     spec: ModelSpec, shares: tuple[float, ...], limits: Limits, seed: int
@@ -220,7 +220,7 @@ def test_cut_results_add_up_to_the_uncut_one(
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9 * np.abs(wanted).max())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(specs(), ratios, limits)
 def test_limited_kinds_are_on_the_ranks_with_the_largest_shares(
     spec: ModelSpec, shares: tuple[float, ...], limits: Limits

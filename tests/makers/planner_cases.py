@@ -149,8 +149,6 @@ def try_cases(cases: int, check: Callable[..., None], *strategies: st.SearchStra
 
     alike = settings(
         max_examples=cases,
-        deadline=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

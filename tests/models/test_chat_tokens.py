@@ -93,7 +93,7 @@ def alias(template: str) -> str:
     return template.replace("<|start|>", "{{ '{{one}}' }}").replace("<|im_end|>", "{{ '{{two}}' }}")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=3))
 def test_a_chat_has_the_special_tokens_of_its_template_and_no_others(
     pair: tuple[Tokenizer, Tokenizer], contents: list[str]
@@ -105,7 +105,7 @@ def test_a_chat_has_the_special_tokens_of_its_template_and_no_others(
     assert ours.encode_chat(render_chat(TEMPLATE, talk, ours.bos_text, "")) == expected
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(content=CONTENTS.filter(lambda text: not any(special in text for special in SPECIALS)))
 def test_a_harmless_chat_is_encoded_as_one_text(pair: tuple[Tokenizer, Tokenizer], content: str) -> None:
     ours, _ = pair
@@ -113,7 +113,7 @@ def test_a_harmless_chat_is_encoded_as_one_text(pair: tuple[Tokenizer, Tokenizer
     assert ours.encode_chat(text) == ours.encode(str(text), add_special=False)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(text=CONTENTS)
 def test_plain_text_keeps_what_is_around_it_but_parses_no_special_token(
     pair: tuple[Tokenizer, Tokenizer], text: str

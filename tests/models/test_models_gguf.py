@@ -454,7 +454,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(path, "qwen3", qtype="Q2_K", n_layers=1, metadata=words)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_file_cut_anywhere_is_a_one_line_error(
     small_file: Path, tmp_path_factory: pytest.TempPathFactory, data: Any
@@ -469,7 +469,7 @@ def test_a_file_cut_anywhere_is_a_one_line_error(
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_header_opens_or_is_a_user_error(
     small_file: Path, tmp_path_factory: pytest.TempPathFactory, data: Any

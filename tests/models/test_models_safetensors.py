@@ -337,7 +337,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_file_cut_or_damaged_anywhere_never_gives_a_traceback(small_folder: Path, data: Any) -> None:
     folder, content = small_folder, (small_folder / "whole").read_bytes()

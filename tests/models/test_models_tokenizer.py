@@ -69,7 +69,7 @@ def byte_level_reference(pattern: str | None, whole_words: bool) -> tokenizers.T
     return backend
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(TEXTS)
 def test_gpt2_encoding_equals_the_library_pattern(text: str) -> None:
     assert GPT2.encode(text, add_special=False) == GPT2_REFERENCE.encode(text).ids
@@ -105,7 +105,7 @@ def test_llama3_takes_words_of_the_vocabulary_whole_and_digits_in_threes() -> No
     assert three == [301, VOCAB["4"]]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(text=TEXTS)
 def test_glm_cuts_text_like_llama3_and_adds_no_begin_token(text: str) -> None:
     for pre in ("glm4", "chatglm-bpe"):
@@ -181,7 +181,7 @@ def test_qwen35_leaves_marks_in_the_words_that_they_stand_in() -> None:
         assert [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(text=TEXTS)
 def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, text: str) -> None:
     assume("<|endoftext|>" not in text)  # a token of the reference alone, which hypothesis finds in sources
@@ -190,13 +190,13 @@ def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, te
     assert QWEN2.decode(ids) == qwen2_reference.decode(ids)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(TEXTS)
 def test_byte_level_round_trips_any_text(text: str) -> None:
     assert LLAMA3.decode(LLAMA3.encode(text)) == text
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, LLAMA3.vocab_size + 5), max_size=30))
 def test_streaming_any_ids_gives_the_same_text_as_decoding(ids: list[int]) -> None:
     stream = LLAMA3.stream()
@@ -319,7 +319,7 @@ def sentencepiece_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, T
     return reference, gguf_tokenizer(metadata, "x.gguf")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(text=TEXTS.filter(lambda t: "\0" not in t and "\u2581" not in t and "<" not in t))
 def test_sentencepiece_encoding_equals_sentencepiece(sentencepiece_pair: tuple[Any, Tokenizer], text: str) -> None:
     reference, ours = sentencepiece_pair

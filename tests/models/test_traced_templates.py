@@ -166,7 +166,7 @@ OPERATIONS: list[Any] = [
 ]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(CASED)
 def test_text_that_traces_is_cut_and_joined_as_any_text(text: str) -> None:
     """Here capitals are a message's: so they must say after every operation."""

@@ -99,7 +99,7 @@ def run_pinned(path: Path, shares: tuple[float, ...]) -> list[torch.Tensor]:
 # qwen2 over 3:1 gives layers of one rank unequal numbers of KV heads, some of them staged from host memory
 @example(seed=131071, shares=(3.0, 1.0), name="qwen2", as_on_gpus=False)
 @example(seed=2, shares=(3.0, 1.0), name="qwen2", as_on_gpus=False)
-@settings(max_examples=14, deadline=None, derandomize=True)
+@settings(max_examples=14)
 @given(
     seed=st.integers(0, 10**6),
     shares=st.sampled_from(SHARES),

@@ -125,7 +125,7 @@ def split_alike(tier, rows):
 ONE_TIER = make_tier()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(strategy_for(Registry))
 def test_any_registry_survives_the_round_trip(registry):
     assert decode_registry(encode_registry(registry)) == registry

@@ -63,7 +63,7 @@ def draw_batches(rng: np.random.Generator, count: int) -> list[np.ndarray]:
     ]  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     st.integers(0, 1 << 30), st.integers(1, 14), st.integers(0, 5), st.sampled_from(["lru", "frequency"]), st.booleans()
 )

@@ -20,7 +20,7 @@ from pshard.runtime.sampling import Sampler, Sampling
 CONTEXT = 96
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     widths=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any), rows=st.integers(0, 3), seed=st.integers(0)
 )
@@ -35,7 +35,7 @@ def test_the_best_of_the_parts_is_the_first_largest_of_the_whole(widths: list[in
         assert value == max(row) and column == row.index(max(row))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.integers(1, 4), columns=st.integers(1, 40), nan=st.booleans(), seed=st.integers(0))
 def test_a_device_finds_the_candidates_that_the_host_finds(rows: int, columns: int, nan: bool, seed: int) -> None:
     rng = random.Random(seed)

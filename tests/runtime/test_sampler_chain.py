@@ -44,7 +44,7 @@ def draw_slowly(values: list[float], sampling: Sampling, before: list[int]) -> d
                     left[token] -= times * p.frequency + p.presence
         elif name == "top_k" and sampling.top_k:
             left = {token: left[token] for token in ranked[: sampling.top_k]}
-        elif name == "top_p":
+        elif name == "top_p" and sampling.top_p < 1:  # rounded sums may reach 1 before the last token
             reached, kept = 0.0, []
             for token in ranked:
                 kept.append(token)
@@ -65,7 +65,7 @@ def draw_slowly(values: list[float], sampling: Sampling, before: list[int]) -> d
 ORDERS = st.lists(st.sampled_from(SAMPLERS), min_size=1, max_size=5, unique=True).map(tuple)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6), n=st.integers(2, 700), order=st.one_of(st.just(SAMPLERS), ORDERS),
     temperature=st.sampled_from((0, 0.5, 0.8, 2.0)), k=st.sampled_from((0, 1, 5, 40)),

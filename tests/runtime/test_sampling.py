@@ -12,7 +12,7 @@ from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sampling.chain import BLOCK, find_largest
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6), n=st.integers(1, 40 * BLOCK), share=st.floats(0, 1), levels=st.sampled_from((9, 10**6))
 )

@@ -269,7 +269,7 @@ def test_windows_that_begin_at_a_blocks_last_cell_find_room(window: int, sequenc
             blocks.extend(i, lengths[i] + n, lengths)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 200),
     st.integers(1, 130),

@@ -115,14 +115,14 @@ jobs = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs, st.integers(2, 8), st.integers(14, 60), st.data())
 def test_no_token_is_lost_whatever_comes_and_few_blocks_there_are(asked, sequences, blocks, data):
     bench = Bench(FakeMachine(sequences=sequences, longest=800, blocks=blocks))
     bench.run_whatever_comes([(turn, n, most, {"key": key}) for turn, n, most, key in sorted(asked)], data)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(jobs, st.sampled_from((0.25, 0.6, 1.0)), st.floats(0.7, 1.3))
 def test_the_gap_is_kept_where_the_tiers_allow_it(asked, gap, slower):
     switch = {(a, b): 0.03 for a in (1, 4, 16, 128, 512) for b in (1, 4, 16, 128, 512) if a != b}
@@ -552,7 +552,7 @@ def test_drafts_wait_while_a_prompt_goes_in_a_sweep():
     assert max(sum(count for _, count in step) for step in bench.machine.pool.steps) > 512
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(jobs, st.integers(2, 8), st.integers(20, 90), st.data())
 def test_no_token_is_lost_in_sweeps_whatever_comes(asked, sequences, blocks, data):
     tiers, seconds = (1, 8, 64), (0.05, 0.06, 0.1)

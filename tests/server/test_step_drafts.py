@@ -54,7 +54,7 @@ jobs = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs, st.integers(2, 8), st.integers(14, 60), st.sampled_from((0.0, 0.6, 1.0)), st.data())
 def test_no_token_is_lost_or_doubled_whatever_comes(asked, sequences, blocks, chance, data):
     bench = bench_of(chance, 7, data.draw(st.booleans()), sequences=sequences, blocks=blocks)

@@ -98,7 +98,7 @@ STEPS = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 200), st.integers(16, 200), st.integers(0, 4), st.lists(STEPS, min_size=4, max_size=24))
 def test_there_is_room_for_all_windows_whoever_shares_blocks(
     window: int, batch: int, fewer: int, steps: list[Step]

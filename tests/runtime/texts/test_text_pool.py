@@ -121,7 +121,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(STEPS, st.integers(0, 3))
 def test_whatever_is_opened_stepped_and_closed_the_logits_are_those_of_the_whole_text(
     engine: Engine, alone: Engine, steps: list[tuple[str, int, int]], seed: int
