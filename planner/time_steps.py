@@ -84,7 +84,7 @@ def _source(step: Step) -> str:
 
 
 def _nbytes(step: Step) -> int:
-    """What a step moves; of experts on demand what is read of them."""
+    """What a step moves; of what comes from disk, whole or on demand, what is read of it."""
     if isinstance(step, Compute):
         return step.reads if step.source == DEMAND else 0
-    return getattr(step, "nbytes", 0)
+    return step.nbytes - step.held if isinstance(step, Move) else getattr(step, "nbytes", 0)

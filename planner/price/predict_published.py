@@ -17,6 +17,7 @@ from pshard.speculation import PROGRAMS
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.steps.sweep import sweep_steps
+from pshard.units.moe.expert_cache import ExpertCache
 
 SAMPLED_STEPS = 5  # decode steps that are simulated; their mean stands for all, as time grows evenly with the context
 
@@ -61,7 +62,7 @@ class Predictor:
         )  # fmt: skip
         tiers = [rank.covering(max(load.tokens, under)) for rank in v.ranks]
         specs = [
-            replace(spec, caches=tuple(cache for cache in rank.caches if tier.tokens <= cache.tokens))
+            replace(spec, caches=tuple(cache for cache in rank.caches if _counts(cache, tier.tokens, load.tokens)))
             for spec, rank, tier in zip(self._specs, v.ranks, tiers)
         ]
         steps = [emit_steps(spec, tier, shape) for spec, tier in zip(specs, tiers)]
@@ -111,3 +112,9 @@ class Predictor:
         n = min(tokens, SAMPLED_STEPS)
         pasts = [depth + (2 * i + 1) * tokens // (2 * n) for i in range(n)]
         return sum(self.micro_batch(rows, sequences, past, kind) for past in pasts) / n
+
+
+def _counts(cache: ExpertCache, under: int, tokens: int) -> bool:
+    """Whether slots count in a micro-batch of so many tokens under a tier for `under`: their experts are found there,
+    or need not be read from disk."""
+    return under <= cache.tokens or (cache.is_on_demand and tokens > cache.tokens)

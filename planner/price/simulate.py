@@ -445,8 +445,8 @@ def _price_move(step: Move, costs: TierCosts) -> _Act:
                 return _COPY, step, seconds, step.slot
             route = tuple((lane, costs.over_lane(lane, step.unit, step.share)) for lane in before)
             arrives = 0.0 if costs.tables.kind == "cpu" else seconds  # else the last of these brings it to its place
-            read = round(step.nbytes * (1 - costs.spec.held_share(step.unit)))
-            return _Machine.copy_from_beyond, step, 0.0, (arrives, route, packing_share(costs.tables, read))
+            share = packing_share(costs.tables, step.nbytes - step.held)
+            return _Machine.copy_from_beyond, step, 0.0, (arrives, route, share)
         case UnitState(unit):  # keys and values
             fetches, unit_cost = step.is_to_acc, costs.units[unit]
             seconds = unit_cost.kv_fetch if fetches else unit_cost.kv_write

@@ -261,9 +261,15 @@ class StepEmitter:
         for n, form in enumerate(forms):
             key = form, n % slots
             if key not in known:
-                known[key] = _copy_unit(self._forms[form], n % slots)
+                known[key] = self._copy_unit(self._forms[form], n % slots)
             copies.append(known[key])
         return copies
+
+    def _copy_unit(self, form: _Form, slot: int) -> Move:
+        unit, share, home = form.unit, form.share, form.place.weights_home
+        nbytes = divided_sizes(unit, share).copied if share else unit.packed_nbytes
+        held = round(self.spec.held_share(unit.name) * nbytes) if form.place.site.is_beyond_host else 0
+        return _bring_weights(unit.name, slot, nbytes, share, home, held)
 
     def _move_state(self, name: str) -> tuple[tuple[Step, ...], Move]:
         """Of a unit whose state passes through the stage: its fetch, if there is one, and its write-back."""
@@ -362,12 +368,6 @@ def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
     """Units and their placements; another rank of a pipeline may have the embedding or the output."""
     places, links = {p.unit: p for p in tier.placements}, spec.neighbours
     return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
-
-
-def _copy_unit(form: _Form, slot: int) -> Move:
-    unit, share = form.unit, form.share
-    nbytes = divided_sizes(unit, share).copied if share else unit.packed_nbytes
-    return _bring_weights(unit.name, slot, nbytes, share, form.place.weights_home)
 
 
 def handed_nbytes(spec: ModelSpec, tokens: int, ports: tuple[str, ...]) -> int:

@@ -74,7 +74,8 @@ class Move:
     `nbytes` is what it moves in the expected micro-batch: what it is priced by. How much a state moves is decided when
     it runs (`is_decided_late`); of activations the rows that there are; all else moves `nbytes`.
     `lane`: where it queues; what comes from beyond host memory goes through the lanes of its home's way in before.
-    `slot`: the staging slot that weights come to.
+    `slot`: the staging slot that weights come to. `held`: of weights on disk, so many bytes lie in slots in memory, and
+    are not read.
     """
 
     portion: Portion
@@ -83,6 +84,7 @@ class Move:
     lane: Lane
     nbytes: int
     slot: int | None = None
+    held: int = 0
 
     @property
     def unit(self) -> str:
@@ -123,9 +125,9 @@ class Move:
         return not self.is_to_acc and isinstance(self.portion, portions)
 
 
-def bring_weights(unit: str, slot: int, nbytes: int, share: Share = WHOLE, home: Home = HOST) -> Move:
+def bring_weights(unit: str, slot: int, nbytes: int, share: Share = WHOLE, home: Home = HOST, held: int = 0) -> Move:
     """Copy a unit's weights to a staging slot. Occupies the link and host DRAM, and the lanes of a home beyond that."""
-    return Move(Weights(unit, *share), home, VRAM, LINK, nbytes, slot)
+    return Move(Weights(unit, *share), home, VRAM, LINK, nbytes, slot, held)
 
 
 def bring_pins(unit: str, share: Share = WHOLE, home: Home = HOST) -> Move:

@@ -17,9 +17,11 @@ from pshard.plan import Variant
 from pshard.planner.check_plan import check_variant, count_host_bytes
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.host_limits import usable_bytes
+from pshard.planner.price.predict_published import Predictor
 from pshard.planner.routing.check_caches import check_caches
 from pshard.planner.routing.plan_slots import plan_slots
-from pshard.predicted_times import round_seconds
+from pshard.planner.time_steps import time_steps
+from pshard.predicted_times import first_token_seconds, round_seconds
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.routing.expert_map import map_experts
 from pshard.routing.record import RoutingRecord
@@ -107,6 +109,12 @@ def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
     lacks = {name: 1 - cache.slots / (16 * len(cache.units)) for name in cache.units}
     seconds = sum(latency + unit.packed_nbytes * lacks.get(unit.name, 1.0) / rate for unit in far)
     assert dict(prompt.prediction.busy)[READ.name] == pytest.approx(seconds, rel=0.001)
+    profile = make_machine(30 * MIB, rate, "cuda")
+    (sheet,) = time_steps(replace(SMALL, caches=rank.caches), profile, found, prompt.tokens)
+    reads = sum(step.nbytes for step in sheet.steps if step.lane == READ.name)
+    assert reads == pytest.approx(sum(unit.packed_nbytes * lacks.get(unit.name, 1.0) for unit in far), rel=0.001)
+    benched = Predictor((SMALL,), profile, found).prefill(WORKLOAD.prompt)
+    assert benched == pytest.approx(first_token_seconds(found), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
