@@ -22,6 +22,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr("pshard.hub.read_range.PAUSE_SECONDS", 0.0)
+        for name in ("read_range.CONNECT_SECONDS", "repository.LISTING_SECONDS"):
+            monkeypatch.setattr(f"pshard.hub.{name}", 120.0)  # nothing here is late but what a busy machine makes so
         huggingface_hub.close_session()
         yield server
         huggingface_hub.close_session()

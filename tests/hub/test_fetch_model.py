@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-import time
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -72,20 +71,29 @@ def test_a_head_that_lies_beside_a_model_is_fetched_before_it(hub, tmp_path, cap
 
 
 def test_who_waits_for_another_fetch_of_a_file_is_told(hub, files, tmp_path, monkeypatch, capsys) -> None:
+    held, told, name_holder = Event(), Event(), file_lock._name_holder
+
+    def name_and_go_on(place: Path) -> str:
+        named = name_holder(place)
+        told.set()
+        return named
+
     monkeypatch.setattr(file_lock, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(file_lock, "_name_holder", name_and_go_on)
     etag = hashlib.sha256(files["tiny-Q4_0.gguf"]).hexdigest()
     place = tmp_path / f"hf/hub/.locks/models--someone--tiny-GGUF/{etag}.lock"
     place.parent.mkdir(parents=True)
-    held = Event()
 
     def fetch_slowly() -> None:
         with FileLock(place):
             held.set()
-            time.sleep(0.3)
+            told.wait(60)
 
-    Thread(target=fetch_slowly).start()
+    other = Thread(target=fetch_slowly)
+    other.start()
     held.wait()
     assert fetch_model(f"{REPO}:Q4_0").exists()
+    other.join()
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert len(said) == 1 and f"holds the lock of {REPO}/tiny-Q4_0.gguf; waiting for it" in said[0]
 

@@ -197,7 +197,7 @@ def let_go() -> None:
 
 
 def wait_until(come: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not come():
         assert time.monotonic() < end, "the helper never came there"
 

@@ -125,7 +125,7 @@ def page_server(service: LookedAt, key: str = "") -> Iterator[tuple[str, list[di
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not server.started and time.monotonic() < until:
         time.sleep(0.01)
     try:

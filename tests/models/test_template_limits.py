@@ -145,13 +145,13 @@ def test_threads_in_the_tokenizer_leave_stderr_as_it_was() -> None:
     def call_first() -> None:
         with name_failures("it failed"):
             first_in.set()
-            both_in.wait(10)
+            both_in.wait(60)
 
     thread = threading.Thread(target=call_first)
     thread.start()
-    first_in.wait(10)
+    first_in.wait(60)
     with name_failures("it failed"):
         both_in.set()
-        thread.join(10)  # the first one leaves while the second is within
+        thread.join(60)  # the first one leaves while the second is within
     after = os.fstat(2)
     assert (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino)

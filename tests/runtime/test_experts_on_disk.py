@@ -121,7 +121,7 @@ def test_hits_and_bytes_are_those_of_a_replay_of_the_run(tmp_path: Path, on_host
         record, follower = engine.record_routing(""), follow_plan(spec, plan, cache)
         counts = replay_run(record, [u.layer for u in experts], follow_plan(spec, plan, cache), FOLLOW)
         assert counts == engine.expert_hits and counts.hits
-        expected, until = begun + each * count_reads(record, follower), time.monotonic() + 10
+        expected, until = begun + each * count_reads(record, follower), time.monotonic() + 60
         while engine.memory().read < expected and time.monotonic() < until:
             time.sleep(0.01)  # what is read ahead is on its way
         assert engine.memory().read == expected

@@ -15,7 +15,7 @@ from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 
 GREEDY = Sampling(temperature=0.0)
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Waiter(Ear):

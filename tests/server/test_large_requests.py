@@ -24,6 +24,8 @@ from pshard.server.reading import other_process
 from pshard.server.reading.other_process import Line, OtherProcess
 from pshard.server.reading.reader import Reader
 
+TRIES = 10  # in one that no other program disturbs, threads and the event loop have their turns
+
 SMALL, BIG = b"{}", b'{"text": "' + b"a" * LARGE + b'"}'
 
 
@@ -85,10 +87,14 @@ def test_the_event_loop_goes_on_while_a_large_request_is_read(app, what, n) -> N
                 longest = max(longest, now - before)
             return await task, longest, now - begun
 
+    def goes_on() -> bool:
+        """It was nowhere near all of the time that the loop stood."""
+        response, longest, whole = asyncio.run(send())
+        assert response.status_code in (200, 400) and "failed" not in response.text
+        return longest < max(0.1, whole / 2)
+
     asyncio.run(send())  # the process is there
-    response, longest, whole = asyncio.run(send())
-    assert response.status_code in (200, 400) and "failed" not in response.text
-    assert longest < max(0.1, whole / 2)  # it was nowhere near all of the time that the loop stood
+    assert any(goes_on() for _ in range(TRIES))
 
 
 def test_the_size_of_a_body_says_in_which_process_it_is_read(app, elsewhere) -> None:
@@ -141,9 +147,9 @@ def test_who_goes_takes_the_reading_of_a_large_request_along(elsewhere, tmp_path
         time.sleep(0.01)
     process = int(place.read_text())
     line.cut()
-    thread.join(20)
+    thread.join(60)
     assert told[0].status == 503
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while Path(f"/proc/{process}").exists():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -251,18 +257,23 @@ def test_what_a_response_repeats_is_bounded(app) -> None:
 
 
 def test_encoding_lets_other_threads_run() -> None:
-    tokenizer, done, ticks = demo_model().tokenizer, threading.Event(), []
+    tokenizer = demo_model().tokenizer
 
-    def tick() -> None:
-        while not done.wait(0.001):
-            ticks.append(time.monotonic())
+    def lets_run() -> bool:
+        done, ticks = threading.Event(), list[float]()
 
-    watch = threading.Thread(target=tick)
-    watch.start()
-    begun = time.monotonic()
-    tokenizer.encode(words(60_000))
-    end = time.monotonic()
-    done.set()
-    watch.join()
-    inside = [begun, *(at for at in ticks if begun < at < end), end]
-    assert max(later - at for at, later in pairwise(inside)) < 0.7 * (end - begun)
+        def tick() -> None:
+            while not done.wait(0.001):
+                ticks.append(time.monotonic())
+
+        watch = threading.Thread(target=tick)
+        watch.start()
+        begun = time.monotonic()
+        tokenizer.encode(words(60_000))
+        end = time.monotonic()
+        done.set()
+        watch.join()
+        inside = [begun, *(at for at in ticks if begun < at < end), end]
+        return max(later - at for at, later in pairwise(inside)) < 0.7 * (end - begun)
+
+    assert any(lets_run() for _ in range(TRIES))

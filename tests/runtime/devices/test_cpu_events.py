@@ -46,11 +46,11 @@ def test_an_interrupt_anywhere_in_a_wait_holds_up_nobody(happens: str) -> None:
             finisher.start()
         interrupted = wait_interrupted(event, after)
         if happens == "in the wait":
-            finisher.join(5)
+            finisher.join(60)
             assert not finisher.is_alive(), f"stands still after an interrupt at instruction {after}"
         later = threading.Thread(target=event.wait, daemon=True)
         later.start()
-        later.join(5)
+        later.join(60)
         assert not later.is_alive() and event.succeeded
         if not interrupted:
             assert after > 3

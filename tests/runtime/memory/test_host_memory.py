@@ -132,7 +132,7 @@ def test_chunks_are_page_locked_while_the_next_are_packed(tmp_path: Path, monkey
         def note(nbytes: int) -> None:
             done.append(nbytes)
             if len(done) == len(names):  # the last is about to be done
-                for _ in range(1000):
+                for _ in range(12_000):
                     if len(device.answers) == len(host._chunks) - 1:
                         return
                     time.sleep(0.005)

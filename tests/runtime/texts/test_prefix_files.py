@@ -218,7 +218,7 @@ def test_a_disk_that_is_full_stops_nobody_and_is_told(model: Path, tmp_path: Pat
     with open_engine(model, context=512) as engine:
         cached, logits = run_text(engine, IDS, tmp_path)
         engine.texts.keep_some(1.0)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while engine.texts.files_problem is None:
             assert time.monotonic() < end
         assert "No space left" in engine.texts.files_problem == engine.texts.counts().files_problem
@@ -258,7 +258,7 @@ for number in range(100000):
 def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while len(list(tmp_path.glob("*.block"))) < 5 or not list(tmp_path.glob(".*.tmp")):
             assert time.monotonic() < end
         process.send_signal(signal.SIGKILL)
