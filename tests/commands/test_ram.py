@@ -79,8 +79,11 @@ def test_cells_as_large_as_the_weights_send_weights_to_the_disk(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_table_of_n_grams_larger_than_ram_stays_on_disk(world: World, tmp_path: Path, capfd) -> None:
-    """Of each token its rows are read, as many as were planned."""
+def test_a_table_of_n_grams_larger_than_ram_stays_on_disk(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """Of each token its rows are read, as many as were planned; for which it waits longer than it computes."""
+    monkeypatch.setenv("PSHARD_DISK", "fake:rate=1G,latency=5ms")
     recipe = replace(RECIPES["plain"], table=50_000)
     path = write_qwen4exp(tmp_path / "m.gguf", recipe, make_weights(recipe))
     with open_model(path) as file:
