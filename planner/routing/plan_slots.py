@@ -200,7 +200,8 @@ def _replay_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> R
 
 def _promise(spec: ModelSpec, rank: RankPlan, cache: ExpertCache, pools: tuple[Pool, ...]) -> ExpertCache:
     pool = next(pool for pool in pools if pool.units[0].name == cache.units[0])
-    return pool.promise(cache, find_eligible(spec, cache, rank))
+    eligible = find_eligible(spec, cache, rank)
+    return pool.count_alone(pool.promise(cache, eligible), eligible)
 
 
 def _count_in_vram(spec: ModelSpec, tier: TierPlan) -> int:

@@ -71,6 +71,14 @@ class Pool:
         packed = pack_hits(replay.by_place([numbers_of(unit) for unit in self.units]))
         return replace(cache, hits=packed, found=replay.share, admitted=replay.admitted)
 
+    def count_alone(self, cache: ExpertCache, eligible: np.ndarray) -> ExpertCache:
+        """The promised cache with what a replay of one token a micro-batch brings in after each, where the plan is for
+        wider ones: also a step of one token may bring in as many as the pool admits."""
+        if self.record is None or not cache.admits or self.together * self.rows == 1:
+            return cache
+        layers = tuple(unit.layer for unit in self.units)
+        return replace(cache, alone=replay_tokens(self.record, layers, make_follower(cache, eligible)).admitted)
+
 
 def list_pools(spec: ModelSpec, record: RoutingRecord | None, workload: Workload) -> tuple[Pool, ...]:
     """Layers with experts of one shape and type share a pool."""
@@ -108,5 +116,5 @@ def fill_pools(
             for row, unit in enumerate(pool.units):
                 eligible[row, list(numbers_of(unit)[pinned:])] = True
             tried = [pool.promise(pool.make_cache(slots, policy, admits), eligible) for policy in policies]
-            caches.append(max(tried, key=lambda cache: cache.found))
+            caches.append(pool.count_alone(max(tried, key=lambda cache: cache.found), eligible))
     return tuple(caches)

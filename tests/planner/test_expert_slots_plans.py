@@ -113,6 +113,27 @@ def test_steps_that_verify_miss_as_many_experts_as_slots_promise(drafts: int) ->
     assert expected == pytest.approx(counted, rel=0.15)  # priced as if each row missed by itself
 
 
+@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
+def test_steps_bring_in_as_many_experts_as_they_are_priced_by(drafts: int) -> None:
+    """Also one of a single token under a plan for steps of several: it fills as many slots as any other step."""
+    record, rows = make_drifting_record(1500, LAYERS), drafts + 1
+    work = replace(WORK, drafting=Drafting("lookup", drafts) if drafts else NO_DRAFTS)
+    (pool,) = list_pools(recorded(), record, work)
+    eligible = np.ones((LAYERS, EXPERTS), bool)
+    cache = pool.make_cache(24, "lru", 2)
+    cache = pool.count_alone(pool.promise(cache, eligible), eligible)
+    for width in {1, rows}:
+        follower, steps, before = make_follower(cache, eligible), record.tokens // width, 0
+        for step in range(steps):
+            before = follower.counts.admitted if step == steps // 2 else before
+            follower.begin()
+            follower.observe(record.ids[step * width : (step + 1) * width])
+        brought = (follower.counts.admitted - before) / (steps - steps // 2)
+        assert cache.refill(width) == pytest.approx(brought, rel=0.02)
+        assert price(width, cache).setting.refill[1] == pytest.approx(3 * brought, rel=0.02)
+    assert cache.refill(rows) >= cache.refill(1) > 0.5
+
+
 def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: None) -> None:
     """Also: the bytes that it counts over the link have the experts that are brought in."""
     _, variant = plan_drifting()

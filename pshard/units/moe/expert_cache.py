@@ -29,7 +29,9 @@ class ExpertCache:
     CPU computes from them.
     `hits`: what share of the choices of the expert at each place finds it in a slot, as a replay or nothing ("") says;
     one byte each, 255ths, as base64. `found`: what share of all choices of these layers that is. `admitted`: how many
-    experts the replay brings in for each token.
+    experts the replay brings in for each token, in micro-batches as wide as the plan is for; `alone`: how many after a
+    micro-batch of one token, where the plan is for wider ones. So many are not brought for each token then: a step of
+    one token has as much time to fill as one of four.
     """
 
     units: tuple[str, ...]
@@ -40,6 +42,7 @@ class ExpertCache:
     hits: str = ""
     found: float = 0.0
     admitted: float = 0.0
+    alone: float = 0.0
     tokens: int = FOLLOW_TOKENS
     on_host: bool = False
 
@@ -50,8 +53,9 @@ class ExpertCache:
 
     def refill(self, tokens: int) -> float:
         """How many experts are expected to be brought in after a micro-batch of so many tokens; 0 where it uses no
-        slots, or has brought them itself."""
-        return min(float(self.admits), self.admitted * tokens) if tokens <= self.tokens else 0.0
+        slots, or has brought them itself. One of more tokens misses no fewer."""
+        expected = max(self.alone, self.admitted * tokens)
+        return min(float(self.admits), expected) if tokens <= self.tokens else 0.0
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +99,7 @@ def check_cache(cache: ExpertCache, where: str) -> None:
         raise ValueError(f"{where}.policy is {cache.policy!r}, not one of {', '.join((*POLICIES, DEMAND))}")
     if cache.on_host and not cache.is_on_demand:
         raise ValueError(f"{where}.on_host is true, but what comes there comes on demand, not by {cache.policy!r}")
-    if cache.admits < 0 or cache.admitted < 0:
+    if min(cache.admits, cache.admitted, cache.alone) < 0:
         raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
     if not 1 <= cache.tokens <= MOST_FOLLOW_TOKENS:
         raise ValueError(f"{where}.tokens is {cache.tokens}, not 1 to {MOST_FOLLOW_TOKENS}")
