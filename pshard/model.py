@@ -148,6 +148,11 @@ class ModelSpec:
         both."""
         return {after.name: before.name for before, after in pairwise(self.units) if goes_on(before, after)}
 
+    @cached_property
+    def behind_routers(self) -> frozenset[str]:
+        """Units that come right behind a router, whose result nothing has touched yet."""
+        return frozenset(after.name for before, after in pairwise(self.units) if before.kind.routes)
+
     def states(self, shape: StateShape) -> dict[str, State]:
         """The laws of the states that units keep, also of those that stand, by unit; looked up once for each shape."""
         if shape not in self._states:

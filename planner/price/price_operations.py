@@ -10,12 +10,15 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import QUANT_TYPES
 from pshard.routing.expert_uses import Uses, chosen_share, used_experts
 from pshard.tensor import TensorSpec
+from pshard.units.kv_cells import CODED
+from pshard.units.operands import Rows
 from pshard.units.operations import (
     AddGrams,
     AddRows,
     Attend,
     AttendLatent,
     Bend,
+    BendLogits,
     ChooseCells,
     Convolve,
     DeltaNet,
@@ -32,6 +35,7 @@ from pshard.units.operations import (
     NormStreams,
     NormWide,
     Operation,
+    PickRows,
     PlaceRows,
     Product,
     ProductGroup,
@@ -44,7 +48,10 @@ from pshard.units.operations import (
     SumSquares,
     Take,
     TimesRows,
+    WeighRows,
 )
+from pshard.units.quantised import find_runs, list_quantised
+from pshard.units.rewrites import EnterStreams, enter_once
 
 # tokens of a prompt whose cells are read together: rows of GPU tiles (runtime/kernels/gpu/tiles/attention_tiles.py);
 # plain torch takes as many as a window of 128 has
@@ -55,7 +62,7 @@ ATTENDED_AT_ONCE = 128
 class OneSide:
     """Who computes what: "acc" or "host" by the tables, `rows` of the micro-batch `load` over keys of `kv_type`, of
     experts by their `uses`, as so many unrelated tokens (`distinct`; None: the
-    rows) use them."""
+    rows) use them. ready: what the unit before has left quantised for products of few rows."""
 
     side: str
     tables: Tables
@@ -64,6 +71,7 @@ class OneSide:
     kv_type: str
     uses: Uses = ()
     distinct: float | None = None
+    ready: Rows | None = None
 
     @property
     def apart(self) -> float:
@@ -90,8 +98,11 @@ Term = tuple[Order, float]
 
 
 def price_operations(operations: Iterable[Operation], by: OneSide) -> float:
-    """Seconds of operations in turn."""
-    terms = [term for operation in operations for term in price_operation(operation, by)]
+    """Seconds of operations in turn, with what a GPU launches beside them."""
+    operations = tuple(operations)
+    terms = [term for step in enter_once(operations) for term in price_operation(step, by)]
+    if not by.on_host and by.rows <= SMALL_BATCH:
+        terms += [(Order.OTHER, _quantise(by, cols)) for cols in list_quantised(operations, by.ready)]
     seconds = 0.0
     for kind in (Order.PRODUCT, Order.SAVED, Order.NORM, Order.RESIDUAL):
         seconds += sum(s for k, s in terms if k is kind)
@@ -100,42 +111,36 @@ def price_operations(operations: Iterable[Operation], by: OneSide) -> float:
     return seconds
 
 
-def price_operation(operation: Operation, by: OneSide) -> list[Term]:
+def price_operation(operation: Operation | EnterStreams, by: OneSide) -> list[Term]:
     """Seconds that one operation is made of. Raises TypeError for one that has no formula."""
     match operation:
-        case LookUp(table, each=each):
-            return [(Order.OTHER, _elementwise(by, "embed", each * table.cols))]
+        case LookUp(table, scale, each=each):
+            scaled = [] if scale == 1 else [(Order.OTHER, _elementwise(by, "silu_mul", each * table.cols))]
+            return [(Order.OTHER, _elementwise(by, "embed", each * table.cols)), *scaled]
         case Norm(width=width, adds=adds, count=count):
             added = [(Order.RESIDUAL, _elementwise(by, "residual", count * width))] if adds else []
             seconds = _elementwise(by, "norm", count * width)
             return [(Order.NORM, 2 * seconds if operation.centred else seconds), *added]
         case Take(width=width):  # as much as a norm, but where products take the port as it is
             return [] if by.on_host else [(Order.NORM, _elementwise(by, "norm", width))]
-        case PlaceRows(width) | AddRows(width):  # reads and writes as much as a norm
-            return [(Order.RESIDUAL, _elementwise(by, "norm", width))]
         case Product(matrix):
             added = [(Order.RESIDUAL, _elementwise(by, "residual", matrix.rows))] if operation.adds else []
             return [*_products(by, (matrix,)), *added]
         case ProductGroup(matrices):
-            return [*_products(by, matrices), (Order.SAVED, -_saved_by_one_launch(by, matrices))]
-        case GatedProduct(gate, up):
-            together = not by.on_host and _in_one_launch(by, (gate, up))
-            saved = [(Order.SAVED, -_saved_by_one_launch(by, (gate, up)))] if together else []
-            # without biases the product of both is made in that launch too
-            gating = [(Order.OTHER, _elementwise(by, "silu_mul", up.rows))] if operation.biased or not together else []
-            return [*_products(by, (gate, up)), *saved, *gating]
-        case Bend() | NormHeads() | NormWide() | SumSquares() | ResizeHeads():  # reads and writes as much as a norm
+            saved = -sum(_saved_by_one_launch(by, run) for run in _list_launches(operation, by))
+            return [*_products(by, matrices), (Order.SAVED, saved)]
+        case GatedProduct():
+            return _gated(by, operation)
+        case Bend() | NormHeads() | NormWide() | SumSquares():  # reads and writes as much as a norm
             return [(Order.OTHER, _elementwise(by, "norm", operation.width))]
+        case ResizeHeads(x=x, out=out):  # as well, and what is new in longer heads is another launch
+            return [(Order.OTHER, (1 + (out.width > x.width)) * _elementwise(by, "norm", operation.width))]
         case Convolve():  # reads three numbers for each, where the gate of an FFN reads two
             return [(Order.OTHER, _elementwise(by, "silu_mul", 3 * operation.channels // 2))]
         case GateRows(width) | TimesRows(width):  # reads and writes as much as the gate of an FFN
             return [(Order.OTHER, _elementwise(by, "silu_mul", width))]
         case Rotate():
-            # a GPU normalises heads while their rows are rotated
-            norms = (
-                [(Order.OTHER, _elementwise(by, "norm", operation.width))] if operation.normed and by.on_host else []
-            )
-            return [(Order.OTHER, _elementwise(by, "rope", operation.width)), *norms]
+            return [(Order.OTHER, _elementwise(by, "rope", operation.width)), *_beside_rotation(operation, by)]
         case Attend():
             return [(Order.OTHER, _attention(by, operation))]
         case HeadProducts(stack):  # as many bytes and products as of one matrix as tall as all heads' together
@@ -147,26 +152,49 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
         case DeltaNet():
             timed = by.tables.deltas.seconds(by.side, operation, by.load.tokens, by.load.sequences)
             return [(Order.OTHER, _untimed_delta(by, operation) if timed is None else timed)]
-        case Route(router):
+        case Route(router, chosen):
             timed = by.tables.routed.route(by.side, operation, by.rows)
-            return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
+            chunks = _elementwise(by, "norm", router.rows) if chosen == router.rows else 0.0  # chosen by all scores
+            return [(Order.OTHER, (_untimed_route(by, router) if timed is None else timed) + chunks)]
         case ExpertProducts():
             by = by if len(by.uses) in (0, operation.of) else replace(by, uses=())  # which say nothing of chunks
             timed = by.tables.routed.experts(by.side, operation, by.apart, by.uses)
             return [(Order.OTHER, _untimed_experts(by, operation) if timed is None else timed)]
-    return _price_streams(operation, by)
+    return _price_others(operation, by)
 
 
-def _price_streams(operation: Operation, by: OneSide) -> list[Term]:
-    """The same of what models of several streams have. Raises TypeError for another operation."""
+def _pass_over(operation: PlaceRows | AddRows | PickRows | WeighRows | BendLogits, by: OneSide) -> list[Term]:
+    """What reads and writes rows once or more: as much as a norm, of logits as the gate of an FFN."""
+    if isinstance(operation, BendLogits):  # times; and divided, bent, times again
+        passes = (operation.scale != 1) + 3 * (operation.cap != 0)
+        return [(Order.OTHER, passes * _elementwise(by, "silu_mul", operation.width))]
+    weights = _elementwise(by, "norm", 1) if isinstance(operation, WeighRows) else 0.0  # they become 1
+    return [(Order.RESIDUAL, _elementwise(by, "norm", operation.width) + weights)]
+
+
+def _beside_rotation(rotate: Rotate, by: OneSide) -> list[Term]:
+    """A GPU normalises heads while their rows are rotated; it makes codes of keys and of values in launches of their
+    own, looks temperatures up in one more, and multiplies by them in another."""
+    n = int(rotate.normed) if by.on_host else 2 * (by.kv_type in CODED and rotate.n_kv_heads > 0)
+    warms = 2 * rotate.warms
+    return [(Order.OTHER, (n + warms) * _elementwise(by, "norm", rotate.width))] if n + warms else []
+
+
+def _price_others(operation: Operation | EnterStreams, by: OneSide) -> list[Term]:
+    """The same of what goes over rows, and of what models of several streams have. Raises TypeError for another
+    operation."""
     match operation:
-        case NormStreams():  # timed with what goes into the streams before
-            seconds = _elementwise(by, "streams", operation.width) or _elementwise(by, "norm", operation.width)
+        case PlaceRows() | AddRows() | PickRows() | WeighRows() | BendLogits():
+            return _pass_over(operation, by)
+        case EnterStreams(begin, norm) if timed := _elementwise(by, "streams", norm.width):
+            seconds = timed
+        case EnterStreams(begin, norm):
+            return _price_others(begin, by) + _price_others(norm, by)
+        case NormStreams() | SpreadStream() | InjectStream():  # alone, in the same launch, or as much as a norm moves
+            width = operation.width if isinstance(operation, NormStreams) else operation.count * operation.width
+            seconds = _elementwise(by, "streams", width) or _elementwise(by, "norm", width)
         case StoreIndex():
             seconds = _elementwise(by, "norm", operation.width)
-        case SpreadStream() | InjectStream():
-            width = operation.count * operation.width
-            seconds = 0.0 if _elementwise(by, "streams", width) else _elementwise(by, "silu_mul", width)
         case MixStreams():
             width = operation.count * operation.width
             seconds = _elementwise(by, "mix", width) or _elementwise(by, "silu_mul", width)
@@ -180,6 +208,18 @@ def _price_streams(operation: Operation, by: OneSide) -> list[Term]:
         case _:
             raise TypeError(f"no formula says what {operation} costs")
     return [(Order.OTHER, seconds)]
+
+
+def _gated(by: OneSide, gated: GatedProduct) -> list[Term]:
+    """Two products, and what is made of both: of few rows on a GPU in one launch, unless it is gated apart."""
+    pair = gated.gate, gated.up
+    together = not by.on_host and _in_one_launch(by, pair)
+    alike = together and len({bias is None for bias in gated.biases}) == 1
+    saved = [(Order.SAVED, -_saved_by_one_launch(by, pair))] if alike else []
+    made = [] if together and not gated.gated_apart else [(Order.OTHER, _elementwise(by, "silu_mul", gated.up.rows))]
+    # reads all of a token as well, as a norm does
+    scaled = [(Order.OTHER, _elementwise(by, "norm", gated.gate.cols + gated.up.rows))] if gated.scale else []
+    return [*_products(by, pair), *saved, *made, *scaled]
 
 
 def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
@@ -223,6 +263,21 @@ def _untimed_experts(by: OneSide, experts: ExpertProducts) -> float:
 
 def _elementwise(by: OneSide, what: str, width: int) -> float:
     return by.tables.elementwise(by.side, what, by.rows, width)
+
+
+def _quantise(by: OneSide, cols: int) -> float:
+    """A launch that quantises what a product of few rows takes; where it was not timed, as the gate of an FFN."""
+    return _elementwise(by, "quantise", cols) or _elementwise(by, "silu_mul", cols)
+
+
+def _list_launches(group: ProductGroup, by: OneSide) -> list[tuple[TensorSpec, ...]]:
+    """The matrices of one input by launches: a GPU's hold a few, the host's all."""
+    matrices = group.matrices
+    if by.on_host or by.rows > SMALL_BATCH:
+        return [matrices]
+    biases = group.biases or (None,) * len(matrices)
+    runs = find_runs([(m.qtype, m.rows, bias is not None) for m, bias in zip(matrices, biases, strict=True)])
+    return [tuple(matrices[i] for i in run) for run in runs]
 
 
 def _in_one_launch(by: OneSide, matrices: tuple[TensorSpec, ...]) -> bool:
@@ -280,8 +335,8 @@ def _choose_cells(by: OneSide, index: ChooseCells) -> float:
     load = by.load
     each = 1 if load.is_decode else -(-load.tokens // load.sequences)
     blocks = (load.past + each) // index.each
-    if blocks <= index.most:
-        return 0.0
+    if blocks <= index.most:  # all are seen, which a GPU writes down
+        return 0.0 if by.on_host else _elementwise(by, "norm", 1)
     if timed := by.tables.elementwise(by.side, "index", by.rows, blocks * index.heads * index.head):
         return timed
     rows = by.rows * index.heads

@@ -13,6 +13,7 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.routing.expert_uses import Uses, count_apart, read_nbytes, used_experts, used_nbytes, used_spread
 from pshard.units.divide_unit import DividedUnit, count_shares, divide_operations, divide_unit, joined_width
 from pshard.units.moe.expert_cache import part_sizes
+from pshard.units.operands import CHOSEN
 from pshard.units.operations import LookUp, Operation, halve
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
@@ -32,13 +33,14 @@ class Setting:
     workload: Workload
     ranks: int = 1
 
-    def side(self, name: str, rows: int | None = None) -> OneSide:
+    def side(self, name: str, rows: int | None = None, unit: Unit | None = None) -> OneSide:
         """One side's view of the micro-batch; `rows`: of its tokens. A GPU computes more of them where drafts are
-        verified, up to the next size that kernels are made for."""
+        verified, up to the next size that kernels are made for. unit: whose operations begin."""
         rows = self.load.tokens if rows is None else rows
         if self.load.verifies and name == "acc" and not self.waits and rows <= SMALL_BATCH:
             rows = next_rung(rows)
-        return OneSide(name, self.tables, self.load, rows, self.workload.type_k, self.uses, self.apart)
+        ready = CHOSEN if unit is not None and unit.name in self.spec.behind_routers else None
+        return OneSide(name, self.tables, self.load, rows, self.workload.type_k, self.uses, self.apart, ready)
 
     @cached_property
     def apart(self) -> float:
@@ -116,6 +118,13 @@ class Setting:
             copies += coming * len(parts)
         return self.shares[1] * seconds, copies
 
+    def telling_choices(self, unit: Unit) -> float:
+        """Seconds in which an accelerator of its own brings a router's choices to the host, where slots follow them:
+        one more small kernel."""
+        tokens = self.load.tokens
+        follows = unit.kind.routes and any(tokens <= cache.tokens for cache in self.spec.caches)
+        return self.tables.elementwise("acc", "norm", 1, 1) if follows and not self.waits else 0.0
+
     def may_be_on_cpu(self, unit: Unit) -> bool:
         """Whether a unit may be on the CPU beside the accelerator, also on one of several ranks."""
         sums = self.ranks > 1 and self.spec.neighbours is None and not self.waits
@@ -173,7 +182,8 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     on_host, copying = setting.shares
     rows = load.logit_rows if unit.kind.gives_logits else load.tokens
     operations = unit.operations(spec.config)
-    acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows)) for s in ("acc", "host"))
+    acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows, unit)) for s in ("acc", "host"))
+    acc_seconds += setting.telling_choices(unit)
     row = sum(o.each * o.table.cols for o in operations if isinstance(o, LookUp))
     reads = load.tokens * row * 4 if unit.kind.is_looked_up else setting.reads(unit)
     fetch = write = 0
@@ -256,11 +266,11 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
     reads = 0
     work = divide_operations(unit, share, spec.config)
     if parts.on_cpu is None:
-        on_acc = acc * (price_operations(work.on_acc, setting.side("acc")) * slower + step)
+        on_acc = acc * (price_operations(work.on_acc, setting.side("acc", unit=unit)) * slower + step)
     else:
         on_acc, rest = (
-            acc * (price_operations(operations, setting.side("acc")) * slower + step)
-            for operations in (work.on_acc, work.after)
+            acc * (price_operations(operations, setting.side("acc", unit=begun)) * slower + step)
+            for operations, begun in ((work.on_acc, unit), (work.after, None))
         )
         more, less = setting.weigh_slots(unit, parts.on_cpu.first)
         on_acc *= more

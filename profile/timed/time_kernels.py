@@ -201,11 +201,28 @@ def time_elementwise(
         ("rope", rope_width, lambda count: _time_rope(bench, shape, count)),
         ("silu_mul", d_ffn, lambda count: _time_silu_mul(bench, d_ffn, count)),
     )
-    return [
+    rows = [
         ElementwiseTiming(bench.side, what, count, width, seconds)
         for what, width, seconds_of in kinds
         for count, seconds in time_series(tokens, inf, seconds_of)
     ]
+    return [*rows, *_time_quantise(bench, d_model, [count for count in tokens if count <= SMALL_BATCH])]
+
+
+def _time_quantise(bench: KernelBench, width: int, tokens: Sequence[int]) -> list[ElementwiseTiming]:
+    """What a GPU's product of few rows takes longer where nobody has left its input quantised; the matrix is kept small
+    and in cache. None where rounding costs no launch."""
+    if bench.device.type == "cpu" and not bench.rehearses:
+        return []
+    weight = bench.pool.rotate_weights("Q4_0", THIN, width)[0]
+
+    def seconds_of(count: int) -> float:
+        out, tile, fresh = bench.activations(count, THIN), _tile(bench, count), bench.activations(count, width)
+        handed = bench.median(bench.linear_calls([weight], count), count)
+        return bench.median(lambda i: bench.kernels.linear(fresh, weight, out, tile), count) - handed
+
+    found = time_series(tokens, inf, seconds_of)
+    return [ElementwiseTiming(bench.side, "quantise", count, width, s) for count, s in found if s > 0]
 
 
 def time_embedding(bench: KernelBench, qtype: str, width: int, tokens: Sequence[int]) -> list[ElementwiseTiming]:

@@ -16,6 +16,7 @@ from pshard.units.operations import (
     AddRows,
     Attend,
     Bend,
+    BendLogits,
     ChooseCells,
     Convolve,
     DeltaNet,
@@ -31,6 +32,7 @@ from pshard.units.operations import (
     NormStreams,
     NormWide,
     Operation,
+    PickRows,
     Product,
     ProductGroup,
     ResizeHeads,
@@ -41,6 +43,7 @@ from pshard.units.operations import (
     SumSquares,
     Take,
     TimesRows,
+    WeighRows,
 )
 from pshard.units.ports import BESIDE, HIDDEN, IDS, PRIOR
 from pshard.units.unit import Unit
@@ -150,7 +153,7 @@ class _Flow:
                 self.expect(self.cut(table.role).axis == "none", table.role, "is looked up by whole rows but is cut")
             case Norm():
                 return self.norm(operation, values)
-            case Take() | AddRows():
+            case Take() | AddRows() | PickRows() | BendLogits() | WeighRows():
                 return values
             case ProductGroup(matrices):
                 return tuple(self.linear(values[0], matrix) for matrix in matrices)

@@ -6,7 +6,7 @@ computes the others and then the whole `down`, whose columns are no byte range. 
 else lies in the arena.
 """
 
-from pshard.model_config import ModelConfig
+from pshard.model_config import ModelConfig, limit_of
 from pshard.units.enter import LAYER_SCALE, bias_of, enter, leave, order
 from pshard.units.operands import Rows
 from pshard.units.operations import Bend, GatedProduct, Operation, PlaceRows, Product
@@ -33,7 +33,8 @@ def _inner(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Opera
     """Of the rows of gate and up that are here, which are number `first` and those after it."""
     up, out = tensors[UP], Rows(GATED, first, tensors[UP].rows)
     if GATE in tensors:
-        return (GatedProduct(tensors[GATE], up, biases=(tensors.get(GATE_BIAS), tensors.get(UP_BIAS)), out=out),)
+        biases, limited = (tensors.get(GATE_BIAS), tensors.get(UP_BIAS)), limit_of(config.ffn_activation(up.layer)) > 0
+        return (GatedProduct(tensors[GATE], up, biases=biases, out=out, limited=limited),)
     return Product(up, tensors.get(UP_BIAS), out=out), Bend(config.activation, up.rows, tensors.get(BENT), x=out)
 
 

@@ -131,7 +131,8 @@ class ProductGroup:
 @dataclass(frozen=True)
 class GatedProduct(Onward):
     """silu(gate x) * (up x): two matrices, and the product of what they give, with `scale` times a number of each
-    token. biases: of either matrix, added to what it gives."""
+    token. biases: of either matrix, added to what it gives. limited: what they give is bounded before, see
+    `ModelConfig.ffn_limits`."""
 
     gate: TensorSpec
     up: TensorSpec
@@ -139,11 +140,44 @@ class GatedProduct(Onward):
     biases: tuple[TensorSpec | None, TensorSpec | None] = (None, None)
     x: Rows = NORMED
     out: Rows = NOWHERE
+    limited: bool = False
 
     @property
     def biased(self) -> bool:
         """Whether anything is added to what either matrix gives."""
         return any(bias is not None for bias in self.biases)
+
+    @property
+    def gated_apart(self) -> bool:
+        """Whether a GPU gates it by a launch of its own, as its product of both knows neither bounds nor biases."""
+        return self.limited or self.biased
+
+
+@dataclass(frozen=True)
+class PickRows:
+    """Of the residual stream the rows whose logits are wanted, `width` elements each."""
+
+    width: int
+    reads: ClassVar[tuple[Rows, ...]] = (STREAM,)
+    writes: ClassVar[tuple[Rows, ...]] = ()
+
+
+@dataclass(frozen=True)
+class BendLogits(InPlace):
+    """Logits, `width` a row, times `scale` (1: as they are), then bent so that none is above `cap` (0: as they are)."""
+
+    width: int
+    scale: float
+    cap: float
+    x: Rows
+
+
+@dataclass(frozen=True)
+class WeighRows(InPlace):
+    """What experts take, `width` elements a token, times the weight of the one that was chosen."""
+
+    width: int
+    x: Rows
 
 
 @dataclass(frozen=True)
@@ -716,6 +750,9 @@ Operation = (
     LookUp
     | Norm
     | Take
+    | PickRows
+    | BendLogits
+    | WeighRows
     | Product
     | ProductGroup
     | GatedProduct

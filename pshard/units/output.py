@@ -10,7 +10,7 @@ from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK
 from pshard.units.enter import normalise
 from pshard.units.operands import FOUND, STREAM
-from pshard.units.operations import Operation, Product, Take
+from pshard.units.operations import BendLogits, Operation, PickRows, Product, Take
 from pshard.units.ports import GIVES_LOGITS
 from pshard.units.ranges import Targets, place_rows
 from pshard.units.unit import ANYWHERE, Cut, Tensors, Unit, UnitKind
@@ -21,7 +21,10 @@ NORM, BIAS, HEADS = "output_norm.weight", "output_norm.bias", ("output.weight", 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     heads = (tensors[role] for role in HEADS if role in tensors)  # a rank may have none
     taken = (Take(STREAM, config.d_model),) if config.streams else normalise(tensors, NORM, config)
-    return *taken, *(Product(head, out=FOUND) for head in heads)
+    products = [Product(head, out=FOUND) for head in heads]
+    bent = config.logit_scale != 1 or config.logit_cap != 0
+    scales = [BendLogits(p.matrix.rows, config.logit_scale, config.logit_cap, FOUND) for p in products if bent]
+    return PickRows(config.d_model), *taken, *products, *scales
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:

@@ -103,13 +103,26 @@ def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
             and operation.bias is None
         ):
             found[-1] = Ffn(before, operation)
-        elif (
-            fuses(ENTER_STREAMS)
-            and isinstance(operation, NormStreams)
-            and isinstance(before, SpreadStream | InjectStream)
-            and operation.x == before.out
-        ):
-            found[-1] = EnterStreams(before, operation)
+        elif fuses(ENTER_STREAMS) and (entered := _join_entry(before, operation)):
+            found[-1] = entered
+        else:
+            found.append(operation)
+    return tuple(found)
+
+
+def _join_entry(before: Step | None, operation: Operation) -> EnterStreams | None:
+    """What goes into streams, and the norm of these right behind it, as one."""
+    if isinstance(before, SpreadStream | InjectStream) and isinstance(operation, NormStreams):
+        return EnterStreams(before, operation) if operation.x == before.out else None
+    return None
+
+
+def enter_once(operations: Iterable[Operation]) -> tuple[Operation | EnterStreams, ...]:
+    """The list with what goes into streams and their norm as one, as it is timed and carried out."""
+    found: list[Operation | EnterStreams] = []
+    for operation in operations:
+        if entered := _join_entry(found[-1] if found else None, operation):
+            found[-1] = entered
         else:
             found.append(operation)
     return tuple(found)

@@ -45,7 +45,8 @@ def resize_heads(x: torch.Tensor, out: torch.Tensor, heads: int, by: float) -> N
     given, made = x.unflatten(1, (heads, -1)), out.unflatten(1, (heads, -1))
     both = min(given.shape[2], made.shape[2])
     torch.mul(given[..., :both], by, out=made[..., :both])
-    made[..., both:].zero_()
+    if both < made.shape[2]:
+        made[..., both:].zero_()
 
 
 def _gelu16(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import packed_nbytes
 from pshard.steps.move import hand_over
 from pshard.tensor import TensorSpec
+from pshard.units.operands import CHOSEN
 from pshard.units.operations import ExpertProducts, Operation, Route
 from pshard.workload import Workload
 
@@ -40,7 +41,7 @@ def timed(seconds, *, side: str = "acc", shape: tuple = ("Q4_0", "Q4_0", 128, 8,
 
 def price(profile: MachineProfile, operation: Operation, tokens: int, side: str = "acc") -> float:
     load = TierLoad(Batch.even(tokens, 1))
-    return price_operations([operation], OneSide(side, Tables(profile), load, tokens, "bf16"))
+    return price_operations([operation], OneSide(side, Tables(profile), load, tokens, "bf16", ready=CHOSEN))
 
 
 def test_timed_experts_and_routers_cost_what_was_timed() -> None:

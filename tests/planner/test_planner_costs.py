@@ -21,6 +21,7 @@ from pshard.machine import (
 from pshard.plan import Correction, Factor
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import usable_bytes
+from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
@@ -29,6 +30,9 @@ from pshard.planner.remedies.better_machine import double_link
 from pshard.steps.step import AllReduce, Gather
 from pshard.tensor import TensorSpec
 from pshard.units.ffn import FFN
+from pshard.units.operands import STREAM
+from pshard.units.operations import Norm, Product, Take
+from pshard.units.quantised import find_runs
 from pshard.units.share import Share
 from pshard.workload import Split, Workload
 
@@ -94,7 +98,8 @@ def test_products_of_one_input_are_one_launch_in_small_batches():
     elements = [sum(m.rows * m.cols for m in u.matrices) * 1e-12 for u in spec.units[:3]]
     assert seconds(1, 1) == pytest.approx(elements[1] + 2e-6, rel=1e-3)
     assert seconds(2, 1) == pytest.approx(elements[2] + 2e-6, rel=1e-3)
-    assert seconds(3, 1) == pytest.approx(elements[2] + 2e-6 + 5e-6, rel=1e-3)  # biases come before their product
+    # a bias comes before the product of both, which nobody leaves quantised then; only one has it, so they go apart
+    assert seconds(3, 1) == pytest.approx(elements[2] + 3e-6 + 2 * 5e-6, rel=1e-3)
     assert seconds(2, 1, "cpu") == pytest.approx(elements[2] + 3e-6 + 5e-6, rel=1e-3)
     assert seconds(2, 64) == pytest.approx(elements[2] + 2e-6, rel=1e-3)
     assert seconds(2, 65) == pytest.approx(elements[2] + 3e-6 + 65 * 5e-6, rel=1e-3)
@@ -104,6 +109,32 @@ def test_products_of_one_input_are_one_launch_in_small_batches():
     profile = replace(profile, host=replace(profile.host, isa="avx512_vnni+amx"))
     assert seconds(1, 16, "cpu") == pytest.approx(elements[1] + 2e-6, rel=1e-3)
     assert seconds(1, 17, "cpu") == pytest.approx(elements[1] + 4e-6, rel=1e-3)
+
+
+def test_what_nobody_left_quantised_takes_a_launch_more_of_a_gpus_small_batches():
+    """Behind a copy; behind a norm, and above 64 tokens, products take what is there."""
+    copied = Take(STREAM, 1024), Product(TensorSpec("blk.0.a", "Q4_0", (64, 1024)))
+    normed = Norm(TensorSpec("blk.0.n", "F32", (1024,)), 1024), *copied[1:]
+    rows = tuple(ElementwiseTiming("acc", what, 1, 1024, s) for what, s in (("norm", 1e-6), ("silu_mul", 2e-6)))
+    timed = ElementwiseTiming("acc", "quantise", 1, 1024, 4e-6)
+
+    def more(tokens: int, *own: ElementwiseTiming, side: str = "acc") -> float:
+        tables, load = Tables(replace(PROFILE, elementwise=own)), TierLoad(Batch.even(tokens, 1))
+        by = OneSide(side, tables, load, tokens, "bf16")
+        return price_operations(copied, by) - price_operations(normed, by)
+
+    assert more(1, *rows) == pytest.approx(2e-6) and more(1, *rows, timed) == pytest.approx(4e-6)
+    assert more(65, *rows, timed) == pytest.approx(0.0, abs=1e-12)
+    assert more(1, *rows, timed, side="host") == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("types", "launches"), [
+    (("Q4_0",) * 3, [3]), (("Q4_0",) * 5, [3, 2]), (("Q4_0", "Q6_K", "Q4_0"), [1, 1, 1]), (("F32", "F32"), [1, 1]),
+])  # fmt: skip
+def test_matrices_of_one_input_go_together_by_three_of_a_packed_type(types: tuple[str, ...], launches: list[int]):
+    assert [len(run) for run in find_runs([(q, 32, False) for q in types])] == launches
+    assert len(find_runs([("Q4_0", 32, n == 1) for n in range(3)])) == 3  # a bias or none
+    assert len(find_runs([("Q4_0", 24, False)] * 2)) == 2  # which are no whole records
 
 
 def test_attention_grows_with_context_and_heads_read():

@@ -67,9 +67,11 @@ def test_rows_of_streams_are_looked_up_and_have_what_goes_into_them() -> None:
     assert price((*STREAMS, MIX), load=decode(0)) > 0
 
 
-def test_a_choice_costs_nothing_where_all_cells_are_seen_and_else_as_its_row_says() -> None:
+def test_a_choice_costs_a_launch_where_all_cells_are_seen_and_else_as_its_row_says() -> None:
     row = ElementwiseTiming("acc", "index", 1, 4096 * 4 * 128, 5e-5)
-    assert price((INDEX,), row, load=decode(2000)) == 0
+    launch = ElementwiseTiming("acc", "norm", 1, 1, 1e-6)
+    assert price((INDEX,), row, launch, load=decode(2000)) == pytest.approx(1e-6)
+    assert price((INDEX,), row, load=decode(2000), side="host") == 0
     assert price((INDEX,), row, load=decode(16383)) == pytest.approx(5e-5)
 
 

@@ -22,6 +22,7 @@ from pshard.units.operations import (
     Attend,
     AttendLatent,
     Bend,
+    BendLogits,
     ChooseCells,
     Convolve,
     DeltaNet,
@@ -38,6 +39,7 @@ from pshard.units.operations import (
     NormStreams,
     NormWide,
     Operation,
+    PickRows,
     Product,
     ProductGroup,
     ResizeHeads,
@@ -49,6 +51,7 @@ from pshard.units.operations import (
     SumSquares,
     Take,
     TimesRows,
+    WeighRows,
 )
 from pshard.units.ports import ENTERED, ROUTED
 
@@ -56,6 +59,9 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     LookUp: (),  # of the weights, not of the kernels
     Norm: ("rms_norm",),
     Take: (),  # activations of plain kernels are of the type of ports
+    PickRows: (),  # operators of torch, not kernels
+    BendLogits: (),
+    WeighRows: ("weigh_rows",),
     ProductGroup: ("linear_group",),
     Rotate: ("rope_store",),
     Attend: ("attention",),
@@ -94,7 +100,8 @@ def list_calls(operation: Operation) -> tuple[str, ...]:
     if isinstance(operation, Route) and operation.out.buffer == SCORED:
         return ("route", "choose_chunks")
     centred = isinstance(operation, Norm) and operation.centred
-    return (*(("centre_rows",) if centred else ()), *CALLS[type(operation)])
+    scaled = isinstance(operation, GatedProduct) and operation.scale is not None
+    return (*(("centre_rows",) if centred else ()), *CALLS[type(operation)], *(("scale_rows",) if scaled else ()))
 
 
 @pytest.fixture
@@ -117,7 +124,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in {"centre_rows", "place", "choose_chunks"}.union(*CALLS.values()):
+    for name in {"centre_rows", "place", "choose_chunks", "scale_rows"}.union(*CALLS.values()):
         monkeypatch.setattr(PlainKernels, name, record(name))
     return names
 
@@ -127,7 +134,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         *("qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "olmo2", "cohere2", "next", "dense"),
         *("jais2", "olmo", "stablelm-12b", "hunyuan-dense", "gemma4", "lfm2", "smallthinker", "laguna", "mimo2"),
-        *("grovemoe", "qwen4exp"),
+        *("grovemoe", "qwen4exp", "llama4"),
     ],
 )
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:

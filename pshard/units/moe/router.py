@@ -11,7 +11,7 @@ from pshard.model_config import ModelConfig
 from pshard.units.enter import entered_buffers
 from pshard.units.moe.routed import routed_buffer, rule_of
 from pshard.units.operands import CHOSEN, STREAM, TAKEN
-from pshard.units.operations import Norm, Operation, Route, Take
+from pshard.units.operations import Norm, Operation, Route, Take, WeighRows
 from pshard.units.ports import ROUTES
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
@@ -28,7 +28,8 @@ def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     rule = rule_of(config)
     x, scored = TAKEN if rule.early == "inputs" else STREAM, TAKEN if rule.early == "scores" else CHOSEN
     taken = Norm(norm, config.d_model, x=x, out=CHOSEN) if norm else Take(TAKEN, config.d_model, CHOSEN)
-    return taken, Route(tensors[WEIGHT], rule.used, biases, scored)
+    weighed = (WeighRows(config.d_model, CHOSEN),) if rule.weighs_inputs else ()
+    return taken, Route(tensors[WEIGHT], rule.used, biases, scored), *weighed
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:

@@ -1,9 +1,9 @@
 """Shared experts: an FFN that every token takes beside its chosen ones, from the same normed hidden states."""
 
-from pshard.model_config import ModelConfig
+from pshard.model_config import ModelConfig, limit_of
 from pshard.units.moe.routed import rule_of
 from pshard.units.operands import CHOSEN, Rows
-from pshard.units.operations import GatedProduct, Operation, Product
+from pshard.units.operations import GatedProduct, Operation, Product, Take
 from pshard.units.ports import IS_ROUTED
 from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
@@ -15,9 +15,9 @@ SCALE = "ffn_gate_inp_shexp.weight"  # [d_model]: the sigmoid of its product wit
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    gated = Rows("shared", 0, tensors[UP].rows)
-    gate = GatedProduct(tensors[GATE], tensors[UP], tensors.get(SCALE), x=CHOSEN, out=gated)
-    return gate, Product(tensors[DOWN], adds=True, x=gated)
+    gated, limited = Rows("shared", 0, tensors[UP].rows), limit_of(config.ffn_activation(tensors[UP].layer)) > 0
+    gate = GatedProduct(tensors[GATE], tensors[UP], tensors.get(SCALE), out=gated, limited=limited)
+    return Take(CHOSEN, config.d_model), gate, Product(tensors[DOWN], adds=True, x=gated)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:

@@ -25,13 +25,14 @@ from pshard.runtime.kernels.gpu.experts.experts_kernels import ExpertsOnGpu
 from pshard.runtime.kernels.gpu.index_on_gpu import IndexOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
-from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
+from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 from pshard.runtime.kernels.gpu.products.int8_rows import Target
 from pshard.runtime.kernels.gpu.streams_on_gpu import StreamsOnGpu
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.kv_codec import CODES
 from pshard.runtime.kernels.unpack import BY_ROWS
 from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.units.quantised import find_runs, is_packed
 
 if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
@@ -175,15 +176,18 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu
             parts = out[:, : sum(each)].split(each, dim=1)
             many_rows.multiply(x, tuple(map(Target, weights, parts, biases)), tile, self._picker)
             return
-        at = 0
-        for run in find_runs(weights, biases):
+        at, quantised = 0, None
+        for run in find_runs([(w.qtype, w.rows, b is not None) for w, b in zip(weights, biases, strict=True)]):
             together, theirs = tuple(weights[i] for i in run), tuple(biases[i] for i in run)
             part = out[:, at : at + sum(weight.rows for weight in together)]
-            if len(run) > 1:
-                self._few_rows.multiply(self._activations.quantise(x), together, part, theirs, False)
+            if is_packed(together[0].qtype):
+                quantised = quantised or self._activations.quantise(x)  # once for all that take it
+                self._few_rows.multiply(quantised, together, part, theirs, False)
             else:
-                self.linear(x, together[0], part, tile, theirs[0])
+                self._few_rows.multiply_plain(x, together[0], part, theirs[0], False)
             at += part.shape[1]
+        if not all(is_packed(weight.qtype) for weight in weights):
+            self._activations.ready = None
 
     def gate_up(
         self,

@@ -15,7 +15,7 @@ from pshard.runtime.kernels.gpu.products.places import places
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
-from pshard.runtime.kernels.unpack import BY_ROWS, PLAIN
+from pshard.runtime.kernels.unpack import PLAIN
 from pshard.times.gpu_tiles import Tile
 
 PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
@@ -149,22 +149,6 @@ class FewRows:
             QUANTISE=ready is not None, UNSCALED=normed, NEXT=following is not None,
             num_warps=tile.warps, maxnreg=tile.registers, **push,
         )  # fmt: skip
-
-
-def find_runs(weights: tuple[Packed, ...], biases: tuple[torch.Tensor | None, ...]) -> list[list[int]]:
-    """Numbers of those that one launch multiplies: up to three neighbours of one packed type, of whole records, all
-    with a bias or none."""
-    runs: list[list[int]] = []
-    last = None
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        alone = weight.qtype in BY_ROWS or weight.rows % ROW_BLOCK
-        like = None if alone else (weight.qtype, bias is None)
-        if like is not None and like == last and len(runs[-1]) < 3:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-        last = like
-    return runs
 
 
 def cut_columns(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
