@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import open_engine, pinned_everywhere
 from family_files import _OWN_KEYS, FAMILIES, IN_FOLDERS, RECIPES, REMOTE, write_family, write_family_folder
-from family_forward import LongRope, Moe, Yarn, family_logits
+from family_forward import LongRope, Moe, Recipe, Weights, Yarn, family_logits
 from model_files import write_gguf
 from plan_samples import make_tier
 
@@ -330,6 +330,25 @@ def test_biases_of_an_ffn_go_with_its_rows(family: str, place: tuple, tmp_path: 
     tiers = tuple(make_tier(spec, n, where, 2, LONG, 1, batch=64) for n in (1, 64))
     with open_engine(path, tiers, "fast", LONG) as engine:
         assert difference(run(engine), family_logits(recipe, weights, IDS)) < 1e-5
+
+
+@pytest.mark.parametrize("left", [("gate",), ("up",), ("down",)], ids=str)
+def test_a_gated_ffn_may_have_biases_of_some_products(
+    left: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = family_files._as_stored
+
+    def leave_out(family: str, recipe: Recipe, weights: Weights) -> Weights:
+        lacks = tuple(f"ffn_{role}.bias" for role in ("gate", "up", "down") if role not in left)
+        return {name: w for name, w in stored(family, recipe, weights).items() if not name.endswith(lacks)}
+
+    monkeypatch.setattr(family_files, "_as_stored", leave_out)
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "llama-biased")
+    kept = leave_out("llama-biased", recipe, weights)
+    expected = family_logits(recipe, {name: w * (name in kept) for name, w in weights.items()}, IDS)
+    for kernels in ("plain", "fast"):
+        with open_engine(path, context=LONG, kernels=kernels) as engine:
+            assert difference(run(engine), expected) < 1e-5
 
 
 def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None:
