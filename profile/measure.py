@@ -51,6 +51,7 @@ from pshard.profile.timed.kernel_jobs import Found, Job, Row, list_jobs, require
 from pshard.profile.timed.measure_reserve import measure_reserve
 from pshard.profile.timed.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.timed.rank_shares import measure_shares
+from pshard.profile.timed.slot_cost import time_slots
 from pshard.profile.timed.step_cost import time_launch, time_steps
 from pshard.profile.timed.time_in_place import Layer, time_in_place
 from pshard.profile.timed.time_kernels import KernelBench, repeat_unlike
@@ -62,7 +63,7 @@ from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import Device, open_device
 from pshard.runtime.devices.usable_gpus import describe_unused
-from pshard.runtime.kernels.api import TiledKernels
+from pshard.runtime.kernels.api import Kernels, TiledKernels
 from pshard.runtime.kernels.gpu.tiles.kernel_failures import describe_failure, is_kernel_failure
 from pshard.times.gpu_tiles import TileChoice
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
@@ -126,6 +127,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         rows: list[Found] = [*steps.rows, *time_drafts("acc", device, fast, steps.of("acc"))]
         if acc is not None:
             rows.append(time_launch("acc", device, fast))
+            rows += find_slot_cost(request, "acc", device, fast, host)
         cores = read_core_time()
         deadline = started + request.effort.limit
 
@@ -242,6 +244,7 @@ def measure_accelerator(
         own += time_drafts(side, device, (fast, on_host), steps.of(side))
         if device.kind != "cpu":
             rows.append(time_launch(side, device, (fast, on_host)))
+            rows += find_slot_cost(request, side, device, (fast, on_host), host)
             rows += time_in_place(bench, device, layers_to_read(request))
             rows += find_reserve(request, side, device, notes)
         return [*own, *rows], copies, tiles, skipped
@@ -252,6 +255,14 @@ def measure_accelerator(
 def find_reserve(request: ProfileRequest, side: str, device: Device, notes: list[str]) -> tuple[Reserve, ...]:
     """What torch and the kernels take of an accelerator; none in a short profile, which loads too few kernels."""
     return () if request.effort.short else measure_reserve(side, device, notes)
+
+
+def find_slot_cost(
+    request: ProfileRequest, side: str, device: Device, fast: tuple[Kernels, Kernels], host: KernelBench
+) -> Sequence[ElementwiseTiming]:
+    """What slots that follow use cost the host; none in a short profile, or for a model without experts."""
+    follows = not request.effort.short and (request.model is None or request.model.experts)
+    return time_slots(side, device, fast, MemoryReader(host)) if follows else ()
 
 
 def fit_request(request: ProfileRequest, device: Device) -> tuple[ProfileRequest, tuple[str, ...]]:

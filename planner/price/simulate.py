@@ -288,8 +288,8 @@ class _Machine:
         """NewExperts on their way to slots must be there before the micro-batch begins; then the next leave."""
         if self.refilled is not None:
             self.acc = max(self.acc, self.link.wait(self.refilled))
-        seconds, copies = self.costs.setting.refill
-        self.host += copies * self.costs.copy_issue
+        seconds, on_host = self.costs.setting.refill
+        self.host += on_host
         self.refilled = self.read_in_place(step, max(self.host, self.acc), seconds)
 
     def read_in_place(self, step: Compute | Move, start: float, seconds: float) -> _Copy:

@@ -10,6 +10,7 @@ from pshard.collectives import wire_type
 from pshard.homes import ACC, READ, Lane
 from pshard.model import ModelSpec
 from pshard.on_disk import list_lookups
+from pshard.planner.price.host_issue import copy_issue
 from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
@@ -178,8 +179,8 @@ class TierCosts:
 
     @cached_property
     def copy_issue(self) -> float:
-        """Host seconds to start a copy: events, queue and call; where it was not timed, what issuing a unit takes."""
-        return self.tables.elementwise("acc", "copy", 1, 1) or self.tables.elementwise("acc", "step", 1, 1)
+        """Host seconds to start a copy."""
+        return copy_issue(self.tables)
 
     @cached_property
     def run_issue(self) -> float:

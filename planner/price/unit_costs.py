@@ -7,6 +7,7 @@ from typing import TypeVar
 from pshard.batch_sizes import SMALL_BATCH, next_rung
 from pshard.homes import ON_CPU
 from pshard.model import ModelSpec
+from pshard.planner.price.host_issue import admit_issue, follow_issue
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
@@ -109,14 +110,16 @@ class Setting:
 
     @property
     def refill(self) -> tuple[float, float]:
-        """Seconds of the link for the experts that are expected to be brought to slots, and how many copies they
-        are."""
-        seconds = copies = 0.0
+        """Seconds of the link for the experts that are expected to be brought to slots, and of the host, which looks at
+        a step's choices, changes tables and starts the copies."""
+        link = host = 0.0
         for cache in self.spec.caches:
             parts, coming = part_sizes(self.spec.unit(cache.units[0])).values(), cache.refill(self.load.tokens)
-            seconds += coming * sum(self.tables.copy("h2d", nbytes) for nbytes in parts)
-            copies += coming * len(parts)
-        return self.shares[1] * seconds, copies
+            link += coming * sum(self.tables.copy("h2d", nbytes) for nbytes in parts)
+            follows = not cache.is_on_demand and self.load.tokens <= cache.tokens
+            host += follow_issue(self.tables) if follows else 0.0
+            host += coming * admit_issue(self.tables, len(parts))
+        return self.shares[1] * link, host
 
     def telling_choices(self, unit: Unit) -> float:
         """Seconds in which an accelerator of its own brings a router's choices to the host, where slots follow them:

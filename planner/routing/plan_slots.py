@@ -18,6 +18,7 @@ from pshard.plan import Correction, RankPlan, TierPlan, Variant
 from pshard.planner.join_ranks import joint_seconds
 from pshard.planner.make_plan import Sketch, plan_baseline, plan_variant, predict_again, sketch_plan
 from pshard.planner.prepare_ranks import price_tiers
+from pshard.planner.price.host_issue import admit_issue
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.published.strategies import EXPERT_LRU
 from pshard.planner.routing.plan_disk_slots import lives_on_disk, plan_disk_slots
@@ -32,6 +33,7 @@ from pshard.workload import Workload
 SHARES = (0.3, 0.6, 0.95)  # of what experts take of VRAM: pools that are tried
 SPARE_SHARE = 0.5  # of the time in which the link has nothing else to do: what admissions may take of it
 LEAST_SHARE = 0.15  # of all time: where the link limits the plan without slots, which slots relieve
+HOST_SHARE = 0.15  # of all time, that the host may take to bring experts: nothing else begins meanwhile
 MOST_ADMITS = 16  # after each micro-batch; more move hit rates little
 
 RankCaches = tuple[tuple[ExpertCache, ...], ...]
@@ -216,8 +218,8 @@ def _count_in_vram(spec: ModelSpec, tier: TierPlan) -> int:
 
 
 def _count_admits(spec: ModelSpec, tables: Tables, tier: TierPlan) -> int:
-    """How many experts may be brought in after a micro-batch so that none waits for the link; 0 where there are none.
-    What they cost after all is simulated."""
+    """How many experts may be brought in after a micro-batch so that none waits for the link, and little for the host;
+    0 where there are none. What they cost after all is simulated."""
     units = [unit for unit in spec.units if unit.kind.parts and unit.tensors]
     if not units:
         return 0
@@ -225,4 +227,5 @@ def _count_admits(spec: ModelSpec, tables: Tables, tier: TierPlan) -> int:
     idle = prediction.seconds - dict(prediction.busy).get("link", 0.0)
     spare = max(SPARE_SHARE * idle, LEAST_SHARE * prediction.seconds)
     each = max(sum(tables.copy("h2d", nbytes) for nbytes in part_sizes(unit).values()) for unit in units)
-    return max(1, min(MOST_ADMITS, int(spare / each)))
+    on_host = HOST_SHARE * prediction.seconds / max(1e-9, admit_issue(tables, len(part_sizes(units[0]))))
+    return max(1, min(MOST_ADMITS, int(spare / each), int(on_host)))

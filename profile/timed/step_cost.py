@@ -19,6 +19,7 @@ from pshard.machine import ElementwiseTiming
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig, Rope
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
+from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
 from pshard.runtime.executor import Executor, Group
@@ -95,11 +96,13 @@ class NoKernels:
     def _nothing(self, *arguments: Any, **more: Any) -> None:
         pass
 
-    forget = look_up = rms_norm = linear = linear_group = gate_up = rope_store = _nothing
+    forget = look_up = rms_norm = linear = linear_group = gate_up = rope_store = route = add_rows = _nothing
 
     def attention(self, *arguments: Any, **more: Any) -> None:
         if self._reads is not None:
             self._reads()
+
+    experts = attention
 
     def ffn(self, *arguments: Any) -> bool:
         self.attention()
@@ -178,15 +181,19 @@ def _time_walk(
 ) -> float:
     """Seconds of a walk with so many tokens over a small model, placed as `_one_tier` says, less what `kernels` of the
     host kept account of."""
-    ids = [0] * tokens
-    segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
-    samples: list[float] = []
     many = AGAIN if where == PINNED and tokens == 1 else 1  # short ones, of which differences are taken
     with open_executor(where, tokens, device, kernels, spec or make_small_model()) as executor:
-        for _ in range(many * WALKS):
-            start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
-            executor.run(ids, segments, Batch((Span(tokens, 1),)), lambda: segments, foresee=lambda: segments)
-            samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
+        return time_runs(executor, tokens, many, kernels[1])
+
+
+def time_runs(executor: Executor, tokens: int, many: int, host: Any) -> float:
+    """The median seconds of `many` times WALKS micro-batches, less what kernels of the host kept account of."""
+    segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
+    samples: list[float] = []
+    for _ in range(many * WALKS):
+        start, elsewhere = time.perf_counter(), getattr(host, "seconds", 0.0)
+        executor.run([0] * tokens, segments, Batch((Span(tokens, 1),)), lambda: segments, foresee=lambda: segments)
+        samples.append(time.perf_counter() - start - (getattr(host, "seconds", 0.0) - elsewhere))
     return statistics.median(samples[many * WARM_UPS :])
 
 
@@ -216,11 +223,20 @@ def open_executor(
     where: str, tokens: int, device: Device, kernels: tuple[Any, Any], spec: ModelSpec
 ) -> Iterator[Executor]:
     """An executor of a model placed as `_one_tier` says, for micro-batches of so many tokens."""
-    plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
+    with open_plan(spec, _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens), device, kernels) as executor:
+        yield executor
+
+
+@contextmanager
+def open_plan(
+    spec: ModelSpec, plan: RankPlan, device: Device, kernels: tuple[Any, Any], play: RoutingPlay | None = None
+) -> Iterator[Executor]:
+    """An executor of a model under a plan. play: what its tokens choose."""
     weights = HostWeights(map(whole_unit, spec.units), device)
     weights.lock()
     states = StateShape(CONTEXT, 1, "bf16", "bf16")
-    executor = Executor(spec, plan, device, device.allocate(plan.budget_mib << 20), weights, states, kernels, Group())
+    arena = device.allocate(plan.budget_mib << 20)
+    executor = Executor(spec, plan, device, arena, weights, states, kernels, Group(), play=play)
     yield executor
     executor.close()
     weights.close()

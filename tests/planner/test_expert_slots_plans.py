@@ -12,6 +12,7 @@ from slot_cases import DRIFTING, EXPERTS, FILE, LAYERS, PROFILE, RATES, USED, WO
 
 from pshard.batch import Batch
 from pshard.errors import NoPlan
+from pshard.machine import ElementwiseTiming
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
 from pshard.plan import Variant
@@ -130,8 +131,24 @@ def test_steps_bring_in_as_many_experts_as_they_are_priced_by(drafts: int) -> No
             follower.observe(record.ids[step * width : (step + 1) * width])
         brought = (follower.counts.admitted - before) / (steps - steps // 2)
         assert cache.refill(width) == pytest.approx(brought, rel=0.02)
-        assert price(width, cache).setting.refill[1] == pytest.approx(3 * brought, rel=0.02)
+        costs = price(width, cache)
+        assert costs.setting.refill[1] == pytest.approx(3 * brought * costs.copy_issue, rel=0.02)
     assert cache.refill(rows) >= cache.refill(1) > 0.5
+
+
+def test_following_use_costs_the_host_what_was_timed_of_it() -> None:
+    """Also where nothing comes; on top of the copies, which are part of what an expert costs there."""
+    rows = ElementwiseTiming("acc", "slots", 1, 1, 2e-4), ElementwiseTiming("acc", "admit", 1, 1, 1e-4)
+    timed = replace(PROFILE, elementwise=(*PROFILE.elementwise, *rows))
+
+    def on_host(cache: ExpertCache, tokens: int = 1) -> float:
+        load = TierLoad(Batch.even(tokens, 1))
+        spec = replace(FILE.spec, caches=(cache,))
+        return tier_costs(spec, Tables(timed), load, Workload((1000,), context=128)).setting.refill[1]
+
+    cache = cache_of([0.5] * 16, admitted=3.0)
+    assert on_host(cache) == pytest.approx(2e-4 + 3 * 1e-4) and on_host(cache, 2) == pytest.approx(2e-4 + 4 * 1e-4)
+    assert on_host(replace(cache, admits=0)) == pytest.approx(2e-4) and on_host(cache, 16) == 0.0
 
 
 def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: None) -> None:
