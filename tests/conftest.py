@@ -132,6 +132,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
     from hypothesis.internal.conjecture import providers
 
+    gc.set_threshold(100_000, 20, 100)  # nearly all that collecting tests makes lives to the end
+
     if config.getoption("--as-card"):  # before anything has imported a kernel
         os.environ[AS_CARD] = config.getoption("--as-card")
 
@@ -158,7 +160,6 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, An
 def pytest_collection_finish() -> None:
     """Modules and test items live to the end: the collector need not walk through them at every turn."""
     gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

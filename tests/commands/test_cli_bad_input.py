@@ -573,15 +573,19 @@ def test_an_interrupt_that_an_import_swallows_is_told_and_not_what_came_of_it(ca
 def test_interrupted_profile_leaves_no_file(tmp_path: Path) -> None:
     place = tmp_path / "profile.json"
     words = [sys.executable, "-m", "pshard.commands.cli_profile", "-o", str(place), "-t", "1"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None and process.stdout is not None
-        try:
-            assert process.stderr.readline().startswith("A full profile takes about")  # it measures from here on
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
-        finally:
-            process.kill()
-        assert process.stderr.read() == "interrupted\n" and process.stdout.read() == ""
+    with open(tmp_path / "printed", "w+") as printed:
+        process = WarmProcess(words, stdout=printed, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        with process.stderr as said:
+            try:
+                assert said.readline().startswith(b"A full profile takes about")  # it measures from here on
+                process.send_signal(signal.SIGINT)
+                assert process.wait(60) == 130
+            finally:
+                process.kill()
+            assert said.read() == b"interrupted\n"
+        printed.seek(0)
+        assert printed.read() == ""
     assert list(tmp_path.glob("*profile.json*")) == []
 
 

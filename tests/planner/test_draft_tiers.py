@@ -8,6 +8,7 @@ from planner_cases import DESKTOP, OWN, make_model
 from routing_samples import make_drifting_record, make_record
 
 from pshard.batch import VERIFY
+from pshard.plan import Variant
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.profile_tables import Tables
@@ -79,22 +80,23 @@ def test_a_delta_net_takes_drafts_one_after_the_other() -> None:
     assert prompt.takes_chunks and not drafts.takes_chunks
 
 
-def test_the_rate_is_of_tokens_and_not_of_steps() -> None:
-    spec, profile = make_model(layers=2), profile_from_datasheet(DESKTOP)
+@pytest.fixture(scope="module")
+def drafted() -> Variant:
+    """A plan of steps with three drafts for a model of which most lies outside VRAM."""
     work = draft(replace(WORK, vram_mib=(OWN + 30,)), 3, 0.8)
-    variant = plan_variant(spec, profile, work)
-    seconds = {t.tokens: t.prediction.seconds for t in variant.ranks[0].tiers}
+    return plan_variant(make_model(layers=2), profile_from_datasheet(DESKTOP), work)
+
+
+def test_the_rate_is_of_tokens_and_not_of_steps(drafted: Variant) -> None:
+    seconds = {t.tokens: t.prediction.seconds for t in drafted.ranks[0].tiers}
     assert list(seconds)[:2] == [1, 4]
-    assert decode_rate(variant) == pytest.approx(2.952 / seconds[4])
-    assert round_seconds(variant) - first_token_seconds(variant) == pytest.approx(256 / 2.952 * seconds[4])
+    assert decode_rate(drafted) == pytest.approx(2.952 / seconds[4])
+    assert round_seconds(drafted) - first_token_seconds(drafted) == pytest.approx(256 / 2.952 * seconds[4])
 
 
-def test_steps_with_drafts_are_timed_as_the_plan_says() -> None:
-    spec, profile = make_model(layers=2), profile_from_datasheet(DESKTOP)
-    work = draft(replace(WORK, vram_mib=(OWN + 30,)), 3, 0.8)
-    variant = plan_variant(spec, profile, work)
-    tier, load = variant.ranks[0].tiers[1], tier_loads(work)[1]
-    times = time_steps(spec, profile, variant)
+def test_steps_with_drafts_are_timed_as_the_plan_says(drafted: Variant) -> None:
+    tier, load = drafted.ranks[0].tiers[1], tier_loads(drafted.workload)[1]
+    times = time_steps(make_model(layers=2), profile_from_datasheet(DESKTOP), drafted)
     assert times.seconds(0, 0, 4, load.past) == pytest.approx(tier.prediction.seconds, rel=1e-9)
     assert times.seconds(0, 0, 2, load.past) <= times.seconds(0, 0, 4, load.past)
 
