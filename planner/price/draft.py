@@ -227,6 +227,7 @@ def _shape(room: Room, costs: TierCosts) -> StepShape:
         room.workload.type_v,
         room.ranks,
         costs.tables.kind == "cpu",
+        apart=costs.setting.apart,
     )
 
 

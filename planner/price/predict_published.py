@@ -56,21 +56,20 @@ class Predictor:
         load = TierLoad(batch)
         v, w = self._variant, self._variant.workload
         on_host = self._tables.kind == "cpu"
-        shape = StepShape(
-            load.tokens, load.sequences * load.past, load.logit_rows, load.sequences, w.type_k, w.type_v, len(v.ranks),
-            on_host,
-        )  # fmt: skip
         tiers = [rank.covering(max(load.tokens, under)) for rank in v.ranks]
         specs = [
             replace(spec, caches=tuple(cache for cache in rank.caches if _counts(cache, tier.tokens, load.tokens)))
             for spec, rank, tier in zip(self._specs, v.ranks, tiers)
         ]
-        steps = [emit_steps(spec, tier, shape) for spec, tier in zip(specs, tiers)]
         costs = [
             tier_costs(spec, self._tables.of_accelerator(w.device + i), load, w, len(v.ranks), self._staged[i])
             for i, spec in enumerate(specs)
         ]
-        return steps, costs
+        shape = StepShape(
+            load.tokens, load.sequences * load.past, load.logit_rows, load.sequences, w.type_k, w.type_v, len(v.ranks),
+            on_host, apart=min(cost.setting.apart for cost in costs),
+        )  # fmt: skip
+        return [emit_steps(spec, tier, shape) for spec, tier in zip(specs, tiers)], costs
 
     def prefill(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to prefill `tokens` tokens of each sequence after `depth` cells, in the engine's micro-batches: in

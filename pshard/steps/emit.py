@@ -219,11 +219,11 @@ class StepEmitter:
         now = _Whereabouts(self.spec, tokens, stays, at)
         uses = self.spec.uses_outside(name, tier.tokens)
         if source == "link":
-            reads = _expect_read(unit, share, self.spec.config, tokens, uses)
+            reads = _expect_read(unit, share, self.spec.config, self.shape.unrelated, uses)
         elif source == DEMAND and kind.is_looked_up:
             reads = rows_nbytes(unit, self.spec.config, tokens)
         elif source == DEMAND:
-            reads = _expect_missed(unit, self.spec.config, tokens, uses)
+            reads = _expect_missed(unit, self.spec.config, self.shape.unrelated, uses)
         steps: list[Step] = []
         if share.cpu:
             steps += [*now.bring("acc", unit.ports), *now.bring("cpu", unit.ports, share=True)]

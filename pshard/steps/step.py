@@ -130,7 +130,8 @@ class StepList:
 class StepShape:
     """Sizes of one micro-batch: new tokens, cells already cached (sum over its sequences), logit rows wanted.
 
-    `sums_on_host`: ranks without accelerators sum where they computed; others sum on the accelerator.
+    `sums_on_host`: ranks without accelerators sum where they computed; others sum on the accelerator. `apart`: how many
+    unrelated tokens use as many experts as these, which may follow each other in a text; None: all of them.
     """
 
     tokens: int
@@ -141,6 +142,12 @@ class StepShape:
     type_v: str = "bf16"
     ranks: int = 1
     sums_on_host: bool = False
+    apart: float | None = None
+
+    @property
+    def unrelated(self) -> float:
+        """How many unrelated tokens use as many experts."""
+        return self.tokens if self.apart is None else self.apart
 
     @property
     def states(self) -> StateShape:

@@ -24,8 +24,12 @@ from pshard.planner.time_steps import time_steps
 from pshard.predicted_times import first_token_seconds, round_seconds
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.routing.expert_map import map_experts
+from pshard.routing.followed import find_eligible, make_follower
+from pshard.routing.measure_popularity import measure_popularity
+from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
 from pshard.session.run_request import suggest_budget
+from pshard.speculation import Acceptance, Drafting
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import DEMAND, Compute, StepShape
 from pshard.workload import Workload
@@ -148,6 +152,29 @@ def test_more_memory_or_a_faster_disk_makes_no_plan_beside_a_gpu_slower(change: 
     }
     rounds = [round_seconds(plans[change](n)[1]) for n in range(3)]
     assert all(more <= less * 1.001 for less, more in pairwise(rounds)) and rounds[-1] < least * rounds[0]
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_steps_that_verify_read_what_replays_of_such_steps_miss(drafts: int) -> None:
+    """Rows of one text follow each other and share experts, of which each is read once."""
+    record, rows = make_drifting_record(1500, layers=4), drafts + 1
+    spec, profile = order_experts(SPEC, measure_popularity(record)), make_machine(36 * MIB)
+    work = replace(WORKLOAD, ram_mib=36, drafting=Drafting("lookup", drafts), acceptance=Acceptance((0.8,)))
+    work = suggest_budget(work, spec, profile)
+    found = plan_slots(spec, profile, work, plan_variant(spec, profile, work), record)
+    (cache,) = found.ranks[0].caches
+    (timed,) = time_steps(spec, profile, found, rows)
+    read = sum(step.nbytes for step in timed.steps if step.source == DEMAND)
+    follower = make_follower(cache, find_eligible(spec, cache, found.ranks[0]))
+    own, steps, before = record.of_layers([spec.unit(name).layer for name in cache.units]), record.tokens // rows, 0
+    for step in range(steps):
+        before = follower.counts.admitted if step == steps // 2 else before
+        follower.observe(own.ids[step * rows : (step + 1) * rows])
+    missed = (follower.counts.admitted - before) / (steps - steps // 2)
+    assert read == pytest.approx(missed * cache.slot_bytes, rel=0.15)  # priced as if each row missed by itself
+    apart = emit_steps(replace(spec, caches=(cache,)), found.ranks[0].covering(rows), StepShape(rows, 0, rows))
+    unrelated = sum(step.reads for step in apart.body if isinstance(step, Compute))
+    assert unrelated > (1.05 if drafts == 1 else 1.25) * read
 
 
 def test_a_record_promises_what_a_replay_finds() -> None:
