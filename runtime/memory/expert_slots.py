@@ -84,6 +84,7 @@ class SlotPool:
             at += align(nbytes, TENSOR_ALIGN)
         self._brought: Any = None  # event of the last copy that a micro-batch started
         self._matrices: dict[int, tuple[Packed, Packed, Packed]] = {}  # by slot
+        self._found: dict[int, list[tuple[int, int, int]]] = {}  # see `_stacks`
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -180,13 +181,21 @@ class SlotPool:
 
     def _pieces(self, move: Move) -> list[Piece]:
         """The ranges of its unit's blob in host memory that an expert is, and where they go in the pool."""
-        unit, first = self._units[move.layer], move.slot * self._slot_bytes
-        held = self._transfers.held(unit.name)
-        place, offsets = self._places[move.layer][move.expert] - held.first, held.unit.offsets()
-        return [
-            Piece(offsets[role][0] + place * nbytes, first + self._at[role], nbytes)
-            for role, nbytes in part_sizes(unit).items()
-        ]
+        first, place = move.slot * self._slot_bytes, self._places[move.layer][move.expert]
+        return [Piece(start + place * nbytes, first + at, nbytes) for start, at, nbytes in self._stacks(move.layer)]
+
+    def _stacks(self, row: int) -> list[tuple[int, int, int]]:
+        """Of each stack of a layer: where the expert at place 0 would begin in the unit's blob in host memory, where a
+        slot has its part, and bytes of one; worked out once."""
+        if row not in self._found:
+            unit = self._units[row]
+            held = self._transfers.held(unit.name)
+            offsets = held.unit.offsets()
+            self._found[row] = [
+                (offsets[role][0] - held.first * nbytes, self._at[role], nbytes)
+                for role, nbytes in part_sizes(unit).items()
+            ]
+        return self._found[row]
 
 
 class ExpertSlots:
