@@ -157,6 +157,15 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, An
     return made
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """torch, whose own seed differs from process to process, draws the same numbers whatever ran before."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
+
+
 def pytest_collection_finish() -> None:
     """Modules and test items live to the end: the collector need not walk through them at every turn."""
     gc.freeze()

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from cli_world import write_profile
+from own_port import find_port
 
 from pshard.commands import cli_plan
 from pshard.jsonio import from_json
@@ -109,9 +109,7 @@ def test_llama_cli_takes_the_arguments(emit: Callable[..., Emitted], flags: tupl
 @pytest.mark.parametrize("flags", CASES[:2], ids=" ".join)
 def test_llama_server_takes_the_arguments(emit: Callable[..., Emitted], tmp_path: Path, flags: tuple[str, ...]) -> None:
     path, made = program("llama-server"), emit("llama.cpp", *flags)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_port()
     log = tmp_path / "server.log"
     local = ["--host", "127.0.0.1", "--port", str(port), "-t", "1", "--no-warmup", "-v"]
     with log.open("wb") as file:

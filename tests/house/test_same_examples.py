@@ -1,10 +1,11 @@
-"""Hypothesis draws the same examples in every run, whatever ran before."""
+"""Hypothesis and torch draw the same in every run, whatever ran before."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,3 +31,9 @@ def test_examples_do_not_depend_on_what_is_imported(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "of_numbers", module)
     spec.loader.exec_module(module)
     assert draw_examples() == before
+
+
+def test_torch_draws_the_same_numbers_in_every_run() -> None:
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(3))

@@ -50,12 +50,11 @@ def test_this_process_and_guests_are_not_others(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_core_time_of_another_process_is_among_the_others() -> None:
-    program = "import time; print(flush=True); end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
+    program = "import time; input(); end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as other:
         before = read_core_time()
-        assert other.wait() == 0
+        other.communicate(b"go\n")
+        assert other.returncode == 0
         after = read_core_time()
     stolen = after.stolen - before.stolen  # some systems count it as the process's own time
     assert after.others - before.others + stolen > 0.2  # 0.3 s less what the clock ticks leave out

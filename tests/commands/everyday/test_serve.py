@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from cli_world import World, make_world, world_in
+from own_port import find_port
 from short_searches import shorten_searches
 from warm_python import WarmProcess
 
@@ -54,8 +55,7 @@ class Running:
     """pshard serve as a process, forked from one that has imported torch, or with `cold` as a user starts it."""
 
     def __init__(self, world: World, *flags: str, cold: bool = False) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = find_port()
         words = ["-m", str(world.model), "--vram", "8", "--port", str(port), *flags]
         environment = os.environ | {"PSHARD_CACHE": str(world.profile.parent), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words]
