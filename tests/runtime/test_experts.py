@@ -188,7 +188,7 @@ def planned() -> tuple[ExpertsFile, Variant]:
     file = ExpertsFile(Experts(N_EXPERTS, 2, 160), layers=2, d_model=512)
     with pytest.MonkeyPatch.context() as patch:
         lengthen_searches(patch)
-        return file, plan_toy(file, 6)
+        return file, plan_toy(file, 5)
 
 
 def places(tier: TierPlan) -> list[Placement]:
