@@ -13,6 +13,8 @@ from engines import open_engine
 from family_files import write_family
 from family_forward import family_logits
 from interpreted import expect_interpreted_to_pass, mend_interpreter
+from qwen4exp_files import RECIPES as STREAMS
+from qwen4exp_files import make_weights, qwen4exp_logits, read_tensors, write_qwen4exp
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 READY = os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,7 +23,7 @@ if READY:
     mend_interpreter()
 
 PARTS = (11, 5, 1, 1)
-IDS = [(7 * i * i + 3 * i) % 320 for i in range(sum(PARTS))]
+IDS = [(7 * i * i + 3 * i) % 300 for i in range(sum(PARTS))]
 CASES = {  # a family whose units hand something on, in a type, and a rule of it whose lack would show
     ("llama-biased", "BF16"): {"ffn_biases": False},
     ("llama-biased", "Q8_0"): {"ffn_biases": False},
@@ -49,6 +51,14 @@ def kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def read(path: Path) -> np.ndarray:
+    """Logits of a prompt, of a few tokens, and of single ones."""
+    with open_engine(path, context=128, tokens=(1, 64), kernels="fast", kv_types=("bf16", "bf16")) as engine:
+        reading = iter(IDS)
+        parts = [[next(reading) for _ in range(n)] for n in PARTS]
+        return torch.cat([engine.forward(part, all_logits=True) for part in parts]).double().numpy()
+
+
 def difference(found: np.ndarray, expected: np.ndarray) -> float:
     """Of the middle token the largest difference, in standard deviations of the expected logits: now and then bfloat16
     turns a token to another expert, or a score."""
@@ -60,10 +70,15 @@ def difference(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize(("family", "qtype"), CASES)
 def test_logits_are_those_of_a_float64_forward_but_for_bfloat16(family: str, qtype: str, tmp_path: Path) -> None:
     recipe, weights, path = write_family(tmp_path / "m.gguf", family, qtype=qtype)
-    with open_engine(path, context=128, tokens=(1, 64), kernels="fast", kv_types=("bf16", "bf16")) as engine:
-        reading = iter(IDS)
-        parts = [[next(reading) for _ in range(n)] for n in PARTS]
-        found = torch.cat([engine.forward(part, all_logits=True) for part in parts]).double().numpy()
+    found = read(path)
     right = family_logits(recipe, weights, IDS)
     wrong = family_logits(replace(recipe, **CASES[family, qtype]), weights, IDS)
     assert difference(found, right) < 0.1 < 0.5 < difference(wrong, right)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("kernels_of_gpus")
+def test_streams_index_and_n_grams_give_those_of_theirs(tmp_path: Path) -> None:
+    recipe, weights = STREAMS["plain"], make_weights(STREAMS["plain"])
+    path = write_qwen4exp(tmp_path / "m.gguf", recipe, weights, "BF16")
+    assert difference(read(path), qwen4exp_logits(recipe, read_tensors(path), IDS)) < 0.1
