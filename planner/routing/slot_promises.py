@@ -52,7 +52,7 @@ class Pool:
 
     def make_cache(self, slots: int, policy: str, admits: int) -> ExpertCache:
         """Slots of which nothing is promised yet."""
-        tokens = max(FOLLOW_TOKENS, min(self.together, MOST_FOLLOW_TOKENS))
+        tokens = max(FOLLOW_TOKENS, min(self.together * self.rows, MOST_FOLLOW_TOKENS))
         names = tuple(unit.name for unit in self.units)
         return ExpertCache(names, slots, self.slot_nbytes, policy, admits, tokens=tokens)
 

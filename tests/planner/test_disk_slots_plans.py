@@ -154,9 +154,10 @@ def test_more_memory_or_a_faster_disk_makes_no_plan_beside_a_gpu_slower(change: 
     assert all(more <= less * 1.001 for less, more in pairwise(rounds)) and rounds[-1] < least * rounds[0]
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("drafts", [1, 3, 11])
 def test_steps_that_verify_read_what_replays_of_such_steps_miss(drafts: int) -> None:
-    """Rows of one text follow each other and share experts, of which each is read once."""
+    """Rows of one text follow each other and share experts, of which each is read once. Also of more rows than others'
+    steps use slots for."""
     record, rows = make_drifting_record(1500, layers=4), drafts + 1
     spec, profile = order_experts(SPEC, measure_popularity(record)), make_machine(36 * MIB)
     work = replace(WORKLOAD, ram_mib=36, drafting=Drafting("lookup", drafts), acceptance=Acceptance((0.8,)))

@@ -43,18 +43,19 @@ def write_model(folder: Path, **shape) -> Path:
 
 
 def plan_by_hand(
-    spec: ModelSpec, slots: int, on_host: bool = False, context: int = 256, reserve_mib: int = 0
+    spec: ModelSpec, slots: int, on_host: bool = False, context: int = 256, reserve_mib: int = 0, follow: int = FOLLOW
 ) -> Variant:
-    """All experts on disk, with so many slots where tokens are few; all else in the arena. on_host: the slots are in
-    host memory beside the accelerator. reserve_mib: of a GPU's budget, for torch."""
+    """All experts on disk, with so many slots for up to `follow` tokens; all else in the arena. on_host: the slots are
+    in host memory beside the accelerator. reserve_mib: of a GPU's budget, for torch."""
     places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
     far = list_experts(spec)
     prompts = places | {unit.name: ("disk", None) for unit in far}
     answers = places | {unit.name: ("demand" if on_host else "disk", None) for unit in far}
     names = tuple(unit.name for unit in far)
-    cache = ExpertCache(names, slots, slot_nbytes(far[0]), DEMAND, 0, tokens=FOLLOW, on_host=on_host)
+    cache = ExpertCache(names, slots, slot_nbytes(far[0]), DEMAND, 0, tokens=follow, on_host=on_host)
     tiers = [
-        make_tier(spec, n, prompts if n > FOLLOW else answers, SLOTS, context, 1, batch=64) for n in (1, FOLLOW, 64)
+        make_tier(spec, n, prompts if n > follow else answers, SLOTS, context, 1, batch=64, in_place=n <= follow)
+        for n in (1, follow, 64)
     ]
     if not on_host:
         tiers = [replace(tier, buffers=replace(tier.buffers, cached=cache.nbytes)) for tier in tiers]
@@ -69,10 +70,10 @@ def list_experts(spec: ModelSpec) -> list[Unit]:
 
 @contextmanager
 def open_on_disk(
-    path: Path, slots: int, kernels: str = "fast", records: bool = False, on_host: bool = False
+    path: Path, slots: int, kernels: str = "fast", records: bool = False, on_host: bool = False, follow: int = FOLLOW
 ) -> Iterator[Engine]:
     with open_model(path) as file:
-        variant = plan_by_hand(file.spec, slots, on_host)
+        variant = plan_by_hand(file.spec, slots, on_host, follow=follow)
         check_runnable((file.spec,), variant, "cpu")
         with build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records) as engine:
             yield engine
@@ -92,6 +93,18 @@ def test_logits_are_those_of_all_in_memory_in_whatever_order_experts_arrive(
     with open_on_disk(path, 8 + slots, kernels, on_host=on_host) as engine:
         assert torch.equal(converse(engine), right)
         assert engine.expert_hits.hits > 0 < engine.expert_hits.admitted
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_steps_of_many_rows_find_experts_in_slots_too(tmp_path: Path, on_host: bool) -> None:
+    """As steps that verify many drafts have them."""
+    path = write_model(tmp_path)
+    spec = open_model(path).spec
+    with open_engine(path, pinned_everywhere(spec, (1, 12, 64), 256), "fast", context=256) as engine:
+        right = engine.forward(list(range(12)), all_logits=True)
+    with open_on_disk(path, 16, on_host=on_host, follow=12) as engine:
+        assert torch.equal(engine.forward(list(range(12)), all_logits=True), right)
+        assert engine.expert_hits.chosen == 12 * 2 * len(list_experts(spec)) and engine.expert_hits.hits
 
 
 def test_biases_of_experts_are_found_in_memory(tmp_path: Path) -> None:
