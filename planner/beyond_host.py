@@ -256,7 +256,10 @@ def _fill_tier(room: Room, tier: TierPlan, order: Sequence[str], spare: int, slo
         if where[name] == PINNED or pinned not in room.list_places(name):
             continue
         wider = where | {name: PINNED}, kv | ({name} if has_state else set())
-        drafted = draft_tier(room, tier.tokens, wider[0], frozenset(wider[1]), slots, {}, tier.in_place, tier.sweep)
+        in_place, sweep, waves = tier.in_place, tier.sweep, tier.waves
+        drafted = draft_tier(
+            room, tier.tokens, wider[0], frozenset(wider[1]), slots, in_place=in_place, sweep=sweep, waves=waves
+        )
         if drafted.buffers.total + spare <= room.arena:
             (where, kv), tier = wider, drafted
     return tier
@@ -270,13 +273,13 @@ def _move_all(
     while True:  # what one tier has no room for lives there in all others too
         redrafted = tuple(_redraft(room, t, moved, out, pin_order, home) for t, out in zip(tiers, barred))
         dropped = {p.unit for tier in redrafted for p in tier.placements if p.site.is_beyond_host} - moved
-        strays = _list_strays(redrafted)
+        strays = list_strays(redrafted)
         if not dropped and not any(strays):
             return redrafted
         moved, barred = moved | dropped, [out | more for out, more in zip(barred, strays)]
 
 
-def _list_strays(tiers: Sequence[TierPlan]) -> list[set[str]]:
+def list_strays(tiers: Sequence[TierPlan]) -> list[set[str]]:
     """What each tier has pinned that one with as many pins or more has not: residency must not move."""
     pins = [{p.unit for p in tier.placements if p.in_arena} for tier in tiers]
     strays, around = [set[str]() for _ in tiers], set[str]().union(*pins)

@@ -199,13 +199,15 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
         if unit.borrows and not spec.unit(unit.borrows.unit).kind.stands:
             raise PlanError(f"{where}: {unit.name} reads the cells of {unit.borrows.unit}, which do not stand in VRAM")
         _check_divided(unit, place, tier.tokens, where)
+    if tier.waves < 1 or (tier.waves > 1 and (tier.sweep or len(variant.ranks) > 1)):
+        raise PlanError(f"{where}: layers cannot come in {tier.waves} waves to sweeps or several ranks")
     if tier.in_place and True not in spec.ways_to_read(tier.tokens):
         raise PlanError(f"{where}: nothing is read over the link in place in so large a tier of this model")
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(_nbytes(in_arena) for in_arena, _ in tensors)
     streamed = [
-        _nbytes(in_slot)
+        _nbytes(in_slot if p.share else _list_first_wave(in_slot, tier.waves))
         for (_, in_slot), unit, p in zip(tensors, spec.units, tier.placements)
         if p.moves_each_step and not (tier.in_place and unit.kind.parts and p.weights_home.is_readable)
         if not (p.site.is_beyond_host and p.unit in demanded)
@@ -319,6 +321,15 @@ def _acc_parts(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], tu
         return (*take(own), *others), ()
     kept, copied = take(place.kept_parts), take(own - place.kept_parts)
     return ((*kept, *others), tuple(copied)) if kept else ((), (*copied, *others))
+
+
+def _list_first_wave(tensors: tuple[TensorSpec, ...], waves: int) -> tuple[TensorSpec, ...]:
+    """What the first of several waves brings of a unit, which is the largest: of stacks the first parts."""
+    firsts = {t.name: -(-t.parts // min(waves, t.parts)) for t in tensors if t.parts}
+    return tuple(
+        replace(t, shape=(t.rows // t.parts * firsts[t.name], t.cols), parts=firsts[t.name]) if t.parts else t
+        for t in tensors
+    )
 
 
 def _nbytes(tensors: tuple[TensorSpec, ...]) -> int:

@@ -163,7 +163,8 @@ class Sweep:
 @dataclass(frozen=True)
 class TierPlan:
     """The plan for micro-batches of up to `tokens` tokens. Placements are in unit order. `in_place`: kernels read what
-    is streamed of units with parts over the link, so that it needs no slot. `sweep`: of the largest tier, if any."""
+    is streamed of units with parts over the link, so that it needs no slot. `waves`: in how many of them what is
+    streamed of other such units comes, each to a slot of its own. `sweep`: of the largest tier, if any."""
 
     tokens: int
     placements: tuple[Placement, ...]
@@ -172,6 +173,7 @@ class TierPlan:
     solve: Solve
     in_place: bool = False
     sweep: Sweep | None = None
+    waves: int = 1
 
     @property
     def most_swept(self) -> int:

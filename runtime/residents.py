@@ -22,7 +22,7 @@ from pshard.runtime.memory.workspace import Workspace
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
 from pshard.steps.move import Move, Pins
 from pshard.steps.step import AFTER, BEFORE, DEMAND, Compute
-from pshard.units.divide_unit import Portion, divide_operations, divide_unit, find_portion, joined_width
+from pshard.units.divide_unit import Portion, divide_operations, divide_unit, find_portion, find_wave, joined_width
 from pshard.units.operations import halve
 from pshard.units.state import State, StateShape
 
@@ -162,7 +162,7 @@ class Residents:
             here = whole.on_cpu
         elif step.part and not step.is_divided:
             here = halve(whole.on_acc)[0 if begins else 1]
-        weights = block.prepare(Laid(unit, self._spec.config, self.weights_of(step, carved), device, here))
+        weights = block.prepare(Laid(unit, self._spec.config, self.weights_of(step, carved), device, here, step.wave))
         weights, opens = context.slots.attach(tokens, step, weights), unit.opens_with_norm(self._spec.config)
         opens = opens and step.part != AFTER
         if not step.is_divided:
@@ -211,7 +211,8 @@ class Residents:
             brought = view_brought(portions.brought, self._arena.pinned(step.unit))
         elif step.source == "slot":
             assert step.slot is not None
-            brought = view_brought(portions.brought, carved.slots[step.slot])
+            portion = portions.brought if step.share else find_wave(portions.brought.unit, *step.wave)
+            brought = view_brought(portion, carved.slots[step.slot])
         else:
             brought = view_brought(portions.brought, self._weights.blob(step.unit))
         if portions.kept is None:

@@ -18,8 +18,8 @@ from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.steps.emit import StepEmitter, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.steps.sweep import sweep_steps, waiting_bytes
-from pshard.units.divide_unit import divided_sizes, joined_width
-from pshard.units.share import Share
+from pshard.units.divide_unit import count_waves, divided_sizes, find_wave, joined_width
+from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Place, Unit, places_of, places_of_unit
 from pshard.workload import Workload
 
@@ -166,11 +166,12 @@ def draft_tier(
     shares: Mapping[str, Share] = UNDIVIDED,
     in_place: bool | None = None,
     sweep: Sweep | None = None,
+    waves: int = 1,
 ) -> TierPlan:
     """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
 
     shares: of divided units. in_place: whether streamed parts are read in place where that can be; None: as is likely
-    to be faster. sweep: of prompts, where something is streamed.
+    to be faster. sweep: of prompts, where something is streamed. waves: see TierPlan; of a sweep one.
     """
     reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
     columns, states = room.columns, room.states
@@ -201,14 +202,20 @@ def draft_tier(
         copied = [i for i in copied if MOVING[places[i]].in_host_memory or columns.names[i] not in demanded]
     scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
-    largest = max([sizes[i] for i in copied], default=0)
     sweep = sweep if streamed else None
+    coming, largest = len(copied), max([sizes[i] for i in copied], default=0)
+    if waves > 1:
+        units = [room.spec.unit(columns.names[i]) for i in copied]
+        cut = [(unit, count_waves(unit, shares.get(unit.name, WHOLE), waves)) for unit in units]
+        coming = sum(n for _, n in cut)
+        largest = max([find_wave(u, 0, n).nbytes if n > 1 else sizes[i] for i, (u, n) in zip(copied, cut)], default=0)
     if sweep is not None:
         moving = {columns.names[i] for i in streamed}
         waiting = waiting_bytes(room.spec, tokens, room.workload.state_shape, moving, sweep.batches)
         scratch += sweep.batches * sum(waiting.values())
-    buffers = Buffers(pinned, scratch, min(slots, len(copied)), largest, kv, room.cached)
-    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, len(copied) < len(streamed), sweep)
+    buffers = Buffers(pinned, scratch, min(slots, coming), largest, kv, room.cached)
+    reads = len(copied) < len(streamed)
+    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, reads, sweep, waves)
 
 
 def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:

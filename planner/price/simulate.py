@@ -405,6 +405,8 @@ def _cost_of(step: Compute | Move, costs: TierCosts) -> UnitCost | DividedCost:
     if step.share:
         return costs.divided(step.unit, step.share)
     cost = costs.units[step.unit]
+    if step.wave.of > 1:
+        return cost.in_waves(step.wave.of)
     return cost.halve(step.part == BEFORE) if isinstance(step, Compute) and step.part else cost
 
 
@@ -443,7 +445,7 @@ def _price_move(step: Move, costs: TierCosts) -> _Act:
             seconds, before = _cost_of(step, costs).link, step.origin.way_in[:-1]
             if not before:
                 return _COPY, step, seconds, step.slot
-            route = tuple((lane, costs.over_lane(lane, step.unit, step.share)) for lane in before)
+            route = tuple((lane, costs.over_lane(lane, step.unit, step.share) / step.wave.of) for lane in before)
             arrives = 0.0 if costs.tables.kind == "cpu" else seconds  # else the last of these brings it to its place
             share = packing_share(costs.tables, step.nbytes - step.held)
             return _Machine.copy_from_beyond, step, 0.0, (arrives, route, share)

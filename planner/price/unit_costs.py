@@ -173,6 +173,10 @@ class UnitCost:
         acc, cpu = (part if before else 1 - part for part in self.begins)
         return replace(self, acc=acc * self.acc, cpu=cpu * self.cpu)
 
+    def in_waves(self, waves: int) -> "UnitCost":
+        """The same of one of several waves, which bring as many parts each. Each is issued by itself."""
+        return replace(self, acc=self.acc / waves, link=self.link / waves, staged=self.staged / waves)
+
 
 NOTHING = UnitCost()  # another rank holds all of it
 

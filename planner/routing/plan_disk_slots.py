@@ -8,6 +8,7 @@ takes less time.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from pshard.homes import ON_DISK, PINNED
 from pshard.machine import MachineProfile
@@ -18,7 +19,7 @@ from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.rank_task import RankTask
-from pshard.planner.routing.plan_host_slots import plan_host_slots
+from pshard.planner.routing.plan_host_slots import WAVES, plan_host_slots
 from pshard.planner.routing.slot_promises import list_pools, share_out
 from pshard.predicted_times import round_seconds
 from pshard.routing.followed import hold_slots
@@ -48,15 +49,32 @@ def plan_disk_slots(
     if profile.accelerators[0].kind != "cpu":
         return plan_host_slots(spec, profile, workload, variant, record)
     search = _Search(spec, find_tables(profile, variant.correction), variant, record)
-    found = [variant]
-    for staying in search.list_staying():
-        for staging in (2, 1):
-            found += search.place(staying, staging, True) or search.place(staying, staging, False)
-    return replace(min(found, key=round_seconds), considered=variant.considered)
+    ways = [_Way(staying, staging) for staying in search.list_staying() for staging in (2, 1)]
+    found = [(each, way) for way in ways for each in search.place(way) or search.place(replace(way, returns=False))]
+    if found:
+        _, best = min(found, key=lambda each: round_seconds(each[0]))
+        found += [(each, way) for way in best.in_waves(record is not None) for each in search.place(way)]
+    return replace(min([variant, *(each for each, _ in found)], key=round_seconds), considered=variant.considered)
 
 
 def _list_experts(spec: ModelSpec) -> list[Unit]:
     return [unit for unit in spec.units if unit.kind.parts and unit.tensors]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a plan gets slots: so many layers of experts stay in memory; `staging` of the others have room at once on
+    their way, each of which comes in so many waves. returns: what else is on disk comes back to memory."""
+
+    staying: int
+    staging: int
+    returns: bool = True
+    waves: int = 1
+
+    def in_waves(self, few: bool) -> "Iterator[_Way]":
+        """The same with smaller slots for what is on its way; few: a replay takes seconds."""
+        for waves, staging in product(WAVES[1:2] if few else WAVES, (2,) if few else (2, 3)):
+            yield replace(self, waves=waves, staging=staging)
 
 
 @dataclass(frozen=True)
@@ -83,35 +101,37 @@ class _Search:
         tried = min(most, (MOST_REPLAYS if self.record else MOST_TRIED) - 1)
         yield from sorted({round(most * i / max(1, tried)) for i in range(tried + 1)})
 
-    def place(self, staying: int, staging: int, returns: bool) -> list[Variant]:
-        """The variant with so many layers of experts in memory and all others on disk, `staging` of which have room at
-        once on their way, and slots in all that is left; none where that is too little. returns: what else is on disk
-        comes back to memory."""
+    def place(self, way: _Way) -> list[Variant]:
+        """The variant with slots in all that a way leaves; none where that is too little, or a sweep would have to wait
+        between waves."""
+        if way.waves > 1 and any(tier.sweep for tier in self._tiers):
+            return []
         movable = {u.name for u in _list_experts(self.spec) if (ON_DISK, None) in places_of_unit(u, False)}
-        far = movable - set(self._pinned[:staying])
+        far = movable - set(self._pinned[: way.staying])
         pools = [
             replace(pool, units=own)
             for pool in list_pools(self.spec, self.record, self.variant.workload)
             if (own := tuple(unit for unit in pool.units if unit.name in far))
         ]
         (task,) = self._price(tuple(pool.make_cache(1, DEMAND, 0) for pool in pools))
-        tiers = self._draft(task.room, far, staging, returns)
+        tiers = self._draft(task.room, far, way)
         left = task.room.arena - max(tier.buffers.total - tier.buffers.cached for tier in tiers)
         caches = tuple(share_out(self.spec, pools, left))
-        return [self._predict(caches, far, staging, returns)] if len(caches) == len(pools) else []
+        return [self._predict(caches, far, way)] if len(caches) == len(pools) else []
 
     def _price(self, caches: tuple[ExpertCache, ...]) -> tuple[RankTask, ...]:
         tokens = tuple(tier.tokens for tier in self._tiers)
         return price_tiers(hold_slots(self.spec, (caches,)), self.tables, self.variant.workload, tokens)
 
-    def _draft(self, room: Room, far: set[str], staging: int, returns: bool) -> tuple[TierPlan, ...]:
+    def _draft(self, room: Room, far: set[str], way: _Way) -> tuple[TierPlan, ...]:
         """The tiers with these units on disk, and those that return from there in memory."""
         found = []
         for tier in self._tiers:
-            where = {p.unit: ON_DISK if p.unit in far else self._choose_site(p, returns) for p in tier.placements}
+            where = {p.unit: ON_DISK if p.unit in far else self._choose_site(p, way.returns) for p in tier.placements}
             kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
             shares = {p.unit: p.share for p in tier.placements if p.share and p.unit not in far}
-            found.append(draft_tier(room, tier.tokens, where, kv, staging, shares, sweep=tier.sweep))
+            sizes = way.staging, shares
+            found.append(draft_tier(room, tier.tokens, where, kv, *sizes, sweep=tier.sweep, waves=way.waves))
         return tuple(found)
 
     def _choose_site(self, place: Placement, returns: bool) -> str:
@@ -121,12 +141,12 @@ class _Search:
         legal = places_of_unit(unit, False)
         return PINNED if returns and place.site.is_beyond_host and (PINNED, place.kv) in legal else place.where
 
-    def _predict(self, caches: tuple[ExpertCache, ...], far: set[str], staging: int, returns: bool) -> Variant:
+    def _predict(self, caches: tuple[ExpertCache, ...], far: set[str], way: _Way) -> Variant:
         (task,) = self._price(caches)
-        tiers = self._draft(task.room, far, staging, returns)
+        tiers = self._draft(task.room, far, way)
         rank = self.variant.ranks[0]
         drafted = tuple(
-            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place, sweep=t.sweep)
+            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place, sweep=t.sweep, waves=t.waves)
             for old, t in zip(rank.tiers, tiers)
         )
         always = [p.unit for p in tiers[-1].placements if p.in_arena and p.unit not in rank.pin_order]

@@ -16,7 +16,7 @@ from pshard.homes import ON_CPU, ON_DEMAND, ON_DISK, PINNED, READ, STREAMED
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Placement, Sweep, TierPlan, Variant
-from pshard.planner.beyond_host import fill_arena, list_spread
+from pshard.planner.beyond_host import fill_arena, list_spread, list_strays
 from pshard.planner.make_plan import plan_variant, predict_again
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import Room, draft_tier
@@ -34,6 +34,7 @@ from pshard.workload import Workload
 
 MOST_TRIED = 6  # numbers of layers that stay; by a record, whose replay takes seconds, fewer
 MOST_REPLAYS = 3
+WAVES = (2, 4, 8)  # in which a layer may come
 AMPLE = 1 << 42  # bytes of host memory that hold any model
 
 
@@ -49,12 +50,19 @@ def plan_host_slots(
         for way in product((2, 1), (False, True), (False, True), (False, True) if search.swept else (False,))
     ]
     tried = [(seconds, way) for way in ways for seconds, _ in way.try_all(1, None)]
-    if tried:
-        _, best = min(tried, key=lambda each: each[0])
+    # rows of a sweep would have to wait between waves
+    in_turn = _choose([each for each in tried if not each[1].sweeps])
+    in_waves = [(seconds, way) for base in in_turn for way in base.in_waves() for seconds, _ in way.try_all(1, None)]
+    for best in (*_choose(tried), *_choose(in_waves)):
         found += best.try_all(MOST_REPLAYS if record else MOST_TRIED, record)
     whole = round_seconds(variant)
     least, chosen = min(found, key=lambda each: each[0], default=(whole, variant))
     return replace(chosen if least < whole else variant, considered=variant.considered)
+
+
+def _choose(tried: Sequence[tuple[float, "_Way"]]) -> "tuple[_Way, ...]":
+    """The way that takes least time, if any was tried."""
+    return (min(tried, key=lambda each: each[0])[1],) if tried else ()
 
 
 def _list_bases(spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> Iterator[Variant]:
@@ -122,13 +130,19 @@ class _Way:
     """How a base becomes a plan with slots. staging: so many layers of a prompt have room at once on their way. bare:
     tiers that do not use the slots keep cells in VRAM as those that do, and what is left of it holds weights. lean:
     what these tiers lack of VRAM that those that use the slots have lives on disk, and takes no host memory. sweeps:
-    prompts go in one."""
+    prompts go in one. waves: a layer of a prompt comes in so many."""
 
     search: _Search
     staging: int
     bare: bool
     lean: bool
     sweeps: bool
+    waves: int = 1
+
+    def in_waves(self) -> Iterator["_Way"]:
+        """The same with smaller slots: weights lie in what these leave, and less waits until a whole layer is there."""
+        for waves, staging in product(WAVES, (2, 3)):
+            yield replace(self, waves=waves, staging=staging)
 
     def try_all(self, most: int, record: RoutingRecord | None) -> Iterator[tuple[float, Variant]]:
         """Plans with up to so many numbers of layers in host memory, each with the seconds of its round."""
@@ -153,7 +167,7 @@ class _Way:
         if any(tier.buffers.total > room.arena for tier in tiers):
             return None
         order = sorted(self.search.order, key=lambda name: (name in names) + (name in names and name not in far))
-        tiers = fill_arena(room, tiers, order, slots=self.staging)
+        tiers = self._release_strays(fill_arena(room, tiers, order, slots=self.staging))
         pins = {tier.tokens: {p.unit for p in tier.placements if p.in_arena} for tier in tiers}
         near = set.intersection(*(pins[tier.tokens] for tier in tiers if self.search.follows(tier)))
         kept = {tokens: own - (far - near) for tokens, own in pins.items()}
@@ -176,8 +190,27 @@ class _Way:
             away = far - pins.get(tier.tokens, set())
             where = {p.unit: self._choose_site(tier, p, away, bare) for p in tier.placements}
             sweep = self.search.swept if self.sweeps and tier is tiers[-1] else None
-            found.append(draft_tier(self.search.room, tier.tokens, where, kv, self.staging, sweep=sweep))
+            waves = 1 if self.search.follows(tier) else self.waves
+            found.append(draft_tier(self.search.room, tier.tokens, where, kv, self.staging, sweep=sweep, waves=waves))
         return tuple(found)
+
+    def _release_strays(self, tiers: tuple[TierPlan, ...]) -> tuple[TierPlan, ...]:
+        """The tiers without pins that others with as many have not: residency must not move."""
+        room = self.search.room
+        while any(strays := list_strays(tiers)):
+            found = []
+            for tier, out in zip(tiers, strays):
+                where = {p.unit: self._leave(p) if p.unit in out else p.where for p in tier.placements}
+                kv = frozenset(p.unit for p in tier.placements if p.has_state_in_vram)
+                sweep, waves = tier.sweep, tier.waves
+                found.append(draft_tier(room, tier.tokens, where, kv, self.staging, sweep=sweep, waves=waves))
+            tiers = tuple(found)
+        return tiers
+
+    def _leave(self, place: Placement) -> str:
+        """Where else a pinned unit may be, with its state where that is."""
+        legal = self.search.room.list_places(place.unit)
+        return next(site for site in (STREAMED, ON_DEMAND, ON_CPU) if (site, place.kv) in legal)
 
     def _choose_site(self, tier: TierPlan, place: Placement, far: set[str], bare: bool) -> str:
         follows, movable = self.search.follows(tier), place.unit in self.search.movable
@@ -199,7 +232,7 @@ class _Way:
         (task,), base = self.search.price(caches), self.search.base
         rank, order = base.ranks[0], order_nested(task.room, tiers)
         drafted = tuple(
-            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place, sweep=t.sweep)
+            replace(old, placements=t.placements, buffers=t.buffers, in_place=t.in_place, sweep=t.sweep, waves=t.waves)
             for old, t in zip(rank.tiers, tiers)
         )
         rank = replace(rank, tiers=drafted, pin_order=order.pin_order, kv_order=order.kv_order, caches=caches)

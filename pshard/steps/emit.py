@@ -6,6 +6,7 @@ first `slots` streamed units already loaded or on their way; `enter` lists those
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -39,10 +40,10 @@ from pshard.steps.step import (
     StepList,
     StepShape,
 )
-from pshard.units.divide_unit import divided_sizes, joined_width
+from pshard.units.divide_unit import count_waves, divided_sizes, find_wave, joined_width
 from pshard.units.moe.routed import routed_words
 from pshard.units.ports import AS_WIDE, BESIDE, HIDDEN, LAYERED, ROUTED, SQUARES, STREAMS, Ports
-from pshard.units.share import Share
+from pshard.units.share import Share, Wave
 from pshard.units.streams import streams_width
 from pshard.units.unit import Unit
 
@@ -62,6 +63,11 @@ _expect_missed = lru_cache(1 << 14)(missed_nbytes)
 PART = "branch"  # the buffer of a rank's part of a sum
 _unit_of = attrgetter("unit")
 Placed = tuple[Unit, Placement]
+
+
+@lru_cache(1 << 14)
+def _in_wave(compute: Compute, slot: int, wave: Wave) -> Compute:
+    return replace(compute, slot=slot, wave=wave)
 
 
 def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
@@ -146,7 +152,7 @@ class StepEmitter:
         self._known: dict[int, int] = {}
         self._kept: list[Placement] = []
         self._pieces: dict[tuple[int, bool], dict[tuple[int, int | None, _At], _Piece]] = {}
-        self._copies: dict[tuple[int, int], Move] = {}
+        self._copies: dict[tuple[int, int, Wave], Move] = {}
         self._moves: dict[str, tuple[tuple[Step, ...], Move]] = {}
 
     def emit(self, tier: TierPlan) -> StepList:
@@ -155,7 +161,9 @@ class StepEmitter:
         copied, moving = self._copied[tier.in_place], self._moving
         if demanded := self.spec.demanded(tier.tokens):
             copied = {form for form in copied if not self._forms[form].is_demanded(demanded)}
-        copies = self._copy_streamed([form for form in forms if form in copied], slots)
+        waves = {i: count_waves(self._forms[i].unit, self._forms[i].share, tier.waves) for i in copied}
+        coming = [(form, Wave(i, waves[form])) for form in forms if form in copied for i in range(waves[form])]
+        copies = self._copy_streamed(coming, slots)
         following = _next_in_slot(copies, slots)
         # fetches of states that pass through the stage
         staged = iter([self._move_state(self._forms[form].unit.name)[0] for form in forms if form in moving])
@@ -171,15 +179,20 @@ class StepEmitter:
             piece = pieces.get((form, slot, at))
             if piece is None:
                 piece = pieces[form, slot, at] = self._emit_unit(self._forms[form], tier, slot, at)
-            body += piece.steps
+            steps = piece.steps
+            for wave in range(waves.get(form, 1) - 1):  # before the last
+                compute = steps[-1]
+                assert isinstance(compute, Compute)
+                body += (*steps[:-1], _in_wave(compute, n_copied % slots, Wave(wave, waves[form])))
+                body += (_free(n_copied % slots), *following[n_copied])
+                n_copied += 1
+                steps = (_in_wave(compute, n_copied % slots, Wave(wave + 1, waves[form])),)
+            body += steps
             at = piece.after
             if form in moving:
                 body += next(staged, ())
             if slot is not None:
-                body.append(_free(slot))
-                after = following[n_copied]
-                if after is not None:
-                    body.append(after)
+                body += (_free(n_copied % slots), *following[n_copied])
                 n_copied += 1
         body += _deliver(self.spec, at, self.shape)
         return StepList(tuple(copies[:slots]), tuple(body))
@@ -253,23 +266,23 @@ class StepEmitter:
             steps.append(self._move_state(name)[1])
         return _Piece(tuple(steps), now.at)
 
-    def _copy_streamed(self, forms: list[int], slots: int) -> list[Move]:
-        """The copy of every unit that is streamed through a slot, in turn into every slot."""
-        if forms and slots < 1:
+    def _copy_streamed(self, coming: list[tuple[int, Wave]], slots: int) -> list[Move]:
+        """The copy of every unit that is streamed through a slot, or of each of its waves, in turn into every slot."""
+        if coming and slots < 1:
             raise ValueError("a tier that streams needs at least one staging slot")
         copies, known = [], self._copies
-        for n, form in enumerate(forms):
-            key = form, n % slots
+        for n, (form, wave) in enumerate(coming):
+            key = form, n % slots, wave
             if key not in known:
-                known[key] = self._copy_unit(self._forms[form], n % slots)
+                known[key] = self._copy_unit(self._forms[form], n % slots, wave)
             copies.append(known[key])
         return copies
 
-    def _copy_unit(self, form: _Form, slot: int) -> Move:
+    def _copy_unit(self, form: _Form, slot: int, wave: Wave) -> Move:
         unit, share, home = form.unit, form.share, form.place.weights_home
-        nbytes = divided_sizes(unit, share).copied if share else unit.packed_nbytes
+        nbytes = divided_sizes(unit, share).copied if share else find_wave(unit, *wave).nbytes
         held = round(self.spec.held_share(unit.name) * nbytes) if form.place.site.is_beyond_host else 0
-        return _bring_weights(unit.name, slot, nbytes, share, home, held)
+        return _bring_weights(unit.name, slot, nbytes, share, home, held, wave)
 
     def _move_state(self, name: str) -> tuple[tuple[Step, ...], Move]:
         """Of a unit whose state passes through the stage: its fetch, if there is one, and its write-back."""
@@ -427,7 +440,7 @@ def _compute_on_both(
     )
 
 
-def _next_in_slot(copies: list[Move], slots: int) -> list[Move | None]:
-    """By copy, the one into its slot after it, of the next micro-batch too; None when the slot keeps its only unit."""
+def _next_in_slot(copies: list[Move], slots: int) -> list[tuple[Move, ...]]:
+    """By copy, the one into its slot after it, of the next micro-batch too; none when the slot keeps its only unit."""
     after = [i + slots if i + slots < len(copies) else i % slots for i in range(len(copies))]
-    return [None if j == i else copies[j] for i, j in enumerate(after)]
+    return [() if j == i else (copies[j],) for i, j in enumerate(after)]

@@ -3,12 +3,13 @@
 from pshard.homes import ACC, CPU
 from pshard.steps.move import Activations, Move, NewExperts, Part, UnitState, WaitingRows
 from pshard.steps.step import AllReduce, Compute, Receive, Send, Step
+from pshard.units.share import Wave
 
 
 def label_step(step: Step) -> str:
     """What a step is about, in a word or two."""
     if isinstance(step, Compute):
-        return f"{step.unit} {step.part}" if step.part else step.unit
+        return f"{step.unit} {step.part}" if step.part else step.unit + _label_wave(step.wave)
     if isinstance(step, Move):
         return _label_move(step)
     if isinstance(step, AllReduce):
@@ -32,4 +33,8 @@ def _label_move(step: Move) -> str:
             return "new experts"
         case WaitingRows():
             return "rows taken up" if step.portion.returns else "rows put aside"
-    return step.unit
+    return step.unit + _label_wave(step.wave)
+
+
+def _label_wave(wave: Wave) -> str:
+    return f", wave {wave.number + 1} of {wave.of}" if wave.of > 1 else ""

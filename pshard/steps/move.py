@@ -3,19 +3,20 @@
 from dataclasses import dataclass
 
 from pshard.homes import ACC, BACK, COMPUTE, HOST, LINK, VRAM, Home, Lane
-from pshard.units.share import WHOLE, Divisible, Share
+from pshard.units.share import AT_ONCE, WHOLE, Divisible, Share, Wave
 
 
 @dataclass(frozen=True)
 class Weights(Divisible):
     """What is brought of a unit: all of it, or of a divided one what neither the CPU has nor the arena beside a slot.
 
-    `cpu_rows`, `kept_parts`: of a divided unit; these stay behind.
+    `cpu_rows`, `kept_parts`: of a divided unit; these stay behind. `wave`: of one that comes in several.
     """
 
     unit: str
     cpu_rows: int = 0
     kept_parts: int = 0
+    wave: Wave = AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ class Move:
         return self.portion.share if isinstance(self.portion, Weights) else WHOLE
 
     @property
+    def wave(self) -> Wave:
+        """Which wave it is of the unit whose weights they are."""
+        return self.portion.wave if isinstance(self.portion, Weights) else AT_ONCE
+
+    @property
     def activations(self) -> tuple[str, ...]:
         """The buffers whose rows it hands over; none where it copies something else."""
         return self.portion.names if isinstance(self.portion, Activations) else ()
@@ -125,9 +131,17 @@ class Move:
         return not self.is_to_acc and isinstance(self.portion, portions)
 
 
-def bring_weights(unit: str, slot: int, nbytes: int, share: Share = WHOLE, home: Home = HOST, held: int = 0) -> Move:
+def bring_weights(
+    unit: str,
+    slot: int,
+    nbytes: int,
+    share: Share = WHOLE,
+    home: Home = HOST,
+    held: int = 0,
+    wave: Wave = AT_ONCE,
+) -> Move:
     """Copy a unit's weights to a staging slot. Occupies the link and host DRAM, and the lanes of a home beyond that."""
-    return Move(Weights(unit, *share), home, VRAM, LINK, nbytes, slot, held)
+    return Move(Weights(unit, *share, wave), home, VRAM, LINK, nbytes, slot, held)
 
 
 def bring_pins(unit: str, share: Share = WHOLE, home: Home = HOST) -> Move:

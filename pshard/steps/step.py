@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.steps.move import Move
-from pshard.units.share import Divisible
+from pshard.units.share import AT_ONCE, Divisible, Wave
 from pshard.units.state import StateShape
 
 DEMAND = "demand"
@@ -23,7 +23,8 @@ class Compute(Divisible):
     Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
     follows on the accelerator. Of one that goes on from a sum over the ranks (`Ports.between`): BEFORE or AFTER it.
     `kept_parts`: of a unit in a slot, so many lie in the arena.
-    `reads`: bytes that the micro-batch is expected to read over the link, or on demand.
+    `reads`: bytes that the micro-batch is expected to read over the link, or on demand. `wave`: of a unit that comes to
+    slots in several; what all of them give is added up with the last.
     `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host" (a unit
     that runs on the accelerator finds it in the stage then); None without one.
     """
@@ -38,6 +39,7 @@ class Compute(Divisible):
     state: str | None = None
     kept_parts: int = 0
     reads: int = 0
+    wave: Wave = AT_ONCE
 
     @property
     def is_divided(self) -> bool:

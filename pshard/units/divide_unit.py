@@ -243,6 +243,22 @@ def _sizes(alike: _Alike, share: Share) -> DividedSizes:
     return DividedSizes(parts.brought.unit.packed_nbytes, copied, kept, on_host)
 
 
+def count_waves(unit: Unit, share: Share, waves: int) -> int:
+    """In how many waves of so many a streamed unit comes: one that has parts, and is not divided."""
+    return 1 if share or not unit.kind.parts else max(1, min(waves, count_shares(unit)))
+
+
+@lru_cache(1 << 12)
+def find_wave(unit: Unit, wave: int, waves: int) -> Portion:
+    """What one of several waves brings of a unit: some of its parts, with what all parts share. The first are the
+    largest, where the parts cannot be shared out evenly."""
+    if waves == 1:
+        return divide_unit(unit, WHOLE).brought
+    each, more = divmod(count_shares(unit), waves)
+    first = wave * each + min(wave, more)
+    return _portion_of_parts(unit, first, first + each + (wave < more))
+
+
 def without_cpu(unit: Unit, share: Share) -> Share | None:
     """How the unit is streamed whole with the same bytes in the arena, where the CPU computes nothing of it; None for
     a kind of which nothing is kept beside a slot."""

@@ -31,6 +31,21 @@ class Share(NamedTuple):
 WHOLE = Share()  # not divided
 
 
+class Wave(NamedTuple):
+    """Which of how many waves a streamed unit with parts comes in: each brings some parts to a slot of its own."""
+
+    number: int = 0
+    of: int = 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all parts have come then."""
+        return self.number == self.of - 1
+
+
+AT_ONCE = Wave()
+
+
 class Divisible:
     """What a placement or a step says of its unit's division, as fields: `cpu_rows`, `kept_parts`; 0 and 0: none."""
 

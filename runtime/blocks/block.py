@@ -17,6 +17,7 @@ from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.units.attention import ROPES
 from pshard.units.operations import Operation
+from pshard.units.share import AT_ONCE, Wave
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -105,13 +106,14 @@ class Work:
 @dataclass(frozen=True)
 class Laid:
     """A unit whose weights lie in place. device: what computes it, which may read them in host memory; operations: what
-    it does of the unit there."""
+    it does of the unit there; wave: which of several the weights are."""
 
     unit: Unit
     config: ModelConfig
     weights: UnitWeights
     device: torch.device
     operations: tuple[Operation, ...]
+    wave: Wave = AT_ONCE
 
 
 class Block:

@@ -28,11 +28,13 @@ class ExpertsBlock(Block):
             gate, up = (weights.vectors[role].view(rule.count, -1) for role in BIASES[:2])
             down = weights.vectors.get(BIASES[2])  # of several ranks one has it
             biases = gate, up, None if down is None else down.view(rule.count, -1)
-        return replace(_list_experts(laid, rule.count, count_inner(unit.by_role), (GATE, UP, DOWN)), biases=biases,
-                       rule=rule.of_layer(unit.layer))  # fmt: skip
+        found = _list_experts(laid, rule.count, count_inner(unit.by_role), (GATE, UP, DOWN))
+        if laid.wave.of > 1:
+            found = replace(found, wave=laid.wave, summed=torch.ones_like(found.addresses))
+        return replace(found, biases=biases, rule=rule.of_layer(unit.layer))
 
     def ends_in_product(self, weights: ExpertWeights) -> bool:
-        return True
+        return weights.wave.of == 1
 
     def run(self, work: Work, weights: ExpertWeights, state: None, residual: Residual) -> None:
         side, n = work.side, work.rows.tokens

@@ -13,6 +13,7 @@ import torch
 
 from pshard.model_config import Experts
 from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.units.share import AT_ONCE, Wave
 
 if TYPE_CHECKING:
     from pshard.runtime.kernels.gpu.card_limits import CardLimits
@@ -54,6 +55,11 @@ class ExpertWeights:
     moved: dict[int, tuple[Packed, Packed, Packed] | None] = field(default_factory=dict)
     bring: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, bool]]] | None = None
     rule: Experts | None = None  # of the layer, as kernels take it beside these
+    # these are some of the layer's, in the wave that they came in: what all of them give is added up with the last one,
+    # so that no bit depends on how many waves there are. Between waves the scratch stays as it is. summed: like
+    # addresses, not 0 for those that are added up; None where there is one wave
+    wave: Wave = AT_ONCE
+    summed: torch.Tensor | None = None
 
     def matrices(self, number: int) -> tuple[Packed, Packed, Packed] | None:
         """Gate, up and down of an expert where it is now; None: not here."""
@@ -629,8 +635,9 @@ class Kernels(RowKernels, StateKernels, StreamKernels, IndexKernels, Protocol):
         out float32, row strides free.
 
         act(g, u) is silu(g) * u, relu(g) * u, a gelu as in `gate_up`, or for "clamped" with g = min(g, 7), u =
-        clamp(u, -7, 7): g * sigmoid(1.702 g) * (u + 1). The order of sums depends on shapes and routes
-        only. scratch: what pshard.units.moe.experts lists, and for float32 x "normed" [M, D] of act_dtype.
+        clamp(u, -7, 7): g * sigmoid(1.702 g) * (u + 1). The order of sums depends on shapes and routes only. Of several
+        waves `out` is written with the last. scratch: what pshard.units.moe.experts lists, and for float32 x "normed"
+        [M, D] of act_dtype.
         """
         ...
 

@@ -155,7 +155,7 @@ class PlainKernels(PlainLatent, PlainDelta, PlainStreams, PlainIndex):
     ) -> None:
         for _ in weights.bring(routes.ids) if weights.bring else ():
             pass  # all are there before the first is computed
-        if not accumulate:
+        if not accumulate and not weights.wave.number:
             out.zero_()
         add_experts(x, routes, weights, rule, out)
 

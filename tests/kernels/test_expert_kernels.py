@@ -23,6 +23,7 @@ from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
 from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
+from pshard.units.share import Wave  # noqa: E402
 
 if READY and DEVICE == "cpu":
     mend_interpreter()
@@ -362,3 +363,28 @@ def test_a_graph_takes_the_experts_that_each_replay_chooses(kernels: cuda.CudaKe
         PlainKernels().route(x, router, rule, want_routes)
         PlainKernels().experts(x.bfloat16(), want_routes, weights, rule, want, {}, False)
         assert torch.equal(routes.ids, want_routes.ids) and error(replayed, want) < BOUND
+
+
+@needs_kernels
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("qtype", "tokens"), [("Q4_0", 20), ("MXFP4", 9)])
+def test_waves_of_experts_give_the_bits_of_all_at_once(
+    kernels: cuda.CudaKernels, qtype: str, tokens: int, accumulate: bool
+) -> None:
+    rule, d_model = Experts(8, 3, 32, biases=True), 64
+    _, whole = make_layer(rule, (qtype, qtype, qtype), d_model)
+    x, routes = random_tensor(tokens, d_model, seed=3).bfloat16(), random_routes(tokens, rule)
+    start = random_tensor(tokens, d_model, seed=9).to(DEVICE)
+    want, out, scratch = start.clone(), start.clone(), make_scratch(tokens, rule, d_model)
+    kernels.experts(x, routes, whole, rule, want, make_scratch(tokens, rule, d_model), accumulate)
+    for wave, here in enumerate((range(3), range(3, 6), range(6, 8))):
+        absent = [i for i in range(rule.count) if i not in here]
+        addresses = whole.addresses.clone()
+        addresses[:, absent] = 0
+        gate, up, down = (
+            tuple(None if i in absent else one for i, one in enumerate(side))
+            for side in (whole.gate, whole.up, whole.down)
+        )
+        weights = ExpertWeights(gate, up, down, addresses, whole.biases, wave=Wave(wave, 3), summed=whole.addresses)
+        kernels.experts(x, routes, weights, rule, out, scratch, accumulate)
+        assert torch.equal(out, want if wave == 2 else start)

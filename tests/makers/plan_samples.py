@@ -9,7 +9,7 @@ from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, Sweep, 
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.speculation import Drafting
 from pshard.steps.sweep import waiting_bytes
-from pshard.units.divide_unit import arena_portion, count_shares, divided_sizes
+from pshard.units.divide_unit import arena_portion, count_shares, divided_sizes, find_wave
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.moe.in_place import ways_to_read
@@ -35,12 +35,17 @@ def make_tier(
     batch: int = 0,
     drafts: int = 0,
     sweep: int = 0,
+    waves: int = 1,
 ) -> TierPlan:
     """A tier of such placements, with honest buffers for float32 activations, and slots for what is read in place too.
     in_place: whether experts are read so; None: as is likely to be faster. batch: see StateShape. drafts: of a step.
     sweep: micro-batches of one."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
-    streamed = [divided_sizes(spec.unit(p.unit), p.share).brought for p in placements if p.moves_each_step]
+    moves = [(spec.unit(p.unit), p.share) for p in placements if p.moves_each_step]
+    streamed = [
+        find_wave(unit, 0, waves).nbytes if unit.kind.parts and not share else divided_sizes(unit, share).brought
+        for unit, share in moves
+    ]
     reads = ways_to_read(spec.config, tokens)[0] if in_place is None else in_place
     held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
     drafting = Drafting("lookup", drafts) if drafts else Drafting()
@@ -59,7 +64,8 @@ def make_tier(
         slot_bytes=align(max(streamed, default=0), TENSOR_ALIGN),
         kv=sum(spec.unit(p.unit).state_nbytes(spec.config, shape) for p in placements if p.kv == "vram"),
     )
-    return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE, reads, Sweep(sweep) if sweep else None)
+    swept = Sweep(sweep) if sweep else None
+    return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE, reads, swept, waves)
 
 
 def make_variant(

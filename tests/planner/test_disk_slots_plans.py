@@ -71,11 +71,16 @@ def test_decoding_reads_the_experts_that_slots_lack_instead_of_whole_layers() ->
 
 
 def plan_beside_gpu(
-    mib: int, vram: int = 14, spec: ModelSpec = SMALL, record: RoutingRecord | None = None, rate: float = 1e9
+    mib: int,
+    vram: int = 14,
+    spec: ModelSpec = SMALL,
+    record: RoutingRecord | None = None,
+    rate: float = 1e9,
+    prompt: int = WORKLOAD.prompt,
 ) -> tuple[Variant, Variant]:
     """The same for a GPU with so many MiB for plans."""
     profile = make_machine(mib * MIB, rate, "cuda")
-    asked = replace(WORKLOAD, ram_mib=mib, vram_mib=(TORCH_RESERVE_MIB + vram,))
+    asked = replace(WORKLOAD, ram_mib=mib, vram_mib=(TORCH_RESERVE_MIB + vram,), prompt=prompt)
     whole = plan_variant(spec, profile, asked)
     found = plan_slots(spec, profile, asked, whole, record)
     check_variant((spec,), found, "cuda", usable_bytes(profile, 1))
@@ -214,3 +219,19 @@ def test_slots_below_what_a_token_uses_are_not_planned() -> None:
 def test_slots_below_what_a_token_uses_are_not_planned_beside_a_gpu() -> None:
     spec = ExpertsFile(replace(RULE, used=12), layers=8, d_model=128).spec
     assert not plan_beside_gpu(16, spec=spec)[1].ranks[0].caches
+
+
+def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = plan_beside_gpu(20, 24, prompt=32)
+    last = found.ranks[0].tiers[-1]
+    assert last.waves > 1 and last.buffers.slots * last.buffers.slot_bytes < 6 * MIB  # of a layer
+    monkeypatch.setattr("pshard.planner.routing.plan_host_slots.WAVES", ())
+    _, whole = plan_beside_gpu(20, 24, prompt=32)
+    assert first_token_seconds(found) < 0.75 * first_token_seconds(whole)
+    assert round_seconds(found) < 0.95 * round_seconds(whole)
+
+
+@pytest.mark.parametrize("ram", [16, 30])
+def test_what_one_tier_alone_has_in_vram_leaves_it_beside_slots(ram: int) -> None:
+    """The embedding was pinned for prompts of 16 tokens alone."""
+    plan_beside_gpu(ram)

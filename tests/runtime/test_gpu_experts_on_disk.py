@@ -1,5 +1,5 @@
-"""Experts on disk beside a CUDA GPU: the CPU computes from slots in host memory, prompts read whole layers. Skipped
-without one."""
+"""Experts on disk beside a CUDA GPU: the CPU computes from slots in host memory, prompts read what these lack.
+Skipped without one."""
 
 import random
 from pathlib import Path

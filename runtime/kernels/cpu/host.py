@@ -234,8 +234,9 @@ class HostKernels(HostRows, StreamsOnHost):
         taken, strides = (routes.ids, routes.weights), {"x_stride": x.stride(0), "out_stride": out.stride(0)}
         matrices = _describe_experts(weights, out.shape[1], self._exact)
         here = weights.bring(routes.ids) if weights.bring else ((weights.addresses, True),)
+        every = weights.addresses if weights.summed is None else weights.summed
         for addresses, is_last in here:  # sums are made once all are there, so that their bits do not depend on when
-            part, added = replace(matrices, addresses=addresses), weights.addresses if is_last else 0
+            part, added = replace(matrices, addresses=addresses), every if is_last and weights.wave.is_last else 0
             native.experts(x, taken, part, rule, out, room, x.shape[0], **strides, accumulate=accumulate, added=added)
 
     def attention(

@@ -2,10 +2,10 @@
 
 import ctypes
 import mmap
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,37 +39,38 @@ class _Placed(NamedTuple):
 
 
 class _Blob:
-    """Addresses that stand for a unit's packed bytes, with no memory behind them, and the jobs that bring these.
+    """Addresses that stand for a unit's packed bytes, with no memory behind them, and the pieces that bring these."""
 
-    nbytes: of jobs in turn; ends: where these end.
-    """
-
-    def __init__(self, unit: Unit, jobs: list[list[_Placed]]) -> None:
+    def __init__(self, unit: Unit, pieces: list[_Placed]) -> None:
         self._space = mmap.mmap(-1, unit.packed_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
         start = np.frombuffer(self._space, np.uint8).ctypes.data
         self.unit = unit.name
         self.memory = torch.frombuffer((ctypes.c_uint8 * unit.packed_nbytes).from_address(start), dtype=torch.uint8)
-        begins = [pieces[0].to for pieces in jobs]
-        self.ends = [*begins[1:], unit.packed_nbytes]
-        self.nbytes = [end - start for start, end in zip(begins, self.ends)]
-        placed = [replace(one.piece, to=one.to - at).words for own, at in zip(jobs, begins) for one in own]
-        self._table, self._cuts = np.array(placed, np.int64), list(accumulate(map(len, jobs), initial=0))
+        self._begins = [one.to for one in pieces]
+        self._read = np.array([replace(one.piece, to=one.to).words for one in pieces], np.int64)
         # of each piece the part, where it lies in a slot of that, and its bytes
-        self._parts = np.array([(p.part, p.in_slot, p.nbytes) for own in jobs for p in own], np.int64).T
-        self._slots, self._jobs = NOWHERE, self._cut(self._table)
+        self._parts = np.array([(one.part, one.in_slot, one.nbytes) for one in pieces], np.int64).T
+        self._slots, self._table = NOWHERE, self._read
 
-    def find_jobs(self, slots: np.ndarray) -> list[PieceList]:
-        """The jobs, of which parts that lie in a slot are copied from there. slots: int64 [parts], the address of each
-        part's; 0: none. Other slots than last time are asked for while nothing is on its way."""
+    def split(self, start: int, end: int, most: int) -> list[int]:
+        """Bytes of each job that brings what is from `start` to before `end`, where pieces begin: as many pieces as
+        have at most so many bytes, one at least."""
+        first, last = bisect_left(self._begins, start), bisect_left(self._begins, end)
+        jobs = [start]
+        for begins, ends in pairwise((*self._begins[first:last], end)):
+            if ends - jobs[-1] > most and begins > jobs[-1]:
+                jobs.append(begins)
+        return [after - before for before, after in pairwise((*jobs, end))]
+
+    def find_job(self, start: int, end: int, slots: np.ndarray) -> PieceList:
+        """The pieces of a job, of which parts that lie in a slot are copied from there. slots: int64 [parts], the
+        address of each part's; 0: none. Other slots than last time are asked for while nothing is on its way."""
         if not np.array_equal(slots, self._slots):
             parts, in_slot, nbytes = self._parts
             begins = np.append(slots, 0)[parts]  # what is of no part is of part -1
-            self._jobs = self._cut(copy_instead(self._table, np.where(begins, begins + in_slot, 0), nbytes))
+            self._table = copy_instead(self._read, np.where(begins, begins + in_slot, 0), nbytes)
             self._slots = slots
-        return self._jobs
-
-    def _cut(self, table: np.ndarray) -> list[PieceList]:
-        return [PieceList((), table[start:end]) for start, end in pairwise(self._cuts)]
+        return PieceList((), self._table[bisect_left(self._begins, start) : bisect_left(self._begins, end)])
 
 
 class Holder(Protocol):
@@ -129,7 +130,7 @@ class DiskStore:
         """Find where all of it lies in the files. Raises UserError for a tensor that is not there as it is used."""
         parts = FileParts(self._reader, source, source.packed)
         for name, portion in self.held.items():
-            blob = _Blob(portion.unit, list(self._list_jobs(source, parts, portion.unit)))
+            blob = _Blob(portion.unit, list(self._list_pieces(source, parts, portion.unit)))
             self._blobs[name] = self._by_start[blob.memory.data_ptr()] = blob
             progress(portion.nbytes)
         self._starts = sorted(self._by_start)
@@ -137,16 +138,6 @@ class DiskStore:
         for unit in self._looked_up:
             self._tables[unit.name] = {t.role: FarTable(self._reader, lying.find_rows(t), t) for t in unit.tensors}
             progress(unit.packed_nbytes)
-
-    def _list_jobs(self, source: WeightSource, parts: FileParts, unit: Unit) -> Iterator[list[_Placed]]:
-        """The pieces of each job: as many as a buffer of the ring takes."""
-        pieces = list[_Placed]()
-        for one in self._list_pieces(source, parts, unit):
-            if pieces and one.to + one.nbytes - pieces[0].to > self._most:
-                yield pieces
-                pieces = []
-            pieces.append(one)
-        yield pieces
 
     def _list_pieces(self, source: WeightSource, parts: FileParts, unit: Unit) -> Iterator[_Placed]:
         """All pieces of a unit."""
@@ -197,8 +188,8 @@ class DiskStore:
         self._reader.wait(number)
 
     def split(self, src: torch.Tensor) -> list[int]:
-        """Bytes of each job of a unit, all of which `src` is."""
-        return self._find(src)[0].nbytes
+        blob, start = self._find(src)
+        return blob.split(start, start + src.numel(), self._most)
 
     def share_with(self, holder: Holder) -> None:
         """From now on copy from there what it has, instead of reading it."""
@@ -206,9 +197,9 @@ class DiskStore:
 
     def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any:
         """Start to bring bytes of one job: they are read ahead from now on, and packed when `after` has happened."""
-        blob, offset = self._find(src)
-        jobs = blob.find_jobs(self._find_slots(blob.unit))
-        job = self._reader.submit(jobs[bisect_right(blob.ends, offset)], dst.data_ptr())
+        blob, start = self._find(src)
+        pieces = blob.find_job(start, start + src.numel(), self._find_slots(blob.unit))
+        job = self._reader.submit(pieces, dst.data_ptr() - start)
         return self._device.call(self._reader.run, job, after)
 
     def _find_slots(self, unit: str) -> np.ndarray:

@@ -74,7 +74,7 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
             if not accumulate:
                 out.zero_()
             return
-        if fits_pairs(x.shape[0], kinds):
+        if fits_pairs(x.shape[0], kinds) and weights.wave.of == 1:
             quantised = self._activations.quantise(x)
             gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
             if gated is not None:
@@ -83,7 +83,11 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
                 left = self._room_for_norm(out, following, fits, beside_spare=True)
                 add_pairs(quantised, gated, routes, weights, kinds, rule, out, how, following=left)
                 return
-        add_up(self._multiply_pairs(x, routes, weights, kinds, rule, scratch), out, accumulate)
+        pairs = self._multiply_pairs(x, routes, weights, kinds, rule, scratch)
+        if weights.summed is not None:
+            pairs = pairs._replace(addresses=weights.summed[2])
+        if weights.wave.is_last:
+            add_up(pairs, out, accumulate)
 
     def _multiply_pairs(
         self,
