@@ -149,6 +149,8 @@ def _choose_moved(
         return
     moved = _take(movable, left)
     yield moved
+    if not movable:  # all is in VRAM
+        return
     sizes, tables = sorted(nbytes for _, nbytes in movable), _list_looked_up(room)
     middle = 2 * sizes[len(sizes) // 2]
     small = [(name, nbytes) for name, nbytes in movable if nbytes <= middle or name in tables]

@@ -235,3 +235,10 @@ def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(mon
 def test_what_one_tier_alone_has_in_vram_leaves_it_beside_slots(ram: int) -> None:
     """The embedding was pinned for prompts of 16 tokens alone."""
     plan_beside_gpu(ram)
+
+
+def test_a_model_that_vram_and_memory_nearly_hold_is_planned() -> None:
+    """With the arena filled nothing was left that could live on disk, and the search asked for its sizes."""
+    spec = ExpertsFile(Experts(count=16, used=2, d_expert=64), layers=6, d_model=128).spec
+    _, found = plan_beside_gpu(7, 6, spec)
+    assert not found.ranks[0].beyond_host
