@@ -187,8 +187,7 @@ class Soak:
 
     def interrupt(self) -> None:
         """Ctrl-C somewhere in a step: it goes on, or refuses and is loaded again."""
-        if all(len(h) == self.args.context for h in self.history):
-            self.forget()
+        self.make_room()
         new = [self.ids(min(self.args.context - len(h), 1 + self.rng.randrange(SHORT))) for h in self.history]
         before = self.counts["interrupts"]
         try:
@@ -203,8 +202,7 @@ class Soak:
                 raise
         whole = [h + ids for h, ids in zip(self.history, new)]
         self.history = [h[:n] for h, n in zip(whole, self.engine.lengths)]
-        if all(len(h) == self.args.context for h in self.history):
-            self.forget()
+        self.make_room()
         try:
             self.step([self.ids(int(len(h) < self.args.context)) for h in self.history])
         except StepFailed:
@@ -218,6 +216,11 @@ class Soak:
         """The signal's handler."""
         self.counts["interrupts"] += 1
         raise KeyboardInterrupt
+
+    def make_room(self) -> None:
+        """Empty all sequences where none has room for a token."""
+        if all(len(h) == self.args.context for h in self.history):
+            self.forget()
 
     def forget(self) -> None:
         """Empty all sequences."""

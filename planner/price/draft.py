@@ -171,7 +171,8 @@ def draft_tier(
     """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
 
     shares: of divided units. in_place: whether streamed parts are read in place where that can be; None: as is likely
-    to be faster. sweep: of prompts, where something is streamed. waves: see TierPlan; of a sweep one.
+    to be faster. sweep: of prompts, where something is streamed. waves: see TierPlan, where something comes in
+    several; of a sweep one.
     """
     reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
     columns, states = room.columns, room.states
@@ -214,7 +215,7 @@ def draft_tier(
         waiting = waiting_bytes(room.spec, tokens, room.workload.state_shape, moving, sweep.batches)
         scratch += sweep.batches * sum(waiting.values())
     buffers = Buffers(pinned, scratch, min(slots, coming), largest, kv, room.cached)
-    reads = len(copied) < len(streamed)
+    reads, waves = len(copied) < len(streamed), waves if coming > len(copied) else 1
     return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, reads, sweep, waves)
 
 

@@ -190,8 +190,8 @@ class _Way:
             away = far - pins.get(tier.tokens, set())
             where = {p.unit: self._choose_site(tier, p, away, bare) for p in tier.placements}
             sweep = self.search.swept if self.sweeps and tier is tiers[-1] else None
-            waves = 1 if self.search.follows(tier) else self.waves
-            found.append(draft_tier(self.search.room, tier.tokens, where, kv, self.staging, sweep=sweep, waves=waves))
+            given = self.search.room, tier.tokens, where, kv, self.staging
+            found.append(draft_tier(*given, sweep=sweep, waves=self.waves))
         return tuple(found)
 
     def _release_strays(self, tiers: tuple[TierPlan, ...]) -> tuple[TierPlan, ...]:

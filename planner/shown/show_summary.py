@@ -44,7 +44,7 @@ def describe_reads(variant: Variant) -> str:
         often = f"{prompt} {passes} times, {swept}"
     elif passes > 1:
         often = f"{prompt} {passes} times, for every {tier.tokens} tokens{_why_apart(w)}"
-    if variant.ranks[0].caches:
+    if any(cache.is_on_demand for cache in variant.ranks[0].caches):
         often += ", but for what lies in slots then"
     return often + (f"; {batches} times where routing is recorded or played" if tier.sweep else "")
 

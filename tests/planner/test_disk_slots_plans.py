@@ -225,6 +225,7 @@ def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(mon
     _, found = plan_beside_gpu(20, 24, prompt=32)
     last = found.ranks[0].tiers[-1]
     assert last.waves > 1 and last.buffers.slots * last.buffers.slot_bytes < 6 * MIB  # of a layer
+    assert found.ranks[0].tiers[0].waves == 1  # answers find their experts in slots
     monkeypatch.setattr("pshard.planner.routing.plan_host_slots.WAVES", ())
     _, whole = plan_beside_gpu(20, 24, prompt=32)
     assert first_token_seconds(found) < 0.75 * first_token_seconds(whole)
