@@ -140,9 +140,9 @@ def _time_grid(disk: str, path: Path) -> Iterator[DiskTiming]:
                 number = reader.add_file(path)
                 starts = [place * max(BLOCKS) + at for place in taken for at in range(0, max(BLOCKS), block)]
                 starts = random.Random(block + depth).sample(starts, min(len(starts), GRID_READS))
-                jobs = [PieceList([Piece(number, start, block)]) for start in starts]
+                pieces = PieceList([Piece(number, start, block) for start in starts])
                 started = time.perf_counter()
-                reader.read(jobs)
+                reader.read([pieces])
                 seconds = time.perf_counter() - started
                 rate = rate or len(starts) * block / seconds
                 yield DiskTiming(disk, reader.is_direct, block, depth, len(starts) * block, seconds)

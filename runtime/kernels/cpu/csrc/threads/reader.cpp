@@ -67,7 +67,7 @@ using JobPtr = std::shared_ptr<Job>;
 class Reader {
  public:
   Reader(int threads, int slots, int64_t slot_bytes, const Fake& fake, double patience)
-      : slot_bytes_(slot_bytes), fake_(fake), patience_(patience) {
+      : depth_(threads), slot_bytes_(slot_bytes), fake_(fake), patience_(patience) {
     const size_t huge = 2 << 20, nbytes = slots * slot_bytes + huge;
     void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -89,21 +89,28 @@ class Reader {
     return static_cast<int>(files_.size()) - 1;
   }
 
-  JobPtr submit(Piece* pieces, int64_t count, uint8_t* to, bool begun = false) {
-    auto job = std::make_shared<Job>();
-    job->pieces = pieces, job->count = count, job->to = to, job->begun = begun;
-    std::lock_guard<std::mutex> lock(mutex_);
-    jobs_.push_back(job);
-    work_.notify_all();
+  JobPtr submit(Piece* pieces, int64_t count, uint8_t* to) {
+    const JobPtr job = make_job(pieces, count, to);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      jobs_.push_back(job), unread_ += count;
+    }
+    wake(count);
     return job;
   }
 
   // A job whose place is free, which comes before all that is read ahead; `wait` may be called for it again, or never.
   int64_t ask(Piece* pieces, int64_t count, uint8_t* to) {
-    const JobPtr job = submit(pieces, count, to, true);
-    std::lock_guard<std::mutex> lock(mutex_);
-    asked_[++asks_] = job;
-    return asks_;
+    const JobPtr job = make_job(pieces, count, to);
+    int64_t number;
+    job->begun = true;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      jobs_.push_back(job), unread_ += count;
+      asked_[number = ++asks_] = job;
+    }
+    wake(count);
+    return number;
   }
   void wait(int64_t number) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -119,11 +126,11 @@ class Reader {
   // The job's place is free: returns when it is full, or the reader has failed.
   void run(const JobPtr& job) {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (!job->begun) wake(job->landed.size() + job->count - job->next);  // what is unread may take the slots that are kept
     job->begun = true;
     for (const auto& landed : job->landed) packable_.push_back({job, landed.first, landed.second});
     job->landed.clear();
     last_ = Clock::now();
-    work_.notify_all();
     bool noted = false;
     while (job->done < job->count && !job->dropped && failure_.empty()) {
       done_.wait_for(lock, std::chrono::milliseconds(200));
@@ -182,9 +189,23 @@ class Reader {
     done_.notify_all();
   }
 
+  static JobPtr make_job(Piece* pieces, int64_t count, uint8_t* to) {
+    auto job = std::make_shared<Job>();
+    job->pieces = pieces, job->count = count, job->to = to;
+    return job;
+  }
+
+  // As many threads as there is something to do for: all at once would wait for each other.
+  void wake(int64_t pieces) {
+    for (int64_t i = std::min(pieces, depth_); i > 0; --i) work_.notify_one();
+  }
+
   // Nothing more is read or written for the job; a thread that is at it has it still.
   void drop(const JobPtr& job) {
+    const size_t free = free_.size();
     job->dropped = true;
+    unread_ -= job->count - job->next;
+    job->next = job->count;
     for (const auto& landed : job->landed)
       if (landed.second >= 0) free_.push_back(landed.second);
     job->landed.clear();
@@ -201,7 +222,7 @@ class Reader {
         jobs_.erase(it);
         break;
       }
-    work_.notify_all();
+    wake(std::min<int64_t>(free_.size() - free, unread_));
   }
 
   void work() {
@@ -235,6 +256,7 @@ class Reader {
 
   void read(std::unique_lock<std::mutex>& lock, const JobPtr& job) {
     const int64_t number = job->next++;
+    --unread_;
     const Piece& piece = job->pieces[number];
     int at = -1;
     if (!piece.from) {
@@ -268,7 +290,7 @@ class Reader {
     lock.unlock();
     if (piece.type != kSkip) pack_piece(piece, landed.slot < 0 ? nullptr : slot(landed.slot), job.to + piece.to);
     lock.lock();
-    if (landed.slot >= 0) free_.push_back(landed.slot), work_.notify_one();
+    if (landed.slot >= 0) free_.push_back(landed.slot), wake(std::min<int64_t>(1, unread_));
     if (++job.done == job.count) done_.notify_all();
   }
 
@@ -311,7 +333,7 @@ class Reader {
                             : kNone;
     if (fault == kHang) {
       std::unique_lock<std::mutex> lock(mutex_);
-      work_.wait(lock, [&] { return stop_; });
+      done_.wait(lock, [&] { return stop_; });
       return "does not answer";
     }
     for (int64_t at = begin, tries = 0; at < end;) {
@@ -338,7 +360,7 @@ class Reader {
     return idle_ + seconds(fake_.latency + late);
   }
 
-  const int64_t slot_bytes_;
+  const int64_t depth_, slot_bytes_;  // depth_: threads, and so reads under way
   const Fake fake_;
   const double patience_;
   void* memory_ = nullptr;
@@ -353,7 +375,7 @@ class Reader {
   std::deque<File> files_;
   std::vector<std::thread> threads_;
   std::string failure_;
-  int64_t bytes_ = 0, reads_ = 0, asks_ = 0;
+  int64_t bytes_ = 0, reads_ = 0, asks_ = 0, unread_ = 0;  // unread_: pieces that nobody has begun to read
   int alive_ = 0;
   bool stop_ = false;
   Clock::time_point last_ = Clock::now(), idle_ = Clock::now();
