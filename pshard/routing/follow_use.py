@@ -7,8 +7,10 @@ a look-up, and a copy has the time of a whole micro-batch.
 The runtime and the replay of a record run this same code, so they come to the same hits.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -193,34 +195,36 @@ class DemandFollower:
         first."""
         self.eligible, self.counts = eligible, HitCounts()
         self.slot_of: np.ndarray = np.full(eligible.shape, -1, np.int32)
-        self._owner = np.full(slots, -1, np.int64)  # by slot: layer * experts + expert; -1: nobody
-        self._used, self._looks = -np.arange(slots), 0  # by slot: the look-up of its last use
+        self._owner = [-1] * slots  # by slot: layer * experts + expert; -1: nobody
+        self._ages = OrderedDict.fromkeys(reversed(range(slots)))  # the slot that was used longest ago first
         for slot, (layer, expert) in enumerate(list(first)[:slots]):
             self._own(Move(slot, layer, expert))
 
     def look_up(self, layer: int, ids: np.ndarray) -> Turn:
         """The experts that tokens choose in a layer, ints [tokens, used]: what starts is missed, and comes to a slot
         that victims leave now. Raises ValueError where the slots are too few for one layer."""
-        self._looks += 1
-        chosen = ids[ids >= 0].astype(np.int64)
-        found = self.slot_of[layer, chosen] >= 0
-        wanted = np.unique(chosen)
-        wanted = wanted[self.eligible[layer, wanted]]
-        slots = self.slot_of[layer, wanted]
-        missed = wanted[slots < 0]
-        self._used[slots[slots >= 0]] = self._looks
-        going = _first(self._used, np.arange(len(self._used)), len(missed))
-        if len(going) < len(missed) or (self._used[going] == self._looks).any():
-            raise ValueError(f"{len(self._used)} slots are too few for the {len(wanted)} experts that one layer uses")
-        self._used[going] = self._looks
-        owners = self._owner[going]
-        victims = [divmod(old, self.slot_of.shape[1]) for old in owners[owners >= 0].tolist()]
+        chosen, slot_of = ids[ids >= 0].tolist(), self.slot_of[layer].tolist()
+        wanted = [expert for expert in sorted(set(chosen)) if self.eligible[layer, expert]]
+        hits = [slot_of[expert] for expert in wanted if slot_of[expert] >= 0]
+        missed = [expert for expert in wanted if slot_of[expert] < 0]
+        self._touch(hits)
+        going = list(islice(self._ages, len(missed)))
+        if len(going) < len(missed) or not set(going).isdisjoint(hits):
+            raise ValueError(f"{len(self._ages)} slots are too few for the {len(wanted)} experts that one layer uses")
+        self._touch(hits + going)
+        victims = [divmod(self._owner[slot], len(slot_of)) for slot in going if self._owner[slot] >= 0]
         for victim in victims:
             self.slot_of[victim] = -1
-        self._owner[going] = -1
-        self.counts += HitCounts(len(chosen), int(found.sum()), len(missed))
-        moves = tuple(Move(slot, layer, new) for slot, new in zip(going.tolist(), missed.tolist()))
-        return Turn((), moves, tuple(victims))
+        for slot in going:
+            self._owner[slot] = -1
+        found = sum(slot_of[expert] >= 0 for expert in chosen)
+        self.counts += HitCounts(len(chosen), found, len(missed))
+        return Turn((), tuple(Move(slot, layer, new) for slot, new in zip(going, missed)), tuple(victims))
+
+    def _touch(self, slots: Sequence[int]) -> None:
+        """These are used now; of those the lower number leaves first."""
+        for slot in sorted(slots):
+            self._ages.move_to_end(slot)
 
     def arrive(self, moves: Sequence[Move]) -> None:
         """These have come, and are found from now on."""
