@@ -14,7 +14,8 @@ class Routing:
 
     `scores`, `normed`, `early`, `beside` and what follows `choice_bias` are as in `Experts`; files of latent attention
     are V3's where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
-    `norm_fixed`: `normed` is so whatever files say; `norm_told`: whatever GGUF files say, but folders tell.
+    `norm_fixed`: `normed` is so whatever files say; `norm_told`: whatever GGUF files say, but folders tell. `fixed`: of
+    "scores", "norm" and "scale" those that keys of GGUF files do not change, as llama.cpp does not read them.
     `shared_unsaid`: shared experts where a GGUF file has no number of them; None: it must have one. `shared_sized`: it
     says how many rows they have, whatever their number. `sizes_as_dense`: experts have as many rows as the FFN of its
     dense relative. `listed`: files say of each layer whether it has experts. `beside` says how many rows the FFN beside
@@ -39,6 +40,7 @@ class Routing:
     weighs_inputs: bool = False
     chunked: bool = False
     listed: bool = False
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class Architecture:
 
     `name` is the model_type of Hugging Face (of the text part, where there is another), `gguf` what GGUF files say.
     `gguf_pairing`, `hf_pairing`: RoPE pairs as files of this architecture store q and k. `biases` must be there,
-    `optional_biases` may. `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head
-    that is rotated where config.json does not say; below 1, and with `partial`, other shares are possible too.
+    `optional_biases` may, `file_biases` in GGUF files alone. `optional_qk_norm`: some of its models normalise q and k.
+    `rotated`: the share of each head that is rotated where config.json does not say; below 1, and with `partial`, other
+    shares are possible too.
     `ffn_norm`: what GGUF files call the norm before the FFN. `sinks`: a logit of each head joins the softmax without a
     value. `window_every`: of so many layers the first has the sliding window. `latent`: multi-head latent attention.
     `delta`: most layers have a gated delta net, whose value heads stand in GGUF files "grouped" by the key heads that
@@ -79,6 +82,9 @@ class Architecture:
     `short_values`: MiMo-V2's ways: values may be shorter than keys, and layers may have sinks.
     `limited`: Step 3.5's ways: layers may bound what gates give, and may lack gates of heads.
     `uneven`: files say of each layer how many heads and rows of an FFN it has, if any.
+    `one_base`: GGUF files have no base of their own for layers with a window. `yarn_keys`: the numbers of YaRN
+    (`rope.scaling.yarn_*`) that llama.cpp reads of its GGUF files. `sections`: how pairs of heads are shared out among
+    positions of several dimensions, "blocks" or "interleaved".
     `streamed`: Qwen3.8-Flash-Next's ways: several residual streams, an index by which attention chooses cells, a table
     of n-grams (hybrid/many_streams.py).
     """
@@ -88,6 +94,7 @@ class Architecture:
     gguf_pairing: str
     biases: tuple[str, ...] = ()
     optional_biases: tuple[str, ...] = ()
+    file_biases: tuple[str, ...] = ()
     qk_norm: bool = False
     optional_qk_norm: bool = False
     wide_qk_norm: bool = False
@@ -138,6 +145,9 @@ class Architecture:
     short_values: bool = False
     limited: bool = False
     streamed: bool = False
+    one_base: bool = False
+    yarn_keys: tuple[str, ...] = ()
+    sections: str = ""
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def of_windows(self, window: object) -> "Architecture":
@@ -154,11 +164,12 @@ class Architecture:
         return replace(self, sloped=True, still_every=1) if sloped else self
 
     def of_settings(self, settings: Mapping[str, Any]) -> "Architecture":
-        """The same of a folder whose settings say that it lacks biases."""
+        """The same of a folder, whose settings may say that it lacks biases."""
         said = {"attention_bias": _ATTENTION_BIASES, "qkv_bias": _QKV, "mlp_bias": _FFN_BIASES}
         lacks = {bias for key, biases in said.items() if settings.get(key) is False for bias in biases}
         kept = tuple(bias for bias in self.biases if bias not in lacks)
-        return replace(self, biases=kept, optional_biases=(*self.optional_biases, *(lacks & set(self.biases))))
+        optional = (*self.optional_biases, *(lacks & set(self.biases)))
+        return replace(self, biases=kept, optional_biases=optional, file_biases=())
 
     @property
     def declared(self) -> dict[str, Any]:
@@ -176,7 +187,8 @@ _NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
 _FFN_BIASES = ("ffn_up.bias", "ffn_down.bias")
 _GATED_BIASES = (*_ATTENTION_BIASES, "ffn_gate.bias", *_FFN_BIASES)
 _ALL_BIASES = (*_ATTENTION_BIASES, *_FFN_BIASES)
-_QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
+_FIXED = ("scores", "norm", "scale")
+_QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True, fixed=_FIXED)
 
 
 def _defaults(**values: Any) -> Mapping[str, Any]:
@@ -310,7 +322,7 @@ _HY_V3 = _defaults(
     router_scaling_factor=2.826,
     rope_theta=11158840.0,
 )
-_QWEN3_NEXT = Routing(shared=True, shared_gate=True)
+_QWEN3_NEXT = Routing(shared=True, shared_gate=True, fixed=_FIXED)
 
 
 def _hybrid(name: str, gguf: str, delta: str, routing: Routing | None = None) -> Architecture:
@@ -323,6 +335,7 @@ def _hybrid(name: str, gguf: str, delta: str, routing: Routing | None = None) ->
         rotated=0.25,
         ffn_norm="post_attention_norm.weight",
         delta=delta,
+        sections="interleaved" if delta == "tiled" else "",
         routing=routing,
     )
 
@@ -345,7 +358,14 @@ ARCHITECTURES = (
     Architecture("mistral", "llama", "adjacent", windows=True),
     Architecture("qwen2", "qwen2", "halves", biases=_QKV, folder_windows="listed"),
     Architecture("qwen3", "qwen3", "halves", optional_biases=_ATTENTION_BIASES, qk_norm=True, folder_windows="listed"),
-    Architecture("mixtral", "llama", "adjacent", routing=Routing(sizes_as_dense=True), folder_windows="all"),
+    Architecture(
+        "mixtral",
+        "llama",
+        "adjacent",
+        file_biases=_ATTENTION_BIASES,
+        routing=Routing(sizes_as_dense=True, fixed=_FIXED),
+        folder_windows="all",
+    ),
     Architecture("qwen2_moe", "qwen2moe", "halves", biases=_QKV, routing=_QWEN2_MOE, folder_windows="listed"),
     Architecture(
         "qwen3_moe",
@@ -353,7 +373,7 @@ ARCHITECTURES = (
         "halves",
         optional_biases=_ATTENTION_BIASES,
         qk_norm=True,
-        routing=Routing(),
+        routing=Routing(fixed=_FIXED),
         folder_windows="all",
     ),
     Architecture(
@@ -392,14 +412,27 @@ ARCHITECTURES = (
         "ernie4_5_moe",
         "ernie4_5-moe",
         "adjacent",
+        file_biases=_QKV,
         hf_pairing="adjacent",
         routing=Routing(shared=True, choice_bias=True, norm_fixed=True, shared_unsaid=0),
         defaults=_ERNIE_MOE,
     ),
     Architecture(
-        "deepseek", "deepseek", "adjacent", routing=Routing(normed=False, norm_fixed=True, shared=True), remote=True
+        "deepseek",
+        "deepseek",
+        "adjacent",
+        optional_biases=_QKV,
+        routing=Routing(normed=False, norm_fixed=True, shared=True),
+        remote=True,
     ),
-    Architecture("bailing_moe", "bailingmoe", "adjacent", routing=Routing(normed=False, shared=True), remote=True),
+    Architecture(
+        "bailing_moe",
+        "bailingmoe",
+        "adjacent",
+        optional_biases=_QKV,
+        routing=Routing(normed=False, shared=True),
+        remote=True,
+    ),
     Architecture(
         "granitemoe",
         "granitemoe",
@@ -416,7 +449,9 @@ ARCHITECTURES = (
         ffn_norm="post_attention_norm.weight",
         sinks=True,
         window_every=2,
-        routing=Routing(scores="chosen", sizes_as_dense=True, activation="clamped", biases=True),
+        routing=Routing(
+            scores="chosen", sizes_as_dense=True, activation="clamped", biases=True, fixed=("scores", "scale")
+        ),
     ),
     _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
     _hybrid("qwen3_5_text", "qwen35", "tiled"),
@@ -450,6 +485,7 @@ ARCHITECTURES = (
         "qwen3vl",
         "halves",
         qk_norm=True,
+        sections="interleaved",
         defaults=_defaults(rope_theta=5e5),
         optional_biases=_ATTENTION_BIASES,
     ),
@@ -458,11 +494,20 @@ ARCHITECTURES = (
         "qwen3vlmoe",
         "halves",
         qk_norm=True,
-        routing=Routing(),
+        sections="interleaved",
+        routing=Routing(fixed=_FIXED),
         defaults=_defaults(rope_theta=5e5, norm_topk_prob=True),
         optional_biases=_ATTENTION_BIASES,
     ),
-    Architecture("ministral3", "mistral3", "adjacent", warmed=True, folder_windows="all"),
+    Architecture(
+        "ministral3",
+        "mistral3",
+        "adjacent",
+        file_biases=_GATED_BIASES,
+        warmed=True,
+        folder_windows="all",
+        yarn_keys=("log_multiplier", "beta_fast", "beta_slow"),
+    ),
     Architecture(
         "glm4",
         "glm4",
@@ -477,6 +522,7 @@ ARCHITECTURES = (
         "cohere2",
         "cohere2",
         "adjacent",
+        one_base=True,
         hf_pairing="adjacent",
         full_every=4,
         still_every=4,
@@ -491,6 +537,7 @@ ARCHITECTURES = (
             name,
             "olmo2",
             "halves",
+            one_base=True,
             optional_biases=_ATTENTION_BIASES,
             qk_norm=True,
             wide_qk_norm=True,
@@ -505,10 +552,11 @@ ARCHITECTURES = (
         "minimax_m2",
         "minimax-m2",
         "halves",
+        file_biases=_QKV,
         qk_norm=True,
         wide_qk_norm=True,
         partial=True,
-        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, sizes_as_dense=True),
+        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, sizes_as_dense=True, fixed=("scale",)),
         defaults=_MINIMAX_M2,
     ),
     Architecture(
@@ -527,6 +575,8 @@ ARCHITECTURES = (
         "exaone4",
         "exaone4",
         "halves",
+        one_base=True,
+        file_biases=_QKV,
         qk_norm=True,
         norms="after",
         full_every=4,
@@ -538,6 +588,8 @@ ARCHITECTURES = (
         "exaone_moe",
         "exaone-moe",
         "halves",
+        one_base=True,
+        file_biases=_QKV,
         qk_norm=True,
         full_every=4,
         still_every=4,
@@ -549,13 +601,22 @@ ARCHITECTURES = (
         "arctic",
         "arctic",
         "adjacent",
-        routing=Routing(norm_fixed=True, sizes_as_dense=True, early="inputs", beside="width"),
+        optional_biases=_QKV,
+        routing=Routing(
+            norm_fixed=True, sizes_as_dense=True, early="inputs", beside="width", fixed=("scores", "scale")
+        ),
         remote=True,
     ),
     Architecture(
-        "grove_moe", "grovemoe", "halves", qk_norm=True, routing=Routing(norm_fixed=True, chunked=True), remote=True
+        "grove_moe",
+        "grovemoe",
+        "halves",
+        optional_biases=_QKV,
+        qk_norm=True,
+        routing=Routing(norm_fixed=True, chunked=True, fixed=("scale",)),
+        remote=True,
     ),
-    Architecture("nemotron-nas", "deci", "adjacent", optional_biases=_ATTENTION_BIASES, uneven=True, remote=True),
+    Architecture("nemotron-nas", "deci", "adjacent", optional_biases=_GATED_BIASES, uneven=True, remote=True),
     Architecture(
         "smallthinker",
         "smallthinker",
@@ -565,7 +626,14 @@ ARCHITECTURES = (
         still_every=4,
         first_full=True,
         may_lack_windows=True,
-        routing=Routing(scores="sigmoid", norm_fixed=True, activation="relu", early="scores", sizes_as_dense=True),
+        routing=Routing(
+            scores="sigmoid",
+            norm_fixed=True,
+            activation="relu",
+            early="scores",
+            sizes_as_dense=True,
+            fixed=("scale",),
+        ),
         remote=True,
     ),
     Architecture(
@@ -591,7 +659,7 @@ ARCHITECTURES = (
         ),
         defaults=_LLAMA4,
     ),
-    Architecture("plamo", "plamo", "halves", parallel=True, remote=True),
+    Architecture("plamo", "plamo", "halves", optional_biases=_QKV, parallel=True, remote=True),
     Architecture(
         "olmo",
         "olmo",
@@ -602,7 +670,7 @@ ARCHITECTURES = (
         defaults=_OLMO,
         optional_biases=_ATTENTION_BIASES,
     ),
-    Architecture("orion", "orion", "halves", biases=_NORM_BIASES, centred=True, remote=True),
+    Architecture("orion", "orion", "halves", optional_biases=_QKV, biases=_NORM_BIASES, centred=True, remote=True),
     Architecture(
         "stablelm",
         "stablelm",
@@ -690,7 +758,9 @@ ARCHITECTURES = (
         routing=Routing(norm_fixed=True, sizes_as_dense=True, shared=True, shared_unsaid=1, shared_sized=True),
         defaults=_defaults(rms_norm_eps=1e-5, num_shared_experts=1),
     ),
-    Architecture("maincoder", "maincoder", "adjacent", qk_norm=True, turned_norms=True, remote=True),
+    Architecture(
+        "maincoder", "maincoder", "adjacent", optional_biases=_QKV, qk_norm=True, turned_norms=True, remote=True
+    ),
     Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),
     Architecture(
         "gemma3_text",
@@ -730,18 +800,19 @@ ARCHITECTURES = (
         defaults=_GEMMA2,
         optional_biases=_ATTENTION_BIASES,
     ),
-    Architecture("lfm2", "lfm2", "halves", qk_norm=True, conv=True, defaults=_LFM2),
+    Architecture("lfm2", "lfm2", "halves", file_biases=_QKV, qk_norm=True, conv=True, defaults=_LFM2),
     Architecture(
         "lfm2_moe",
         "lfm2moe",
         "halves",
+        file_biases=_QKV,
         qk_norm=True,
         conv=True,
         routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, norm_told=True),
         defaults=_LFM2_MOE,
     ),
     _GEMMA4_DENSE,
-    replace(_GEMMA4_DENSE, routing=Routing(norm_fixed=True)),
+    replace(_GEMMA4_DENSE, routing=Routing(norm_fixed=True, fixed=("scores", "scale"))),
     Architecture(
         "laguna",
         "laguna",
@@ -784,20 +855,35 @@ ARCHITECTURES = (
         routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, listed=True),
         defaults=_MIMO2,
     ),
-    Architecture("ernie4_5", "ernie4_5", "adjacent", hf_pairing="adjacent", defaults=_ERNIE),
-    Architecture("paddleocr_vl_text", "paddleocr", "halves", defaults=_ERNIE),
+    Architecture("ernie4_5", "ernie4_5", "adjacent", file_biases=_QKV, hf_pairing="adjacent", defaults=_ERNIE),
+    Architecture(
+        "paddleocr_vl_text", "paddleocr", "halves", file_biases=_ATTENTION_BIASES, sections="blocks", defaults=_ERNIE
+    ),
     *(
         Architecture(
-            name, "qwen2vl", "halves", biases=_QKV, folder_windows="listed", defaults=_defaults(rope_theta=1e6)
+            name,
+            "qwen2vl",
+            "halves",
+            biases=_QKV,
+            folder_windows="listed",
+            sections="blocks",
+            defaults=_defaults(rope_theta=1e6),
         )
         for name in ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
     ),
-    Architecture("exaone", "exaone", "halves", remote=True),
-    Architecture("internlm2", "internlm2", "adjacent", remote=True),
-    Architecture("minicpm", "minicpm", "adjacent", multiplied=("embedding", "residual", "1/logits"), remote=True),
-    Architecture("xverse", "xverse", "adjacent", remote=True),
-    Architecture("baichuan", "baichuan", "adjacent", remote=True, sloped_layers=40),
-    Architecture("refact", "refact", "halves", sloped=True, remote=True),
+    Architecture("exaone", "exaone", "halves", optional_biases=_QKV, remote=True),
+    Architecture("internlm2", "internlm2", "adjacent", optional_biases=_QKV, remote=True),
+    Architecture(
+        "minicpm",
+        "minicpm",
+        "adjacent",
+        multiplied=("embedding", "residual", "1/logits"),
+        optional_biases=_GATED_BIASES,
+        remote=True,
+    ),
+    Architecture("xverse", "xverse", "adjacent", optional_biases=_QKV, remote=True),
+    Architecture("baichuan", "baichuan", "adjacent", optional_biases=_QKV, remote=True, sloped_layers=40),
+    Architecture("refact", "refact", "halves", optional_biases=_QKV, sloped=True, remote=True),
     Architecture("PanguEmbedded", "pangu-embedded", "halves", optional_biases=_ATTENTION_BIASES, remote=True),
 )
 

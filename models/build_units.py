@@ -22,6 +22,7 @@ from pshard.units.attention import (
     LENDING_ATTENTION,
     LENDING_WINDOWED,
     MAPPING,
+    OUT_BIAS,
     OUT_ORDER,
     QKV,
     SINKS,
@@ -125,8 +126,9 @@ class UnitMaker:
     def __init__(self, arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], where: str) -> None:
         self._roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
         self._arch, self._config, self._stored, self._where = arch, config, stored, where
-        optional = {*arch.optional_biases, IN_ORDER, OUT_ORDER, FFN_ORDER}
+        optional = {*arch.optional_biases, *arch.file_biases, IN_ORDER, OUT_ORDER, FFN_ORDER}
         self.biases = set(arch.biases) | (optional & self._roles)
+        self._scaled = arch.by_layer and LAYER_SCALE in self._roles
 
     def rows_of(self, name: str) -> int:
         """Rows that a table has in the file, which a key has told of; 1 where it is missing."""
@@ -173,7 +175,7 @@ class UnitMaker:
         yield from self._mixes(i, "ffn")
         if config.experts is None or not config.experts.are_in(i):
             ports = FOLLOWS if config.parallel or config.streams else None
-            scaled = LAYER_SCALE in self._roles
+            scaled = self._scaled
             yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, scaled and not config.row_width), ports)
             if config.row_width:
                 yield unit(block + "rows", LAYER_ROWS, i, _layer_rows(config, block, scaled))
@@ -181,7 +183,8 @@ class UnitMaker:
         rule, d = config.experts, config.d_model
         ports = {"scores": SCORES_EARLY, "inputs": TAKES_EARLY}.get(rule.early, ROUTES)
         ports = TAKES_EARLY if config.streams else ports
-        yield unit(block + "router", ROUTER, i, _router(config, rule, block, ROUTER_FACTORS in self._roles), ports)
+        factors = self._arch.by_layer and ROUTER_FACTORS in self._roles
+        yield unit(block + "router", ROUTER, i, _router(config, rule, block, factors), ports)
         if rule.apart or rule.beside:
             yield unit(block + "ffn", FFN, i, _ffn(config, i, self.biases, False), GIVES_DENSE if rule.apart else None)
         if rule.d_shared:
@@ -191,7 +194,7 @@ class UnitMaker:
         if rule.chunks:
             yield unit(block + "chunks", CHUNKS, i, _chunks(rule, d, block))
         if rule.apart:
-            scaled = LAYER_SCALE in self._roles
+            scaled = self._scaled
             yield unit(block + "blend", BLEND, i, _blend(d, block, scaled and not config.row_width))
             if config.row_width:
                 yield unit(block + "rows", LAYER_ROWS, i, _layer_rows(config, block, scaled))
@@ -274,6 +277,8 @@ def _mapping(d_model: int, block: str, biases: set[str]) -> Iterator[Expected]:
     """What some layers have in place of attention."""
     yield from _norm(block + "attn_norm", d_model, biases)
     yield Expected(block + "attn_output.weight", (d_model, d_model))
+    if OUT_BIAS in biases:
+        yield Expected(block + OUT_BIAS, (d_model,))
 
 
 def _norm(name: str, width: int, biases: set[str]) -> Iterator[Expected]:

@@ -85,7 +85,7 @@ def _gguf_experts(arch: Architecture, keys: Keys, config: ModelConfig, stored: d
     if arch.short_values or arch.limited:
         biased = any(f"blk.{i}.exp_probs_b.bias" in stored or f"blk.{i}.exp_probs_b" in stored for i in range(layers))
         experts = replace(experts, choice_bias=biased)
-        parts = ("q", "k", "v", "qkv", "output")
+        parts = ("q", "k", "v", "qkv", "output") if arch.short_values else ("qkv", "output")
         for name in (f"blk.{i}.attn_{part}.bias" for i in range(layers) for part in parts):
             if name in stored:
                 stored[name].fail("has no place in a GGUF file of this architecture, where llama.cpp leaves it out")

@@ -424,7 +424,11 @@ class _Drawn(NamedTuple):
         heads, groups = r.counts(layer)
         q, kv, value = heads * r.head, groups * r.head, r.value or r.head
         if not groups:
-            return self.matrix(b + "attn_output", r.d, r.d) if heads else None
+            if heads:
+                self.matrix(b + "attn_output", r.d, r.d)
+                if r.out_bias:
+                    self.bias(b + "attn_output", r.d)
+            return
         for part, rows in (("q", q), ("k", kv), ("v", groups * value)):
             self.matrix(f"{b}attn_{part}", rows, r.d)
             if r.biases:
@@ -461,8 +465,8 @@ class _Drawn(NamedTuple):
                 if rows and not (r.act and role == "gate"):
                     scaled = suffix == "_exps" and role == "down"  # rounding may choose another expert: of usual weight
                     self.matrix(f"{b}ffn_{role}{suffix}", *stack, *shape, by=1 / moe.scale if scaled else 1.0)
-        for role, rows in (("gate", r.ffn), ("up", r.ffn), ("down", r.d)) if r.ffn_biases else ():
-            if not (r.act and role == "gate"):
+        for role, rows in (("gate", r.rows(layer)), ("up", r.rows(layer)), ("down", r.d)):
+            if r.ffn_biases and r.rows(layer) and not (r.act and role == "gate"):
                 self.bias(f"{b}ffn_{role}", rows)
         if r.limits:
             self.made[b + "limits"] = np.array(r.limits[layer])

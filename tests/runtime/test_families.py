@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 from engines import open_engine, pinned_everywhere
-from family_files import _OWN_KEYS, FAMILIES, IN_FOLDERS, RECIPES, REMOTE, write_family, write_family_folder
+from family_files import (
+    _OWN_KEYS,
+    FAMILIES,
+    IN_FOLDERS,
+    RECIPES,
+    REMOTE,
+    hf_settings,
+    write_bare_folder,
+    write_family,
+    write_family_folder,
+)
 from family_forward import LongRope, Moe, Recipe, Weights, Yarn, family_logits
 from model_files import write_gguf
 from plan_samples import make_tier
@@ -349,6 +359,44 @@ def test_a_gated_ffn_may_have_biases_of_some_products(
     for kernels in ("plain", "fast"):
         with open_engine(path, context=LONG, kernels=kernels) as engine:
             assert difference(run(engine), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["mistral3", "deci", "minicpm"])
+def test_other_gated_ffns_may_have_biases_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of products that stand for attention too; folders of Ministral 3 have none."""
+    biased = replace(RECIPES[family], biases=True, out_bias=True, ffn_biases=True)
+    monkeypatch.setitem(RECIPES, family, biased)
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    for kernels in ("plain", "fast"):
+        with open_engine(path, context=LONG, kernels=kernels) as engine:
+            assert difference(run(engine), expected) < 1e-5
+    lacks = ({"biases": False}, {"out_bias": False}, {"ffn_biases": False})
+    assert all(difference(family_logits(replace(recipe, **one), weights, IDS), expected) > 1e-3 for one in lacks)
+
+
+@pytest.mark.parametrize("family", ["minimax-m2", "exaone4", "plamo", "maincoder", "step35", "lfm2", "paddleocr"])
+def test_files_may_have_biases_of_attention_that_folders_lack(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    biased = replace(RECIPES[family], biases=True, out_bias=family == "paddleocr")
+    monkeypatch.setitem(RECIPES, family, biased)
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    with open_engine(path, context=LONG, kernels="fast") as engine:
+        assert difference(run(engine), expected) < 1e-5
+    assert difference(family_logits(replace(recipe, biases=False), weights, IDS), expected) > 1e-3
+
+
+@pytest.mark.parametrize("parts", ["self_attn", "mlp"])
+def test_a_folder_without_a_place_for_biases_is_refused(
+    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPES["mistral3"], biases=parts == "self_attn", ffn_biases=parts == "mlp")
+    monkeypatch.setitem(RECIPES, "mistral3", recipe)
+    folder = write_bare_folder(tmp_path / "m", "mistral3", hf_settings("mistral3") | {"model_type": "ministral3"})
+    with pytest.raises(UserError, match=rf"layers.0.{parts}.\w+.bias has no place in architecture ministral3"):
+        open_model(folder)
 
 
 def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None:
