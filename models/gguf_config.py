@@ -4,23 +4,21 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from pshard.errors import UserError
-from pshard.model_config import Experts, ModelConfig, Rope
+from pshard.model_config import Experts, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.arrange_tensors import part_drafters
-from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
-from pshard.models.families.by_layer import NO_TURN, gguf_uneven, with_rows_beside
+from pshard.models.build_units import TABLE
+from pshard.models.families.by_layer import gguf_uneven, with_rows_beside
 from pshard.models.families.layer_sorts import first_of, gguf_sorts, read_values
 from pshard.models.families.read_numbers import CAPS, gguf_numbers
+from pshard.models.gguf_rope import gguf_rope, leave_unread
 from pshard.models.hybrid.many_streams import read_streams
 from pshard.models.hybrid.read_delta import count_kv_heads, gguf_delta
 from pshard.models.hybrid.short_convs import gguf_conv
-from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
-from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
+from pshard.models.keys import EPSILONS, Keys, check_config
+from pshard.models.latent.read_latent import gguf_latent
 from pshard.models.read_experts import gguf_experts
-from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
 NORM = "blk.0.ffn_norm.weight"
@@ -33,7 +31,6 @@ _HARMLESS = {
     "attention.max_alibi_bias": (0.0,),
     "attention.causal": (True,),
     **dict.fromkeys(CAPS, (0.0,)),
-    "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.alpha": (0.0, 1.0),
 }
 
@@ -42,7 +39,7 @@ def gguf_config(
     arch: Architecture, metadata: dict[str, Any], stored: dict[str, StoredTensor], where: str
 ) -> ModelConfig:
     """The model's numbers from metadata and the shape of the embedding. Raises UserError that names the key."""
-    keys = Keys(metadata, where, f"{arch.gguf}.")
+    keys = Keys(leave_unread(arch, metadata), where, f"{arch.gguf}.")
     arch = arch.of_windows(keys.get("attention.sliding_window"))
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
@@ -50,8 +47,6 @@ def gguf_config(
     for key, harmless in _HARMLESS.items():
         if key not in known:
             keys.refuse_unless(key, *harmless)
-    if not (arch.latent or arch.warmed):
-        keys.refuse_unless(LOG_MULTIPLIER, 0.0)
     if TABLE not in stored:
         raise UserError(f"{where}: tensor {TABLE} is missing: the file is incomplete; {FETCH_AGAIN}")
     _check_vocabulary(keys, metadata, stored[TABLE])
@@ -67,7 +62,10 @@ def gguf_config(
     experts = gguf_experts(routing, keys) if routing else None
     n_layers = keys.integer("block_count") - count_drafters(arch, metadata, where)
     arch = arch.of_layers(n_layers)
-    rope = _gguf_rope(arch, keys, latent.rope if latent else head_dim, stored)
+    window = _sliding_window(arch, keys)
+    rope = gguf_rope(arch, keys, latent.rope if latent else head_dim, stored, window > 0)
+    if window and not (arch.by_layer or arch.sorted):
+        _check_window_heads(keys, head_dim, rope.dims)
     config = ModelConfig(
         architecture=arch.name,
         n_layers=n_layers,
@@ -83,7 +81,7 @@ def gguf_config(
         context=keys.integer("context_length"),
         rope=rope,
         qk_norm=_norms_heads(arch, experts, stored),
-        sliding_window=_sliding_window(arch, keys),
+        sliding_window=window,
         experts=experts,
         latent=latent,
         gated=bool(arch.delta),
@@ -133,6 +131,13 @@ def _sliding_window(arch: Architecture, keys: Keys) -> int:
     return keys.integer("attention.sliding_window", arch.window_unsaid or None) if has_one else 0
 
 
+def _check_window_heads(keys: Keys, head_dim: int, turned: int) -> None:
+    """Raise UserError that names the key where layers with a window have other heads than those without."""
+    for key, other in (("attention.key_length_swa", head_dim), ("attention.value_length_swa", head_dim),
+                       ("rope.dimension_count_swa", turned)):  # fmt: skip
+        keys.refuse_unless(key, other)
+
+
 def count_drafters(arch: Architecture, metadata: dict[str, Any], where: str) -> int:
     """The last so many layers draft further tokens (multi-token prediction); the model runs without them."""
     keys = Keys(metadata, where, f"{arch.gguf}.")
@@ -168,80 +173,3 @@ def _check_vocabulary(keys: Keys, metadata: dict[str, Any], table: StoredTensor)
         count = keys.integer("vocab_size", table.shape[0])
     if table.shape[0] != count:
         table.fail(f"has {table.shape[0]} rows, but the vocabulary {count} tokens: the header is damaged", FETCH_AGAIN)
-
-
-def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, StoredTensor]) -> Rope:
-    plain = Rope(
-        dims=keys.integer("rope.dimension_count", head_dim),
-        base=keys.real("rope.freq_base", 10000.0, BASES),
-        pairing=arch.gguf_pairing,
-        freq_factors=_read_floats(stored[ROPE_FACTORS], arch.by_layer) if ROPE_FACTORS in stored else (),
-    )
-    if keys.get("rope.scaling.type") == "yarn":
-        return _scale_by_yarn(arch, plain, keys)
-    if LONG_FACTORS in stored or SHORT_FACTORS in stored:
-        return _scale_by_longrope(plain, keys, stored)
-    keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)
-    keys.refuse_unless("rope.scaling.type", "none", "linear")
-    factor = _scaling_factor(keys)
-    if factor == 1.0 or keys.get("rope.scaling.type") == "none":
-        return plain
-    return replace(plain, scaling="linear", factor=factor)
-
-
-def _scaling_factor(keys: Keys) -> float:
-    """By the key or its old name; without both, and for 0, positions are not scaled, whatever the type says: as
-    llama.cpp reads them."""
-    name = "rope.scale_linear" if keys.get("rope.scaling.factor") is None else "rope.scaling.factor"
-    return 1.0 if keys.get(name) == 0 else keys.real(name, 1.0, FACTORS)
-
-
-def _scale_by_yarn(arch: Architecture, plain: Rope, keys: Keys) -> Rope:
-    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
-    factor = _scaling_factor(keys)
-    # attn_factor multiplies YaRN's own factor; yarn_attn_factor is the attention_factor of a config.json, in its place
-    # where scores grow instead, see Latent, sine and cosine do not
-    own = yarn_attention_factor(factor)
-    if keys.get(LOG_MULTIPLIER):  # elsewhere it is the weight of what divides that factor
-        own = 1.0 if arch.latent else own / yarn_attention_factor(factor, keys.real(LOG_MULTIPLIER))
-    own *= keys.real("rope.scaling.attn_factor", 1.0, FACTORS)
-    return replace(
-        plain,
-        scaling="yarn",
-        rounded=not arch.sinks,  # gpt-oss' checkpoints say so, which GGUF has no key for
-        factor=factor,
-        original_context=original,
-        beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=keys.real("rope.scaling.yarn_attn_factor", own, FACTORS),
-    )
-
-
-def _scale_by_longrope(plain: Rope, keys: Keys, stored: dict[str, StoredTensor]) -> Rope:
-    """Two sets of divisors: which is used is up to the context."""
-    for one, other in ((LONG_FACTORS, SHORT_FACTORS), (SHORT_FACTORS, LONG_FACTORS)):
-        if other not in stored:
-            stored[one].fail(f"has no {other} beside it: the file is incomplete", FETCH_AGAIN)
-    return replace(
-        plain,
-        scaling="longrope",
-        original_context=keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
-        attention_factor=keys.real("rope.scaling.attn_factor", 1.0, FACTORS),
-        freq_factors=_read_floats(stored[SHORT_FACTORS]),
-        long_factors=_read_floats(stored[LONG_FACTORS]),
-    )
-
-
-def _read_floats(tensor: StoredTensor, still: bool = False) -> tuple[float, ...]:
-    """The values of a small F32 vector: the only data that is read when a model is opened. still: some
-    may be NO_TURN."""
-    if tensor.qtype != "F32" or len(tensor.shape) != 1:
-        tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32")
-    values = tuple(tensor.read().view("<f4").tolist())
-    none = float(np.float32(NO_TURN)) if still else FACTORS[0]
-    hole = still and not any(values)  # of a file without weights, which can be planned: see inverse_frequencies
-    if not hole and not all(FACTORS[0] <= v <= FACTORS[1] or v == none for v in values):
-        tensor.fail(
-            f"has factors that are not within {FACTORS[0]:g} to {FACTORS[1]:g}: the file is damaged", FETCH_AGAIN
-        )
-    return values

@@ -46,11 +46,26 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
         every=keys.integer("interleave_moe_layer_step", 1),
         chunks=_read_chunks(keys, count) if routing.chunked else None,
     )
+    _refuse_unread(routing, keys)
     if routing.weighs_inputs:
         keys.refuse_unless("expert_weights_scale", 0.0, 1.0)
         keys.refuse_unless("expert_gating_func", 0, 2)
         keys.refuse_unless("expert_used_count", 1)
+        keys.refuse_unless("expert_group_count", 0, 1)
     return check_experts(experts, keys.where)
+
+
+def _refuse_unread(routing: Routing, keys: Keys) -> None:
+    """Raise UserError that names a key which llama.cpp does not read in this architecture and which says otherwise."""
+    if "scores" in routing.fixed:
+        alike = (1, 3) if routing.scores == "chosen" or (routing.normed and routing.scores == "softmax") else ()
+        keys.refuse_unless(
+            "expert_gating_func", 0, *(n for n, name in _SCORES.items() if name == routing.scores), *alike
+        )
+    if "norm" in routing.fixed:
+        keys.refuse_unless("expert_weights_norm", routing.normed)
+    if "scale" in routing.fixed:
+        keys.refuse_unless("expert_weights_scale", 0.0, 1.0)
 
 
 def _read_chunks(keys: Keys, count: int) -> Chunks:

@@ -2,6 +2,17 @@
 
 import math
 
+from pshard.models.keys import FACTORS, Keys
+
+FACTOR, LOG_MULTIPLIER = "rope.scaling.factor", "rope.scaling.yarn_log_multiplier"  # of GGUF files
+
+
+def scaling_factor(keys: Keys) -> float:
+    """A GGUF file's, by the key or its old name; without both, and for 0, positions are not scaled, whatever the type
+    says: as llama.cpp reads them."""
+    name = "rope.scale_linear" if keys.get(FACTOR) is None else FACTOR
+    return 1.0 if keys.get(name) == 0 else keys.real(name, 1.0, FACTORS)
+
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
     """Factor on cos and sin under YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv 2309.00071, eq. 22)."""

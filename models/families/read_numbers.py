@@ -53,9 +53,9 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
     if arch.capped:  # as llama.cpp has it where files do not say
         scores, logits = (keys.real(key, cap, FACTORS) for key, cap in zip(CAPS, (50.0, 30.0)))
         config = replace(config, score_cap=scores, logit_cap=logits)
-    if (arch.first_full and not arch.still_every) or arch.window_every > 1:
+    if (arch.first_full and not arch.still_every) or arch.window_every > 1 or arch.one_base:
         keys.refuse_unless("rope.freq_base_swa", config.rope.base)
-    elif arch.full_every and not arch.still_every:
+    if arch.full_every and not arch.still_every and not arch.first_full:
         base = keys.real("rope.freq_base_swa", arch.window_base or config.rope.base, BASES)
         return replace(config, window_rope=Rope(config.rope.dims, base, config.rope.pairing))
     if arch.chunked and config.sliding_window:  # as llama.cpp has it, whatever files say
@@ -125,9 +125,10 @@ def _check_gguf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> N
     pattern = keys.values.get(f"{keys.prefix}attention.sliding_window_pattern")
     if arch.may_lack_windows and not config.sliding_window and (any(pattern) if isinstance(pattern, list) else pattern):
         keys.refuse("attention.sliding_window_pattern", "has layers with windows, but no key says how long these are")
-    if arch.full_every and isinstance(pattern, list):
+    every = arch.full_every or (arch.window_every if arch.window_every > 1 else 0)
+    if every and isinstance(pattern, list):
         _check_windows(keys, config, "attention.sliding_window_pattern", [bool(seen) for seen in pattern])
-    elif arch.full_every and pattern is not None and pattern != arch.full_every:
+    elif every and pattern is not None and pattern != every:
         _refuse_windows(keys, config, "attention.sliding_window_pattern")
     sections = keys.values.get(f"{keys.prefix}rope.dimension_sections")
     if arch.gguf_pairing == "adjacent" and (any(sections) if isinstance(sections, list) else sections):

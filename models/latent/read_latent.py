@@ -4,9 +4,9 @@ import math
 
 from pshard.model_config import Latent
 from pshard.models.keys import Keys
+from pshard.models.rope import LOG_MULTIPLIER, scaling_factor
 
 HF_EPS = 1e-6  # of the norms of latents in transformers' classes, whatever config.json says; llama.cpp has the others'
-LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_latent(keys: Keys) -> Latent:
@@ -19,15 +19,23 @@ def gguf_latent(keys: Keys) -> Latent:
     rope, query = keys.length("rope.dimension_count"), keys.length(key)
     if query <= rope:
         keys.refuse(key, f"is {query}, of which {rope} are rotated: none is left for the latent")
-    keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)  # which would multiply scores too
-    scale, by_yarn = 1.0, keys.get("rope.scaling.type") == "yarn"
-    if not by_yarn:
-        keys.refuse_unless(LOG_MULTIPLIER, 0.0)
-    elif keys.get(LOG_MULTIPLIER):
-        scale = scale_scores(keys.real("rope.scaling.factor", 1.0), 10 * keys.real(LOG_MULTIPLIER))
+    keys.refuse_unless("rope.scaling.attn_factor", 1.0)  # which would multiply scores too
+    scale = _scale_gguf_scores(keys)
     q_rank = keys.integer("attention.q_lora_rank") if keys.get("attention.q_lora_rank") else 0
     rank = keys.length("attention.kv_lora_rank")
     return _check(Latent(q_rank, rank, query - rope, rope, keys.length(value), scale), keys, "embedding_length")
+
+
+def _scale_gguf_scores(keys: Keys) -> float:
+    """By how much scores grow, as llama.cpp has it: also where positions are stretched otherwise than by YaRN, and
+    where no key says how much, though sine and cosine grow then too."""
+    factor, kind = scaling_factor(keys), keys.get("rope.scaling.type")
+    if kind != "yarn":
+        keys.refuse_unless(LOG_MULTIPLIER, 0.0)
+    weight = 10 * keys.real(LOG_MULTIPLIER) if keys.get(LOG_MULTIPLIER) else 0.0
+    if kind == "none" or (kind == "yarn" and factor <= 1 and not weight):
+        return 1.0
+    return (0.1 * (weight or 1.0) * math.log(factor) + 1.0) ** 2
 
 
 def hf_latent(keys: Keys, scaling: Keys) -> Latent:

@@ -139,10 +139,37 @@ def test_rows_of_experts_that_no_key_states_are_those_that_llama_cpp_takes(tmp_p
 def test_what_a_file_says_of_its_router_counts(tmp_path: Path) -> None:
     keys = {"expert_gating_func": 2, "expert_weights_norm": False, "expert_weights_scale": 2.5}
     groups = {"expert_group_count": 4, "expert_group_used_count": 2}
-    metadata = {f"qwen3moe.{key}": value for key, value in (keys | groups).items()}
-    with open_model(write_gguf(tmp_path / "m.gguf", "qwen3moe", metadata=metadata)) as model:
-        expected = Experts(8, 2, 256, scores="sigmoid", normed=False, scale=2.5, groups=4, groups_used=2)
-        assert model.spec.config.experts == expected
+    metadata = {f"glm4moe.{key}": value for key, value in (keys | groups).items()}
+    with open_model(write_gguf(tmp_path / "m.gguf", "glm4moe", metadata=metadata)) as model:
+        found = model.spec.config.experts
+        assert found and (found.scores, found.normed, found.scale) == ("sigmoid", False, 2.5)
+        assert (found.groups, found.groups_used) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "value", "alike"),
+    [
+        ("qwen3moe", "expert_gating_func", 2, 3),
+        ("qwen3moe", "expert_weights_norm", False, True),
+        ("qwen3moe", "expert_weights_scale", 2.5, 0.0),
+        ("qwen2moe", "expert_gating_func", 3, 1),
+        ("qwen2moe", "expert_weights_norm", True, False),
+        ("mixtral", "expert_weights_scale", 2.5, 1.0),
+        ("gpt-oss", "expert_gating_func", 2, 1),
+        ("gpt-oss", "expert_weights_scale", 2.5, 1.0),
+    ],
+)
+def test_what_llama_cpp_does_not_read_of_a_router_must_say_what_it_does(
+    tmp_path: Path, arch: str, key: str, value: object, alike: object
+) -> None:
+    called = "llama" if arch == "mixtral" else arch
+    with open_model(write_gguf(tmp_path / "a.gguf", arch, metadata={f"{called}.{key}": alike})) as model:
+        said = model.spec.config.experts
+    with open_model(write_gguf(tmp_path / "b.gguf", arch)) as model:
+        unsaid = model.spec.config.experts
+    assert said and unsaid and (said.normed, said.scale) == (unsaid.normed, unsaid.scale)
+    with pytest.raises(UserError, match=f"{called}.{key} is {value!r}, which is not supported yet"):
+        open_model(write_gguf(tmp_path / "c.gguf", arch, metadata={f"{called}.{key}": value}))
 
 
 @pytest.mark.parametrize(

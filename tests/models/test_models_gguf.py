@@ -194,7 +194,7 @@ ROPE = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.o
         (ROPE | {"rope.scaling.factor": 0.0}, ("yarn", 1.0, 128, 1.0)),
         (ROPE | {"rope.scaling.factor": None, "rope.scale_linear": 2.0}, ("yarn", 2.0, 128, 0.1 * np.log(2) + 1)),
         (ROPE | {"rope.scaling.attn_factor": 0.5}, ("yarn", 4.0, 128, 0.5 * (0.1 * np.log(4) + 1))),
-        (ROPE | {"rope.scaling.yarn_attn_factor": 1.0}, ("yarn", 4.0, 128, 1.0)),
+        (ROPE | {"rope.scaling.yarn_attn_factor": 1.0}, ("yarn", 4.0, 128, 0.1 * np.log(4) + 1)),  # as llama.cpp
     ],
 )
 def test_rope_scaling_is_read_from_its_keys(tmp_path: Path, keys: dict[str, Any], expected: tuple) -> None:
