@@ -414,7 +414,7 @@ ARCHITECTURES = (
         "adjacent",
         file_biases=_QKV,
         hf_pairing="adjacent",
-        routing=Routing(shared=True, choice_bias=True, norm_fixed=True, shared_unsaid=0),
+        routing=Routing(shared=True, choice_bias=True, norm_fixed=True, shared_unsaid=0, fixed=("scores", "scale")),
         defaults=_ERNIE_MOE,
     ),
     Architecture(
@@ -422,7 +422,7 @@ ARCHITECTURES = (
         "deepseek",
         "adjacent",
         optional_biases=_QKV,
-        routing=Routing(normed=False, norm_fixed=True, shared=True),
+        routing=Routing(normed=False, norm_fixed=True, shared=True, fixed=("scores",)),
         remote=True,
     ),
     Architecture(
@@ -430,7 +430,7 @@ ARCHITECTURES = (
         "bailingmoe",
         "adjacent",
         optional_biases=_QKV,
-        routing=Routing(normed=False, shared=True),
+        routing=Routing(normed=False, shared=True, fixed=("scores",)),
         remote=True,
     ),
     Architecture(
@@ -438,7 +438,7 @@ ARCHITECTURES = (
         "granitemoe",
         "adjacent",
         multiplied=_GRANITE,
-        routing=Routing(sizes_as_dense=True, norm_fixed=True, shared=True, shared_unsaid=0),
+        routing=Routing(sizes_as_dense=True, norm_fixed=True, shared=True, shared_unsaid=0, fixed=("scores", "scale")),
         optional_biases=_ATTENTION_BIASES,
     ),
     Architecture(
@@ -808,7 +808,7 @@ ARCHITECTURES = (
         file_biases=_QKV,
         qk_norm=True,
         conv=True,
-        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, norm_told=True),
+        routing=Routing(scores="sigmoid", choice_bias=True, norm_fixed=True, norm_told=True, fixed=("scale",)),
         defaults=_LFM2_MOE,
     ),
     _GEMMA4_DENSE,
