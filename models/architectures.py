@@ -755,7 +755,14 @@ ARCHITECTURES = (
         optional_biases=_ATTENTION_BIASES,
         qk_norm=True,
         turned_norms=True,
-        routing=Routing(norm_fixed=True, sizes_as_dense=True, shared=True, shared_unsaid=1, shared_sized=True),
+        routing=Routing(
+            norm_fixed=True,
+            sizes_as_dense=True,
+            shared=True,
+            shared_unsaid=1,
+            shared_sized=True,
+            fixed=("scores", "scale"),
+        ),
         defaults=_defaults(rms_norm_eps=1e-5, num_shared_experts=1),
     ),
     Architecture(

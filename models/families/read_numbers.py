@@ -41,9 +41,10 @@ def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelCo
     for what, key in _GGUF_MULTIPLIERS.items():
         if what not in arch.multiplied and f"1/{what}" not in arch.multiplied:
             keys.refuse_unless(key, 0.0, *(() if what == "score" else (1.0,)))
-    given = {what: keys.factor(_GGUF_MULTIPLIERS[what.removeprefix("1/")]) for what in arch.multiplied}
+    named = {what: _GGUF_MULTIPLIERS[what.removeprefix("1/")] for what in arch.multiplied}
+    given = {what: keys.factor(key) for what, key in named.items() if keys.get(key) is not None}
     unsaid = _UNSAID[arch.name](config) if arch.name in _UNSAID else {}
-    config = _multiply(config, unsaid | {what: by for what, by in given.items() if by})
+    config = _multiply(config, unsaid | given)
     if arch.embedded_by_root:
         config = replace(config, embedding_scale=math.sqrt(config.d_model))
         if arch.by_layer:

@@ -518,7 +518,6 @@ def test_smallthinker_of_four_layers_rotates_all(tmp_path: Path, monkeypatch: py
 def test_fewer_chunks_than_a_token_has_experts_are_those_of_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of both are multiplied by what a file may say."""
     few = replace(RECIPES["grovemoe"], experts=Moe(8, 5, 96, chunk=4, chunk_rows=32, chunk_scale=0.5))
     monkeypatch.setitem(RECIPES, "grovemoe", few)
     _, weights, path = write_family(tmp_path / "m.gguf", "grovemoe")

@@ -41,6 +41,14 @@ def test_numbers_of_yarn_that_llama_cpp_does_not_read_change_nothing(tmp_path: P
         assert difference(engine.forward(IDS, all_logits=True), family_logits(recipe, weights, IDS)) < 1e-5
 
 
+def test_a_multiplier_of_0_is_none_though_there_is_one_where_a_file_has_no_key(tmp_path: Path) -> None:
+    none = keys_of("minicpm", {"embedding_scale": 0.0, "residual_scale": 0.0})
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "minicpm", **none)
+    with open_engine(path, context=LONG) as engine:
+        expected = family_logits(replace(recipe, embed=1.0, residual=1.0), weights, IDS)
+        assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-5
+
+
 def test_ministral_reads_three_numbers_of_yarn(tmp_path: Path) -> None:
     with open_model(write_family(tmp_path / "m.gguf", "mistral3", **keys_of("mistral3", NUMBERS)).path) as file:
         rope = file.spec.config.rope
@@ -90,6 +98,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3vl", {"rope.dimension_sections": [8, 8]}, r"dimension_sections is \[8, 8\], not how many pairs"),
     ("minimax-m2", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
     ("smallthinker", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
+    ("hunyuan-moe", {"expert_gating_func": 2}, "expert_gating_func is 2"),
+    ("granitemoe", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
+    ("bailingmoe", {"expert_gating_func": 2}, "expert_gating_func is 2"),
+    ("lfm2moe", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
     ("llama4", {"expert_group_count": 4, "expert_group_used_count": 2}, "expert_group_count is 4"),
 ]
 
