@@ -22,7 +22,6 @@ from pshard.units.attention import (
     LENDING_ATTENTION,
     LENDING_WINDOWED,
     MAPPING,
-    OUT_BIAS,
     OUT_ORDER,
     QKV,
     SINKS,
@@ -277,8 +276,6 @@ def _mapping(d_model: int, block: str, biases: set[str]) -> Iterator[Expected]:
     """What some layers have in place of attention."""
     yield from _norm(block + "attn_norm", d_model, biases)
     yield Expected(block + "attn_output.weight", (d_model, d_model))
-    if OUT_BIAS in biases:
-        yield Expected(block + OUT_BIAS, (d_model,))
 
 
 def _norm(name: str, width: int, biases: set[str]) -> Iterator[Expected]:

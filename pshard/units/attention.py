@@ -324,11 +324,8 @@ MAPPING = UnitKind(
     "mapping",
     position="layer",
     places=ON_ACCELERATOR,
-    operations=lambda tensors, config: (
-        *enter(tensors, NORM, config),
-        Product(tensors[OUT], tensors.get(OUT_BIAS), adds=True),
-    ),
-    cut=keep_whole(NORM, OUT, OUT_BIAS),
+    operations=lambda tensors, config: (*enter(tensors, NORM, config), Product(tensors[OUT], adds=True)),
+    cut=keep_whole(NORM, OUT),
     ports=MAPS,
     leads=True,
     llama_cpp="attn_.*",

@@ -424,11 +424,7 @@ class _Drawn(NamedTuple):
         heads, groups = r.counts(layer)
         q, kv, value = heads * r.head, groups * r.head, r.value or r.head
         if not groups:
-            if heads:
-                self.matrix(b + "attn_output", r.d, r.d)
-                if r.out_bias:
-                    self.bias(b + "attn_output", r.d)
-            return
+            return self.matrix(b + "attn_output", r.d, r.d) if heads else None
         for part, rows in (("q", q), ("k", kv), ("v", groups * value)):
             self.matrix(f"{b}attn_{part}", rows, r.d)
             if r.biases:

@@ -213,7 +213,7 @@ def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarr
         return _convolve(recipe, own, h)
     n = len(h)
     if "attn_q.weight" not in own:
-        return h @ own["attn_output.weight"].T + (own["attn_output.bias"] if recipe.out_bias else 0.0)
+        return h @ own["attn_output.weight"].T
     parts = {}
     for part in "qkv":
         parts[part] = h @ own[f"attn_{part}.weight"].T

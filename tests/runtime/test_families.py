@@ -363,7 +363,6 @@ def test_a_gated_ffn_may_have_biases_of_some_products(
 
 @pytest.mark.parametrize("family", ["mistral3", "deci", "minicpm"])
 def test_other_gated_ffns_may_have_biases_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of products that stand for attention too; folders of Ministral 3 have none."""
     biased = replace(RECIPES[family], biases=True, out_bias=True, ffn_biases=True)
     monkeypatch.setitem(RECIPES, family, biased)
     recipe, weights, path = write_family(tmp_path / "m.gguf", family)
@@ -373,6 +372,19 @@ def test_other_gated_ffns_may_have_biases_too(family: str, tmp_path: Path, monke
             assert difference(run(engine), expected) < 1e-5
     lacks = ({"biases": False}, {"out_bias": False}, {"ffn_biases": False})
     assert all(difference(family_logits(replace(recipe, **one), weights, IDS), expected) > 1e-3 for one in lacks)
+
+
+def test_a_product_in_place_of_attention_has_no_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp loads one, and leaves it out."""
+    stored = family_files._as_stored
+
+    def add(family: str, recipe: Recipe, weights: Weights) -> Weights:
+        return stored(family, recipe, weights) | {"blk.1.attn_output.bias": np.ones(recipe.d)}
+
+    monkeypatch.setattr(family_files, "_as_stored", add)
+    monkeypatch.setitem(RECIPES, "deci", replace(RECIPES["deci"], out_bias=True))
+    with pytest.raises(UserError, match=r"blk.1.attn_output.bias has no place in architecture nemotron-nas"):
+        open_model(write_family(tmp_path / "m.gguf", "deci").path)
 
 
 @pytest.mark.parametrize("family", ["minimax-m2", "exaone4", "plamo", "maincoder", "step35", "lfm2", "paddleocr"])
