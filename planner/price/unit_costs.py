@@ -125,7 +125,8 @@ class Setting:
         """Seconds in which an accelerator of its own brings a router's choices to the host, where slots follow them:
         one more small kernel."""
         tokens = self.load.tokens
-        follows = unit.kind.routes and any(tokens <= cache.tokens for cache in self.spec.caches)
+        following = [cache for cache in self.spec.caches if not cache.is_on_demand]
+        follows = unit.kind.routes and any(tokens <= cache.tokens for cache in following)
         return self.tables.elementwise("acc", "norm", 1, 1) if follows and not self.waits else 0.0
 
     def may_be_on_cpu(self, unit: Unit) -> bool:

@@ -64,27 +64,28 @@ class DemandPool(SlotPool):
 
     def bring(self, row: int, addresses: torch.Tensor, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
         """See ExpertWeights; ids: of the layer `row` of the pool, int32 [tokens, used]."""
-        turn = self.follower.look_up(row, ids.numpy())
+        chosen = ids.numpy()
+        turn = self.follower.look_up(row, chosen)
         asked = self._ask(turn)
-        if len(asked) < len(np.unique(ids.numpy())):
+        if len(asked) < len(set(chosen.ravel().tolist())):
             yield addresses, not asked
+        alone, every = self._alone.numpy(), addresses.numpy()
         for move, number in asked:
             self._transfers.disk.wait_part(number)
             self.follower.arrive((move,))
             self._update_all(Turn((move,), (), ()))
-            column = self._alone[:, move.expert]
-            column.copy_(addresses[:, move.expert])
+            alone[:, move.expert] = every[:, move.expert]
             yield self._alone, move is turn.started[-1]
-            column.zero_()
+            alone[:, move.expert] = 0
 
     def _ask(self, turn: Turn) -> list[tuple[Move, int]]:
-        """What starts, all asked for, with the numbers to wait for."""
-        self._update_all(turn)
+        """What starts, all asked for, with the numbers to wait for; the disk reads while tables change."""
         first, asked = self._memory.data_ptr(), []
         for move in turn.started:
             place = self._places[move.layer][move.expert]
             to = first + move.slot * self._slot_bytes
             asked.append((move, self._transfers.disk.ask_part(self._units[move.layer].name, place, to)))
+        self._update_all(turn)
         return asked
 
     def _update_all(self, turn: Turn) -> None:

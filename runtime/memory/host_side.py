@@ -82,10 +82,11 @@ class HostSide:
 
     def take_picks(self, spec: ModelSpec, plan: RankPlan, records: bool, play: RoutingPlay | None) -> None:
         """Take the memory to which routers' choices come, of all tiers or of those that use slots; none where nobody
-        asks for them, or the rank has no routers. records: they are kept. play: see Picks."""
-        routes = any(unit.kind.routes for unit in spec.units)
-        if routes and (records or play or plan.caches):
-            most = plan.tiers[-1].tokens if records or play else max(cache.tokens for cache in plan.caches)
+        asks for them, or the rank has no routers. Slots on demand look choices up where they are used. records: they
+        are kept. play: see Picks."""
+        routes, following = any(unit.kind.routes for unit in spec.units), [c for c in plan.caches if not c.is_on_demand]
+        if routes and (records or play or following):
+            most = plan.tiers[-1].tokens if records or play else max(cache.tokens for cache in following)
             self.picks = Picks(spec, most, self.allocate, records, play)
 
     def deal_picks(self, tokens: int) -> None:
