@@ -221,6 +221,14 @@ class DemandFollower:
         self.counts += HitCounts(len(chosen), found, len(missed))
         return Turn((), tuple(Move(slot, layer, new) for slot, new in zip(going, missed)), tuple(victims))
 
+    def list_owners(self) -> np.ndarray:
+        """int64 [slots], who has each: layer * experts + expert; -1: nobody."""
+        return np.array(self._owner, np.int64)
+
+    def list_ages(self) -> np.ndarray:
+        """int32 [slots], the one that was used longest ago first."""
+        return np.array(list(self._ages), np.int32)
+
     def _touch(self, slots: Sequence[int]) -> None:
         """These are used now; of those the lower number leaves first."""
         for slot in sorted(slots):

@@ -250,7 +250,9 @@ class StepEmitter:
                 part = AFTER
             if reads:
                 kept["reads"] = reads
-            steps.append(_compute(name, on, source, slot, part, 0, kind.position, place.kv, **kept))
+            reads_rows = source == DEMAND and kind.is_looked_up  # which the C++ library does not do by itself
+            position = "first" if reads_rows else kind.position
+            steps.append(_compute(name, on, source, slot, part, 0, position, place.kv, **kept))
         grows = name in self._growing
         now.leave(on, unit.ports, grows)
         if stays and on == "cpu" and not kind.gives_logits and not grows:

@@ -25,8 +25,9 @@ class Compute(Divisible):
     `kept_parts`: of a unit in a slot, so many lie in the arena.
     `reads`: bytes that the micro-batch is expected to read over the link, or on demand. `wave`: of a unit that comes to
     slots in several; what all of them give is added up with the last.
-    `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host" (a unit
-    that runs on the accelerator finds it in the stage then); None without one.
+    `position`: of its kind in the model, "first", "layer" or "last"; "first" too where rows of a table come from disk.
+    `state`: where it is, "vram" or "host" (a unit that runs on the accelerator finds it in the stage then); None
+    without one.
     """
 
     unit: str

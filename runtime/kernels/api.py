@@ -5,7 +5,7 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 `hidden` is float32 everywhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -34,6 +34,18 @@ class Packed:
     never_int8: bool = False
 
 
+class Demand(Protocol):
+    """Experts of a layer that are read from disk as tokens choose them, by one of two ways for all the time."""
+
+    def bring(self, ids: torch.Tensor) -> None:
+        """Let all experts of a micro-batch be there: ids, int32 [tokens, used]."""
+        ...
+
+    def open(self) -> tuple[int, int]:
+        """What the C++ library's `experts` takes to do so by itself, from now on."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """Those experts of a layer that a side computes. gate, up [F, D] and down [D, F]: by expert; None: not here.
@@ -43,8 +55,7 @@ class ExpertWeights:
     biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without. Down's is None on a
     rank that leaves it to another one.
     moved: experts that lie elsewhere than at home, or at present not here (None), by number: `addresses` says the same.
-    bring: of experts that must be brought first, takes the ids of a micro-batch and gives, as they are there, tables
-    like `addresses` of which each has experts that those before it lack, and whether it is the last.
+    demand: brings experts that must be read first.
     """
 
     gate: tuple[Packed | None, ...]
@@ -53,7 +64,7 @@ class ExpertWeights:
     addresses: torch.Tensor
     biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
     moved: dict[int, tuple[Packed, Packed, Packed] | None] = field(default_factory=dict)
-    bring: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, bool]]] | None = None
+    demand: Demand | None = None
     rule: Experts | None = None  # of the layer, as kernels take it beside these
     # these are some of the layer's, in the wave that they came in: what all of them give is added up with the last one,
     # so that no bit depends on how many waves there are. Between waves the scratch stays as it is. summed: like

@@ -153,8 +153,8 @@ class PlainKernels(PlainLatent, PlainDelta, PlainStreams, PlainIndex):
         scratch: dict[str, torch.Tensor],
         accumulate: bool,
     ) -> None:
-        for _ in weights.bring(routes.ids) if weights.bring else ():
-            pass  # all are there before the first is computed
+        if weights.demand:
+            weights.demand.bring(routes.ids)
         if not accumulate and not weights.wave.number:
             out.zero_()
         add_experts(x, routes, weights, rule, out)

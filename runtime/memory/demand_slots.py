@@ -1,11 +1,12 @@
 """Slots for experts that live on disk: what a layer misses is read there before it is computed.
 
-All that a layer misses is asked for at once. What slots have is computed first, then each of the others as it lands.
+The C++ library does that within its call of a layer's experts (csrc/experts/demand.cpp), or this file for kernels that
+are not its own. Both decide alike who leaves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from pshard.errors import UserError
 from pshard.homes import ACC
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
-from pshard.routing.follow_use import DemandFollower, Move, Turn
+from pshard.routing.follow_use import DemandFollower, HitCounts, Move, Turn
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import ExpertWeights
-from pshard.runtime.memory.expert_slots import SlotPool, _Table
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.memory.expert_slots import ROLES, SlotPool, _Table
 from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.transfers import Transfers
@@ -27,18 +29,18 @@ class DemandPool(SlotPool):
     """One pool of slots that the CPU computes from, as the accelerator or beside one."""
 
     follower: DemandFollower
+    _library: "_Library | None" = None  # which looks up and reads instead, once it was asked to
 
-    @cached_property
-    def _alone(self) -> torch.Tensor:
-        """A table of one expert, the one that has just landed."""
-        return torch.zeros((3, self.follower.slot_of.shape[1]), dtype=torch.int64)
+    @property
+    def counts(self) -> HitCounts:
+        """See SlotPool."""
+        return super().counts + (self._library.counts if self._library else HitCounts())
 
     def fill(self, blobs: Callable[[str], torch.Tensor]) -> None:
         """Read what lies in the slots at the start, layer by layer; from then on prompts find it there."""
         for row, slots in enumerate(self.follower.slot_of):
             held = np.flatnonzero(slots >= 0).tolist()
-            for _, number in self._ask(Turn((), tuple(Move(int(slots[expert]), row, expert) for expert in held), ())):
-                self._transfers.disk.wait_part(number)
+            self._read([Move(int(slots[expert]), row, expert) for expert in held])
         self._transfers.disk.share_with(self)
 
     def find_slots(self, unit: str) -> np.ndarray | None:
@@ -54,39 +56,48 @@ class DemandPool(SlotPool):
         count = weights.addresses.shape[1]
         weights = replace(weights, addresses=torch.zeros_like(weights.addresses))
         attached = super().attach(tokens, ACC, unit, weights)
-        row = self._rows[unit]
+        if self._library:
+            self._library.add_table(self._tables[tokens, ACC].here)
         for expert in range(count):
             attached.moved.setdefault(expert, None)
-        return replace(attached, bring=partial(self.bring, row, attached.addresses))
+        return replace(attached, demand=_Layer(self, self._rows[unit]))
 
     def observe(self, ids: np.ndarray) -> None:
         """Everything was decided as it was looked up."""
 
-    def bring(self, row: int, addresses: torch.Tensor, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
-        """See ExpertWeights; ids: of the layer `row` of the pool, int32 [tokens, used]."""
-        chosen = ids.numpy()
-        turn = self.follower.look_up(row, chosen)
-        asked = self._ask(turn)
-        if len(asked) < len(set(chosen.ravel().tolist())):
-            yield addresses, not asked
-        alone, every = self._alone.numpy(), addresses.numpy()
-        for move, number in asked:
-            self._transfers.disk.wait_part(number)
-            self.follower.arrive((move,))
-            self._update_all(Turn((move,), (), ()))
-            alone[:, move.expert] = every[:, move.expert]
-            yield self._alone, move is turn.started[-1]
-            alone[:, move.expert] = 0
-
-    def _ask(self, turn: Turn) -> list[tuple[Move, int]]:
-        """What starts, all asked for, with the numbers to wait for; the disk reads while tables change."""
-        first, asked = self._memory.data_ptr(), []
-        for move in turn.started:
-            place = self._places[move.layer][move.expert]
-            to = first + move.slot * self._slot_bytes
-            asked.append((move, self._transfers.disk.ask_part(self._units[move.layer].name, place, to)))
+    def bring(self, row: int, ids: torch.Tensor) -> None:
+        """Let the experts that a micro-batch chooses in the pool's layer `row` be there; ids: int32 [tokens, used]."""
+        assert self._library is None, "who leaves is the library's to decide"
+        turn = self.follower.look_up(row, ids.numpy())
         self._update_all(turn)
-        return asked
+        self._read(turn.started)
+        self.follower.arrive(turn.started)
+        self._update_all(Turn(turn.started, (), ()))
+
+    def _read(self, moves: Sequence[Move]) -> None:
+        """Experts to their slots, all asked for at once."""
+        disk, first = self._transfers.disk, self._memory.data_ptr()
+        names = [self._units[move.layer].name for move in moves]
+        places = [self._places[move.layer][move.expert] for move in moves]
+        slots = [first + move.slot * self._slot_bytes for move in moves]
+        for number in [disk.ask_part(*each) for each in zip(names, places, slots)]:
+            disk.wait_part(number)
+
+    def open(self) -> int:
+        """The pool for the C++ library, which looks up and reads from now on."""
+        if self._library is None:
+            reader, at = self._transfers.disk.address, [self._at[role] for role in ROLES]
+            place = self._memory.data_ptr(), self._slot_bytes, np.array(at, np.int64)
+            self._library = _Library(reader, self.follower, place)
+            for row, unit in enumerate(self._units):
+                pieces, places = self._transfers.disk.list_pieces(unit.name)
+                numbers = np.array(list(self._places[row]))[places]
+                order = np.argsort(numbers, kind="stable")
+                starts = np.searchsorted(numbers[order], np.arange(self.follower.slot_of.shape[1] + 1))
+                self._library.add_layer(row, pieces[order], starts.astype(np.int64))
+            for table in self._tables.values():
+                self._library.add_table(table.here)
+        return self._library.address
 
     def _update_all(self, turn: Turn) -> None:
         for (_, on), table in self._tables.items():
@@ -95,6 +106,53 @@ class DemandPool(SlotPool):
     def _send_home(self, table: _Table, row: int, expert: int) -> None:
         table.here.numpy()[row, :, expert] = 0
         table.moved[row][expert] = None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """See Demand: a layer of a pool, by its place there."""
+
+    pool: DemandPool
+    row: int
+
+    def bring(self, ids: torch.Tensor) -> None:
+        self.pool.bring(self.row, ids)
+
+    def open(self) -> tuple[int, int]:
+        return self.pool.open(), self.row
+
+
+class _Library:
+    """A pool as csrc/experts/demand.cpp has it. It begins where a follower is, and writes to its `slot_of`; the
+    follower must not be asked again. address: what calls take."""
+
+    def __init__(self, reader: int, follower: DemandFollower, place: tuple[int, int, np.ndarray]) -> None:
+        """reader: its address. place: where the slots begin, bytes of each, and where gate, up and down lie in one."""
+        calls, (memory, slot_nbytes, at) = native.functions_of("demand"), place
+        owner, order = follower.list_owners(), follower.list_ages()
+        self._counts, self._slot_of, self._eligible = np.zeros(3, np.int64), follower.slot_of, follower.eligible
+        shared = self._slot_of.ctypes.data, self._eligible.ctypes.data
+        starts = [array.ctypes.data for array in (at, owner, order, self._counts)]
+        self._add_layer, self._add_table = calls["layer"], calls["table"]
+        self._kept, self._tables = list[np.ndarray](), set[int]()
+        self.address = calls["open"](reader, *self._slot_of.shape, len(owner), *shared, memory, slot_nbytes, *starts)
+        weakref.finalize(self, calls["close"], self.address)
+
+    @property
+    def counts(self) -> HitCounts:
+        """Over all that it has looked up."""
+        return HitCounts(*self._counts.tolist())
+
+    def add_layer(self, row: int, pieces: np.ndarray, starts: np.ndarray) -> None:
+        """The pieces of a layer's experts (int64 [pieces, words]), and where those of each begin."""
+        self._kept += [pieces, starts]
+        self._add_layer(self.address, row, pieces.ctypes.data, starts.ctypes.data)
+
+    def add_table(self, table: torch.Tensor) -> None:
+        """A table that says where matrices lie, int64 [layers, 3, experts]; once."""
+        if table.data_ptr() not in self._tables:
+            self._tables.add(table.data_ptr())
+            self._add_table(self.address, table.data_ptr())
 
 
 def open_pools(

@@ -87,6 +87,11 @@ class SlotPool:
         self._found: dict[int, list[tuple[int, int, int]]] = {}  # see `_stacks`
 
     @property
+    def counts(self) -> HitCounts:
+        """As far as was observed."""
+        return self.follower.counts
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of its layers."""
         return tuple(unit.layer for unit in self._units)
@@ -234,4 +239,4 @@ class ExpertSlots:
     @property
     def counts(self) -> HitCounts:
         """Of all pools, as far as was observed."""
-        return sum((pool.follower.counts for pool in self._pools), HitCounts())
+        return sum((pool.counts for pool in self._pools), HitCounts())

@@ -43,7 +43,7 @@ class Units:
     @cached_property
     def calls(self) -> "tuple[Units, ...]":
         """What may be recorded apart: the first unit, which looks ids up and may do more than may be written down, by
-        itself; sums, experts that are looked up, and the last unit, whose logits are read, not at all."""
+        itself; sums, and the last unit, whose logits are read, not at all."""
         groups = tuple(Units(tuple(steps)) for _, steps in groupby(self.steps, _find_position))
         return groups if len(groups) > 1 else (self,)
 
@@ -279,7 +279,7 @@ def _is_asked(following: Sequence[Step]) -> bool:
 
 
 def _find_position(step: Compute | AllReduce) -> str:
-    return step.position if isinstance(step, Compute) and step.source != DEMAND else ""
+    return step.position if isinstance(step, Compute) else ""
 
 
 def _name(part: Step | Units | Stretch | Tell | Await) -> str:

@@ -25,6 +25,7 @@ from pshard.routing.replay_slots import replay_run
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.cpu import native
 from pshard.units.moe.expert_cache import DEMAND, ExpertCache, slot_nbytes
 from pshard.units.unit import Unit
 
@@ -105,6 +106,20 @@ def test_steps_of_many_rows_find_experts_in_slots_too(tmp_path: Path, on_host: b
     with open_on_disk(path, 16, on_host=on_host, follow=12) as engine:
         assert torch.equal(engine.forward(list(range(12)), all_logits=True), right)
         assert engine.expert_hits.chosen == 12 * 2 * len(list_experts(spec)) and engine.expert_hits.hits
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_from_the_second_token_on_a_layer_is_replayed(
+    tmp_path: Path, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_on_disk(write_model(tmp_path), 10, on_host=on_host) as engine:
+        engine.forward([1])
+        engine.forward([2])
+        before = engine.expert_hits
+        monkeypatch.setattr(native, "experts", None)
+        monkeypatch.setattr(native, "route", None)
+        engine.forward([3])
+        assert (engine.expert_hits - before).chosen
 
 
 def test_biases_of_experts_are_found_in_memory(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Host kernels: C++ on packed weights for few tokens; for many a matrix unit, or else torch's bf16 GEMM."""
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
@@ -233,11 +231,11 @@ class HostKernels(HostRows, StreamsOnHost):
         room = (scratch["gated"], scratch["picked"], scratch["order"])
         taken, strides = (routes.ids, routes.weights), {"x_stride": x.stride(0), "out_stride": out.stride(0)}
         matrices = _describe_experts(weights, out.shape[1], self._exact)
-        here = weights.bring(routes.ids) if weights.bring else ((weights.addresses, True),)
-        every = weights.addresses if weights.summed is None else weights.summed
-        for addresses, is_last in here:  # sums are made once all are there, so that their bits do not depend on when
-            part, added = replace(matrices, addresses=addresses), every if is_last and weights.wave.is_last else 0
-            native.experts(x, taken, part, rule, out, room, x.shape[0], **strides, accumulate=accumulate, added=added)
+        added = weights.addresses if weights.summed is None else weights.summed
+        native.experts(
+            x, taken, matrices, rule, out, room, x.shape[0], **strides, accumulate=accumulate,
+            added=added if weights.wave.is_last else 0, demand=weights.demand.open() if weights.demand else None,
+        )  # fmt: skip
 
     def attention(
         self,

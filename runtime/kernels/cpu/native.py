@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 34  # as csrc/api.cpp has it
+ABI = 35  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -90,6 +90,11 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "route": ("v", "plpiilppplliiiiifpp"),
     "choose_chunks": ("v", "pplliiffpp"),
     "experts": ("v", "plpplipiiiillpppiiipppplip"),
+    "experts_on_demand": ("v", "plpplipiiiillpppiiipppplipl"),
+    "demand_open": ("p", "plllppplpppp"),
+    "demand_layer": ("v", "plpp"),
+    "demand_table": ("v", "pp"),
+    "demand_close": ("v", "p"),
     "delta_net": ("v", "plplplplppppfiiiiipppplplpl"),
     "settle_states": ("v", "iiiipplliplll"),
     "short_conv": ("v", "plpllppplplpl"),
@@ -221,7 +226,8 @@ def why_stale() -> str | None:
 
 def functions_of(group: str) -> dict[str, Any]:
     """The C functions whose names begin with `group` and an underscore, by what follows; who calls them says what they
-    do: "exchange" (ranks/shared_memory.py), "copiers" (devices/copiers.py), "reader" (memory/disk/reader.py)."""
+    do: "exchange" (ranks/shared_memory.py), "copiers" (devices/copiers.py), "reader" (memory/disk/reader.py),
+    "demand" (memory/demand_slots.py)."""
     return {name.removeprefix(f"{group}_"): _C[name] for name in _SIGNATURES if name.startswith(f"{group}_")}
 
 
@@ -784,12 +790,14 @@ def experts(
     out_stride: int,
     accumulate: bool = False,
     added: Buffer | None = None,
+    demand: tuple[int, int] | None = None,
 ) -> None:
     """The sum of weight * (down . act(gate . x, up . x)) over the experts of each token that are here, in the order of
     its ids; x and out f32 [tokens, hidden].
 
     added: instead the sum over these, some of which earlier calls may have computed with the same scratch: like the
     addresses of `matrices`; 0: no sum yet.
+    demand: a pool of slots (memory/demand_slots.py) and which of its layers this is: what is missed is read first.
 
     Which experts are chosen and where they lie is read when the call is made, also when it is replayed. Each expert's
     products have the bits of `gate_up` and `linear`, or on the matrix unit of their tiled twins.
@@ -802,9 +810,10 @@ def experts(
     m = matrices
     biases = (None if bias is None else _at(bias) for bias in m.biases or (None, None, None))
     weights = (_at(m.addresses), rule.count, *map(_type, m.qtypes), m.hidden, m.inner, *biases)
-    result = (*map(_at, scratch), _at(out), out_stride, accumulate, _at(m.addresses if added is None else added))
-    least = (_gate_number(rule.activation), *m.tiles_from)
-    _function("experts")(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
+    last = demand or (_at(m.addresses if added is None else added),)
+    result = (*map(_at, scratch), _at(out), out_stride, accumulate, *last)
+    least, call = (_gate_number(rule.activation), *m.tiles_from), "experts_on_demand" if demand else "experts"
+    _function(call)(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
 
 
 def delta_net(

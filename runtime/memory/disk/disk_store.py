@@ -17,7 +17,7 @@ from pshard.quant import TENSOR_ALIGN, align, packed_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.far_table import FarTable
 from pshard.runtime.memory.disk.file_parts import FileParts, Part, largest_read
-from pshard.runtime.memory.disk.reader import AnyPiece, DiskReader, KeptPiece, PieceList, copy_instead
+from pshard.runtime.memory.disk.reader import TO, AnyPiece, DiskReader, KeptPiece, PieceList, copy_instead
 from pshard.runtime.memory.staging import BUFFERS, CHUNK
 from pshard.runtime.memory.weights import UnitWeights, WeightSource, read_vector, view_portion
 from pshard.tensor import TensorSpec
@@ -71,6 +71,14 @@ class _Blob:
             self._table = copy_instead(self._read, np.where(begins, begins + in_slot, 0), nbytes)
             self._slots = slots
         return PieceList((), self._table[bisect_left(self._begins, start) : bisect_left(self._begins, end)])
+
+    def list_parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """See DiskStore.list_pieces."""
+        parts, in_slot, _ = self._parts
+        order = np.argsort(parts, kind="stable")[np.count_nonzero(parts < 0) :]
+        table = self._read[order]
+        table[:, TO] = in_slot[order]
+        return table, parts[order]
 
 
 class Holder(Protocol):
@@ -182,6 +190,16 @@ class DiskStore:
                 at = align(at, TENSOR_ALIGN)
             self._parts[unit, place] = PieceList(pieces)
         return self._reader.ask(self._parts[unit, place], to)
+
+    def list_pieces(self, unit: str) -> tuple[np.ndarray, np.ndarray]:
+        """All pieces of a unit's parts, each as it goes to a slot (int64 [pieces, words], as the C++ library reads
+        them), and which part each is of, the first one's first."""
+        return self._blobs[unit].list_parts()
+
+    @property
+    def address(self) -> int:
+        """The reader, as the C++ library calls it."""
+        return self._reader.address
 
     def wait_part(self, number: int) -> None:
         """Until what was asked for is there. Raises RuntimeError where it cannot be read."""

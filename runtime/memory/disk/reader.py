@@ -19,7 +19,7 @@ SLOTS = 64  # of a piece each
 PATIENCE = 60.0  # seconds without an answer, then the step fails
 LEAVE = 5.0  # seconds that closing waits for reads that do not come back
 _COPY, _SKIP, _PACKED = -1, -2, -3  # types of pieces, as csrc/threads/reader.cpp has them
-_NBYTES, _TO, _FROM = 2, 7, 8  # which of a piece's words say what
+_NBYTES, TO, _FROM = 2, 7, 8  # which of a piece's words say what
 _UNCHECKED = -1
 
 
@@ -99,7 +99,7 @@ def copy_instead(table: np.ndarray, addresses: np.ndarray, nbytes: np.ndarray) -
     addresses, nbytes: int64 [pieces], where they lie (0: nowhere), and so many bytes."""
     found, here = table.copy(), addresses > 0
     found[here] = KeptPiece(0, 0, 0).words
-    found[here, _NBYTES], found[here, _TO], found[here, _FROM] = nbytes[here], table[here, _TO], addresses[here]
+    found[here, _NBYTES], found[here, TO], found[here, _FROM] = nbytes[here], table[here, TO], addresses[here]
     return found
 
 
@@ -110,7 +110,7 @@ class RowPieces:
         """files, starts: int64 [rows], the file of each, and where it begins there; nbytes: of each."""
         words = np.zeros((len(starts), len(PackedPiece(0, 0, 0, 0).words)), np.int64)
         words[:] = PackedPiece(0, 0, nbytes, _UNCHECKED).words
-        words[:, 0], words[:, 1], words[:, _TO] = files, starts, np.arange(len(starts)) * nbytes
+        words[:, 0], words[:, 1], words[:, TO] = files, starts, np.arange(len(starts)) * nbytes
         self.words, self.count = words.ctypes.data_as(ctypes.c_void_p), len(starts)  # which keeps the words
 
 
@@ -133,7 +133,7 @@ class DiskReader:
         fake = (0.0, 0.0, 0.0, 0, 0)
         if f := self._fake:
             fake = (f.rate, f.latency, f.jitter, FAULTS.index(f.fault), f.fault_at)
-        self._reader = self._functions["open"](depth, SLOTS, slot, *fake, patience)
+        self._reader: int | None = self._functions["open"](depth, SLOTS, slot, *fake, patience)
         if not self._reader:
             raise UserError(f"{self.nbytes >> 20} MiB for reads from disk cannot be had; raise --ram, or free some")
         self._open: list[int] = []
@@ -176,6 +176,12 @@ class DiskReader:
         for job in [self.submit(pieces, 0) for pieces in jobs]:
             self.run(job)
         self.check()
+
+    @property
+    def address(self) -> int:
+        """What the C++ library calls the reader."""
+        assert self._reader is not None, "it is closed"
+        return self._reader
 
     @property
     def read_bytes(self) -> int:

@@ -86,6 +86,13 @@ PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* 
                                const float* up_bias, const float* down_bias, int gate_kind, int tiles_from,
                                int down_tiles_from, float* gated, float* picked, int32_t* order, float* out,
                                int64_t out_stride, int accumulate, const int64_t* added);
+PSHARD_API void pshard_experts_on_demand(const float* x, int64_t x_stride, const int32_t* ids, const float* weights,
+                                         int64_t tokens, int used, const int64_t* addresses, int experts,
+                                         int gate_type, int up_type, int down_type, int64_t hidden, int64_t inner,
+                                         const float* gate_bias, const float* up_bias, const float* down_bias,
+                                         int gate_kind, int tiles_from, int down_tiles_from, float* gated,
+                                         float* picked, int32_t* order, float* out, int64_t out_stride,
+                                         int accumulate, void* demand, int64_t row);
 PSHARD_API void pshard_short_conv(const float* x, int64_t x_stride, const float* taps, int64_t channels, int64_t each,
                                   float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
                                   float* out, int64_t out_stride, float* opened, int64_t opened_stride);

@@ -68,6 +68,7 @@ const Callable kCallables[] = {
     make<pshard_store_latent>("store_latent", pshard_store_latent),
     make<pshard_route>("route", pshard_route),
     make<pshard_experts>("experts", pshard_experts),
+    make<pshard_experts_on_demand>("experts_on_demand", pshard_experts_on_demand),
     make<pshard_short_conv>("short_conv", pshard_short_conv),
     make<pshard_delta_net>("delta_net", pshard_delta_net),
     make<pshard_enter_streams>("enter_streams", pshard_enter_streams),

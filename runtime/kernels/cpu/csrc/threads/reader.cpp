@@ -24,6 +24,7 @@
 #include "driver.h"
 #include "packing/crc32c.h"
 #include "packing/pack.h"
+#include "threads/reader.h"
 
 namespace pshard {
 namespace {
@@ -38,6 +39,7 @@ constexpr double kNoteAfter = 10.0; // seconds without an answer
 struct Piece {
   int64_t file, offset, nbytes, type, rows, cols, row_bytes, to, from, factor_at, factor, check;
 };
+static_assert(sizeof(Piece) == kPieceBytes);
 constexpr int64_t kCopy = -1, kSkip = -2, kPacked = -3, kUnchecked = -1;
 
 struct File {
