@@ -45,8 +45,7 @@ def is_quick(config: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def searches_of_the_run() -> Iterator[None]:
-    """Plans of small models take a tenth of their time: most tests ask what is done with a plan. Those of the planner
-    have the whole search when slow tests run."""
+    """Plans of small models take a tenth of their time: most tests ask what is done with a plan."""
     from short_searches import shorten_searches
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from short_searches import shorten_searches
+from short_searches import lengthen_searches
 
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
@@ -97,11 +97,11 @@ def _routed(layer: int, config: ModelConfig, qtype: str) -> list[Unit]:
 
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
-WHOLE_CASES = 2
+FEW = 2
 MANY = int(os.environ.get("PSHARD_TEST_EXAMPLES", "6"))  # hundreds before a release
 few_or_many = pytest.mark.parametrize(
     "cases",
-    [pytest.param(2, id="few", marks=pytest.mark.stand_in), pytest.param(MANY, id="many", marks=pytest.mark.slow)],
+    [pytest.param(FEW, id="few", marks=pytest.mark.stand_in), pytest.param(MANY, id="many", marks=pytest.mark.slow)],
 )
 DESKTOP = Rates(link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, host_flops=0.5e12)
 
@@ -136,24 +136,25 @@ def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = RO
 def try_cases(cases: int, check: Callable[..., None], *strategies: st.SearchStrategy) -> None:
     """Call `check` with so many draws of the strategies, the same ones in every run.
 
-    From the third on with the short search, which takes a tenth: the whole one makes up for a bad start, so that more
-    must be right. A case that fails is not made smaller: each takes seconds, and a test of minutes is ended.
+    Of many the first has the whole search, the others the short one, which takes a tenth: the whole one makes up for a
+    bad start, so that more must be right. A case that fails is not made smaller: each takes seconds, and a test of
+    minutes is ended.
     """
     tried = count()
 
     @wraps(check)
     def check_one(*drawn: object, **named: object) -> None:
-        if next(tried) == WHOLE_CASES:
-            shorten_searches(patch)
-        check(*drawn, **named)
+        with pytest.MonkeyPatch.context() as patch:
+            if next(tried) == 0 and cases > FEW:
+                lengthen_searches(patch)
+            check(*drawn, **named)
 
     alike = settings(
         max_examples=cases,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        alike(given(*strategies)(check_one))()
+    alike(given(*strategies)(check_one))()
 
 
 @st.composite

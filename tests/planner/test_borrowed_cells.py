@@ -35,7 +35,6 @@ def workload(*budgets: int, mode: str = "none") -> Workload:
     return wanted.under(Split(mode, (1 / len(budgets),) * len(budgets))) if len(budgets) > 1 else wanted
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_cells_that_others_read_stand_in_vram_whatever_else_is_there(spec: ModelSpec) -> None:
     profile = profile_from_datasheet(replace(PAIR, ranks=1))
     variant = plan_variant(spec, profile, workload(45))
@@ -56,7 +55,6 @@ def test_cells_that_others_read_stand_in_vram_whatever_else_is_there(spec: Model
 
 
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-@pytest.mark.usefixtures("quick_search")
 def test_plans_for_ranks_are_right(mode: str, spec: ModelSpec) -> None:
     variant = plan_variant(spec, profile_from_datasheet(PAIR), workload(50, 50, mode=mode))
     parts = cut_ranks(spec, variant.split)

@@ -39,8 +39,6 @@ SPEC = ExpertsFile(RULE, layers=4, d_model=256).spec  # 49 MiB, a layer of exper
 SMALL = ExpertsFile(RULE, layers=8, d_model=128).spec  # 52 MiB, a layer of experts 6
 WORKLOAD = Workload((1000,), context=128, type_k="f32", type_v="f32", max_ubatch=32, prompt=40, generated=20)
 
-pytestmark = pytest.mark.usefixtures("quick_search")
-
 
 def plan_both(
     profile: MachineProfile, mib: int, record: RoutingRecord | None = None, spec: ModelSpec = SPEC, budget: int = 1000

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the bundled model is
 
 
 @pytest.fixture
-def plan(tmp_path, capsys, quick_search):
+def plan(tmp_path, capsys):
     """Runs pshard-plan on the bundled model and the example machine; returns (exit code, stdout, stderr)."""
 
     def run(*flags: str):

@@ -108,7 +108,7 @@ def test_layers_with_the_same_experts_are_named_together() -> None:
 
 
 def test_a_plans_json_and_a_report_hold_the_experts(
-    tmp_path: Path, quick_search: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_undrawn(monkeypatch)
     model = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0")

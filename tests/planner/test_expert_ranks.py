@@ -73,7 +73,6 @@ def test_two_links_stream_experts_faster_than_one() -> None:
     assert round_seconds(two) < round_seconds(one) / 1.5
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_routers_stay_on_gpus_that_sum_also_under_the_smallest_budget() -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         plan_variant(SMALL, FAST, Workload((1, 1), 512, split_mode="tensor", max_ubatch=16))
@@ -125,7 +124,6 @@ def test_unlike_gpus_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_search")
 def test_sm_auto_does_not_cut_experts_over_unlike_gpus() -> None:
     best = plan_mode(SMALL, unlike_gpus(), work(100, 100, max_ubatch=16), auto_ratios=False)
     assert best.workload.split_mode != "tensor"
@@ -133,14 +131,12 @@ def test_sm_auto_does_not_cut_experts_over_unlike_gpus() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_search")
 def test_sm_auto_weighs_cuts_of_experts() -> None:
     best = plan_mode(SMALL, FAST, work(150, 80, max_ubatch=16), auto_ratios=False)
     assert any(way.way.startswith("-sm tensor") for way in best.considered)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_search")
 def test_ts_auto_gives_the_larger_budget_more_rows_of_every_expert() -> None:
     cut = plan_ratios(SMALL, FAST, work(150, 60, max_ubatch=16, max_tp=(("output", 1),)))
     check_variant(cut_ranks(SMALL, cut.split), cut, "cuda")

@@ -80,7 +80,7 @@ def plan_drifting() -> tuple[Variant, Variant]:
     return plan_both(DRIFTING)
 
 
-def test_a_record_of_drifting_likings_gets_slots_and_less_time(quick_search: None) -> None:
+def test_a_record_of_drifting_likings_gets_slots_and_less_time() -> None:
     without, variant = plan_drifting()
     (rank,) = variant.ranks
     assert rank.caches and round_seconds(variant) < 0.95 * round_seconds(without)
@@ -151,7 +151,7 @@ def test_following_use_costs_the_host_what_was_timed_of_it() -> None:
     assert on_host(replace(cache, admits=0)) == pytest.approx(2e-4) and on_host(cache, 16) == 0.0
 
 
-def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: None) -> None:
+def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds() -> None:
     """Also: the bytes that it counts over the link have the experts that are brought in."""
     _, variant = plan_drifting()
     (rank,) = variant.ranks
@@ -167,7 +167,7 @@ def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: 
 
 
 @pytest.mark.slow
-def test_slots_serve_16_sequences_that_decode_together(quick_search: None) -> None:
+def test_slots_serve_16_sequences_that_decode_together() -> None:
     """They are replayed as so many texts, and what a step brings in is that of 16 tokens."""
     record = make_drifting_record(3000, LAYERS, 64, 2, 0.99, 6.0)
     slow_host = replace(RATES, link=8e9, host_memory=8e9, host_flops=2e9)
@@ -189,14 +189,14 @@ def test_slots_serve_16_sequences_that_decode_together(quick_search: None) -> No
 
 
 @pytest.mark.slow
-def test_a_record_of_likings_that_stay_gets_no_slower_plan(quick_search: None) -> None:
+def test_a_record_of_likings_that_stay_gets_no_slower_plan() -> None:
     record = make_record(400, LAYERS, skew=2.0)
     record = replace(record, layers=tuple(range(LAYERS)))
     without, variant = plan_both(record)
     assert round_seconds(variant) <= round_seconds(without)
 
 
-def test_without_a_record_slots_are_worth_no_more_than_experts_that_stay(quick_search: None) -> None:
+def test_without_a_record_slots_are_worth_no_more_than_experts_that_stay() -> None:
     (pool,) = list_pools(FILE.spec, None, WORK)
     cache = pool.promise(pool.make_cache(16, "lru", 99), np.ones((LAYERS, EXPERTS), bool))
     assert cache.found == pytest.approx(16 / 64) and cache.hits_by_place == pytest.approx((0.25,) * 16, abs=2e-3)
@@ -205,7 +205,7 @@ def test_without_a_record_slots_are_worth_no_more_than_experts_that_stay(quick_s
     assert plan_slots(FILE.spec, PROFILE, WORK, without, None) == without
 
 
-def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link(quick_search: None) -> None:
+def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link() -> None:
     variant = plan_baseline("expert-lru", FILE.spec, PROFILE, WORK)
     check_variant((FILE.spec,), variant, "cuda")
     (rank,) = variant.ranks
@@ -227,7 +227,7 @@ def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link(q
     assert names.count("expert-lru") == 1
 
 
-def test_where_no_slots_can_be_a_line_says_why(quick_search: None) -> None:
+def test_where_no_slots_can_be_a_line_says_why() -> None:
     work = replace(WORK, sequences=33, context=33 * 128, max_ubatch=64, vram_mib=(OWN + 60,))
     without = plan_variant(recorded(), PROFILE, work)
     why = why_no_slots(without)

@@ -121,7 +121,7 @@ def slow(mib: int, skew: float) -> object:
 
 
 @pytest.mark.parametrize(("mib", "skew"), [(6, 1.0), slow(12, 0.5), slow(20, 2.0)])
-def test_a_plan_by_a_record_is_never_slower_than_one_that_ignores_it(mib: int, skew: float, quick_search: None) -> None:
+def test_a_plan_by_a_record_is_never_slower_than_one_that_ignores_it(mib: int, skew: float) -> None:
     workload = Workload((OWN + mib,), context=128, max_ubatch=16, prompt=16, generated=200)
     layers, record = 4, make_record(2000, 4, EXPERTS, USED, skew)
     deep = ExpertsFile(Experts(EXPERTS, USED, 160), layers=layers, d_model=512)
@@ -136,7 +136,7 @@ def test_a_plan_by_a_record_is_never_slower_than_one_that_ignores_it(mib: int, s
 
 
 def test_plans_that_are_run_before_one_is_chosen_have_the_one_that_ignores_the_record(
-    monkeypatch: pytest.MonkeyPatch, quick_search: None
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the search with the record ended with a slower plan."""
     spec, workload = recorded(), Workload((OWN + 6,), context=128, max_ubatch=16, prompt=16, generated=200)

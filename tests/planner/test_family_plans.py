@@ -149,7 +149,6 @@ def test_a_sum_takes_longer_by_its_norm(tmp_path: Path) -> None:
     assert costs.sum_norm > 0
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_cutting_it_is_among_the_ways_that_are_compared(tmp_path: Path) -> None:
     wanted = replace(workload(900, 900), context=256, prompt=64, generated=64)
     best = plan_mode(read_spec(tmp_path, "glm4"), profile_from_datasheet(PAIR), wanted, auto_ratios=False)

@@ -125,7 +125,7 @@ def test_what_is_faster_and_lacks_room_says_how_much(planned) -> None:
     assert all(why.next_best.lacks == 0 for why in found if why.next_best)
 
 
-def test_the_command_prints_both_and_json_has_them(tmp_path, capsys, quick_search, bundled) -> None:
+def test_the_command_prints_both_and_json_has_them(tmp_path, capsys, bundled) -> None:
     words = ["-m", str(bundled), "--profile", str(SHEET), "--vram", "324", "-c", "256", "--steps", "--why", "1"]
     assert main([*words, "--registry", str(tmp_path / "r.json")]) == 0
     out = capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_the_command_prints_both_and_json_has_them(tmp_path, capsys, quick_searc
         (["--steps", "--emit", "llama.cpp"], "leave out --steps and --why"),
     ],
 )
-def test_what_there_is_not_is_told_and_nothing_is_written(flags, line, tmp_path, capsys, quick_search, bundled) -> None:
+def test_what_there_is_not_is_told_and_nothing_is_written(flags, line, tmp_path, capsys, bundled) -> None:
     registry = tmp_path / "r.json"
     words = ["-m", str(bundled), "--profile", str(SHEET), "--vram", "324", "-c", "256", "--registry", str(registry)]
     assert main([*words, *flags]) == 2

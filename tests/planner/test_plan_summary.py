@@ -37,9 +37,7 @@ def made(profile: MachineProfile, *workloads: Workload) -> Planned:
     return Planned(SPEC, profile, (), workloads[0], variants, ((),) * len(variants))
 
 
-def test_a_plan_begins_with_rate_and_memory_and_fits_80_columns(
-    quick_search: None, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_plan_begins_with_rate_and_memory_and_fits_80_columns(capsys: pytest.CaptureFixture) -> None:
     planned = made(PROFILE, WORK)
     print_plans(planned, None)
     lines = capsys.readouterr().out.splitlines()
@@ -53,7 +51,7 @@ def test_a_plan_begins_with_rate_and_memory_and_fits_80_columns(
     assert use.host_bytes == count_host_bytes(specs, planned.variants[0], "cuda") > 0
 
 
-def test_tables_of_large_figures_fit_80_columns(quick_search: None) -> None:
+def test_tables_of_large_figures_fit_80_columns() -> None:
     """As of a model of 100 layers that takes minutes for a micro-batch."""
     variant, out = made(PROFILE, WORK).variants[0], StringIO()
     rank = variant.ranks[0]
@@ -70,7 +68,7 @@ def test_tables_of_large_figures_fit_80_columns(quick_search: None) -> None:
     assert max(len(line.rstrip()) for line in out.getvalue().splitlines()) <= 80
 
 
-def test_a_sweep_ends_with_a_line_for_each_budget(quick_search: None, capsys: pytest.CaptureFixture) -> None:
+def test_a_sweep_ends_with_a_line_for_each_budget(capsys: pytest.CaptureFixture) -> None:
     budgets = (OWN + 40, OWN + 48)
     print_plans(made(PROFILE, *(replace(WORK, vram_mib=(mib,)) for mib in budgets)), None)
     last = capsys.readouterr().out.rstrip().splitlines()[-2:]
@@ -82,7 +80,7 @@ def test_a_sweep_ends_with_a_line_for_each_budget(quick_search: None, capsys: py
     assert last[0].split() == [str(OWN + 1), "-", "-", "-"] and last[1].split()[0] == str(OWN + 40)
 
 
-def test_a_plan_that_fills_host_memory_is_noted(quick_search: None) -> None:
+def test_a_plan_that_fills_host_memory_is_noted() -> None:
     """Of 64 GiB 59 were accepted without a word."""
     planned = made(PROFILE, WORK)
     taken = measure_use(SPEC, PROFILE, planned.variants[0]).host_bytes
@@ -95,9 +93,7 @@ def test_a_plan_that_fills_host_memory_is_noted(quick_search: None) -> None:
     assert "are free now" in line
 
 
-def test_words_of_a_gpu_are_not_said_of_a_machine_without_one(
-    quick_search: None, capsys: pytest.CaptureFixture
-) -> None:
+def test_words_of_a_gpu_are_not_said_of_a_machine_without_one(capsys: pytest.CaptureFixture) -> None:
     planned = made(ON_CPU, replace(WORK, vram_mib=(40,)))
     print_plans(planned, None)
     out, words, variant = StringIO(), words_for(ON_CPU), planned.variants[0]
@@ -126,7 +122,7 @@ def test_a_better_machine_is_faster_in_what_is_better_and_in_nothing_else() -> N
         assert all(seconds == before[row] for row, seconds in after.items() if row[0] == "acc")
 
 
-def test_what_more_host_memory_would_bring_is_planned_where_it_limits(quick_search: None) -> None:
+def test_what_more_host_memory_would_bring_is_planned_where_it_limits() -> None:
     profile = with_memory(PROFILE, 92 << 20)
     variant = plan_variant(SPEC, profile, replace(WORK, vram_mib=(OWN + 56,)), 2.0)
     gains = dict((g.change, dict(g.speedups)) for g in explain_gains(SPEC, profile, variant.workload, variant))

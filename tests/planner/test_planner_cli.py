@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the bundled model is
 
 
 @pytest.fixture
-def plan(tmp_path, capsys, quick_search):
+def plan(tmp_path, capsys):
     """Runs pshard-plan on the bundled model and the example machine; returns (exit code, stdout, stderr, registry)."""
     registry = tmp_path / "plans.json"
 
@@ -353,7 +353,7 @@ def test_a_model_that_the_hosts_memory_cannot_hold_is_refused_in_one_line(plan, 
     assert plan("--vram", str(enough), profile=small)[0] == 0
 
 
-def test_a_plan_says_once_that_its_profile_has_no_experts(tmp_path, capsys, quick_search):
+def test_a_plan_says_once_that_its_profile_has_no_experts(tmp_path, capsys):
     model = write_gguf(tmp_path / "tiny.gguf", "qwen3moe")
     for profile, times in ((load_profile(PROFILE), 0), (replace(load_profile(PROFILE), experts=()), 1)):
         path = save_profile(profile, tmp_path / "profile.json")

@@ -80,20 +80,10 @@ def expect_legal_and_no_worse(data):
         assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
 
 
-QUICK_SEEDS = (0, 5)
-
-
 @pytest.mark.quick("0")
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[] if n in QUICK_SEEDS else [pytest.mark.slow]) for n in range(8)]
-)
-def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed, request):
-    """Long prompts: what a large prefill tier alone would have liked otherwise must pay off in the whole round.
-
-    The whole search makes up for a bad start: with the short one more must be right, and it takes a tenth.
-    """
-    if seed not in QUICK_SEEDS:
-        request.getfixturevalue("quick_search")
+@pytest.mark.parametrize("seed", range(8))
+def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed):
+    """Long prompts: what a large prefill tier alone would have liked otherwise must pay off in the whole round."""
     rng = Random(seed)
     rates = replace(
         DESKTOP,
@@ -118,10 +108,8 @@ def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed, 
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, *range(2, MANY)))])
-def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_strategy(seed, request):
+def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_strategy(seed):
     """Each rank's plan is chosen as if it were alone, which need not be the best for all of them together."""
-    if seed > 1:
-        request.getfixturevalue("quick_search")
     rng = Random(seed)
 
     def between(low: float, high: float) -> float:
@@ -298,7 +286,7 @@ def expect_layers_within_budgets(data):
     assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
 
 
-def test_the_check_notices_layers_that_are_missing_or_on_two_ranks(quick_search):
+def test_the_check_notices_layers_that_are_missing_or_on_two_ranks():
     spec, workload = make_model(layers=4), Workload((OWN + 54,) * 2, context=256, prompt=128, split_mode="layer")
     variant = plan_variant(spec, PROFILE, workload)
     first, second = cut_ranks(spec, Split("layer", (0.5, 0.5)))
@@ -332,7 +320,7 @@ def test_an_unknown_strategy_and_mismatched_budgets_are_named():
         plan_variant(make_model(), PROFILE, Workload((500, 500)))
 
 
-def test_the_check_notices_what_it_is_there_for(quick_search):
+def test_the_check_notices_what_it_is_there_for():
     spec = make_model()
     variant = plan_variant(spec, PROFILE, Workload((OWN + 54,), context=512, prompt=256, max_ubatch=128))
     rank = variant.ranks[0]

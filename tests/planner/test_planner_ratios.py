@@ -123,7 +123,6 @@ def test_a_device_that_only_costs_time_is_left_out():
     assert best.workload.tensor_split == (1.0, 0.0)
 
 
-@pytest.mark.usefixtures("quick_search")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_a_small_second_device_does_not_make_a_cut_without_it_run_in_its_small_micro_batches(mode):
@@ -178,7 +177,7 @@ def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(cases, modes):
 
 
 @pytest.mark.slow
-def test_layers_of_equal_devices_are_no_slower_than_equal_ones(quick_search):
+def test_layers_of_equal_devices_are_no_slower_than_equal_ones():
     expect_no_slower_than_equal([10, 10], 1.0, 1.0, "layer")
 
 

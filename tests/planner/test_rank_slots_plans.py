@@ -77,7 +77,7 @@ def check_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> Non
 
 @pytest.mark.quick("slices", "a rank of zero")
 @pytest.mark.parametrize("way", WAYS)
-def test_each_rank_has_slots_for_what_it_holds_and_all_take_less_time(way: str, quick_search: None) -> None:
+def test_each_rank_has_slots_for_what_it_holds_and_all_take_less_time(way: str) -> None:
     without, variant = plan_way(way)
     assert round_seconds(variant) < 0.97 * round_seconds(without)
     check_slots(SPEC, variant, DRIFTING)
@@ -126,7 +126,7 @@ def test_ranks_with_slices_wait_for_the_one_that_finds_least_and_those_with_laye
     assert first < none > second and none - both == pytest.approx((none - first) + (none - second), rel=1e-6)
 
 
-def test_expert_lru_fills_the_room_of_each_rank(quick_search: None) -> None:
+def test_expert_lru_fills_the_room_of_each_rank() -> None:
     for way in WAYS:
         variant = plan_baseline("expert-lru", SPEC, PROFILE, work_of(way), record=DRIFTING)
         check_slots(SPEC, variant, DRIFTING)
@@ -155,7 +155,7 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, RoutingRecord]:
 
 
 @pytest.mark.slow
-def test_no_plan_with_slots_is_slower_than_without(quick_search: None, share: float) -> None:
+def test_no_plan_with_slots_is_slower_than_without(share: float) -> None:
     better = 0
     for seed in range(17, 17 + max(3, int(MANY * share))):
         spec, work, record = random_case(seed)

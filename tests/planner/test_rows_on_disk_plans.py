@@ -53,7 +53,6 @@ def load_for(kind: str, ram: int) -> Workload:
     return Workload((12 if kind == "cpu" else 330,), 128, max_ubatch=32, prompt=40, generated=20, ram_mib=ram)
 
 
-@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_table_larger_than_memory_stays_on_disk_and_its_rows_are_priced(kind: str) -> None:
     spec, profile, load = with_large_table(), make_machine(48, kind), load_for(kind, 48)
@@ -75,7 +74,6 @@ def test_a_table_larger_than_memory_stays_on_disk_and_its_rows_are_priced(kind: 
     assert slower == pytest.approx(row, rel=0.3)
 
 
-@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_where_no_small_reads_were_timed_or_the_file_has_no_such_rows_a_table_stays_in_memory(kind: str) -> None:
     spec, load = with_large_table(), load_for(kind, 48)

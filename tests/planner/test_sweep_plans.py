@@ -51,7 +51,6 @@ def plan_slow_disk(kind: str, budget: int, ram: int, **more: int) -> tuple[Machi
 
 
 @pytest.mark.quick("cpu-6-11")
-@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(("kind", "budget", "ram"), [("cpu", 6, 11), ("cuda", 332, 3)])
 def test_a_prompt_is_priced_by_one_pass_over_the_disk(kind: str, budget: int, ram: int) -> None:
     profile, variant = plan_slow_disk(kind, budget, ram)
@@ -95,7 +94,6 @@ def without_sweep(variant: Variant):
     return replace(rank, tiers=(*rank.tiers[:-1], replace(rank.tiers[-1], sweep=None)))
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_rows_that_have_no_room_to_wait_make_a_prompt_read_the_disk_more_often() -> None:
     _, variant = plan_slow_disk("cpu", 4, 11)
     last = variant.ranks[0].tiers[-1]
@@ -106,7 +104,6 @@ def test_rows_that_have_no_room_to_wait_make_a_prompt_read_the_disk_more_often()
     assert first_token_seconds(variant) == pytest.approx(passes * far / RATE, rel=0.05)
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_a_sweep_for_which_rows_have_no_room_is_refused() -> None:
     _, variant = plan_slow_disk("cpu", 6, 11)
     (rank,) = variant.ranks
@@ -117,7 +114,6 @@ def test_a_sweep_for_which_rows_have_no_room_is_refused() -> None:
             check_variant((SPEC,), replace(variant, ranks=(replace(rank, tiers=tuple(tiers)),)), "cpu")
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_a_prompt_of_one_micro_batch_has_no_sweeps() -> None:
     profile, variant = plan_slow_disk("cpu", 6, 11, prompt=100)
     assert variant.ranks[0].tiers[-1].sweep is None
@@ -125,7 +121,6 @@ def test_a_prompt_of_one_micro_batch_has_no_sweeps() -> None:
     assert not times.sweep and times.largest == variant.ranks[0].tiers[-1].tokens
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_a_servers_plan_has_sweeps_and_promises_by_them() -> None:
     """A step of several micro-batches takes what a simulation of their sweep does. Beside answers for which the disk is
     too slow to keep a gap, a step takes twice as long as theirs at most."""
@@ -148,7 +143,6 @@ def test_a_servers_plan_has_sweeps_and_promises_by_them() -> None:
     assert told.paces[1].longest_gap <= 2.05 * least
 
 
-@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("budget", [6, 4])
 def test_a_bench_of_prompts_is_predicted_in_the_sweeps_that_the_plan_has(budget: int) -> None:
     """Of the expected prompt it is what the plan says; others read the disk as often as sweeps hold them."""

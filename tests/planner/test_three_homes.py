@@ -51,7 +51,6 @@ def list_far(variant: Variant) -> int:
     return len(variant.ranks[0].beyond_host)
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_what_ram_does_not_hold_stays_on_disk_and_within_ram() -> None:
     found = {}
     for mib in (8, 12, 64):
@@ -63,7 +62,6 @@ def test_what_ram_does_not_hold_stays_on_disk_and_within_ram() -> None:
     assert list_far(found[8]) > list_far(found[12]) and not list_far(found[64])
 
 
-@pytest.mark.usefixtures("quick_search")
 def test_what_the_files_do_not_hold_as_it_is_used_never_stays_on_disk(tmp_path: Path) -> None:
     path = write_latent_gguf(tmp_path / "m.gguf", "lite", random_tensors("lite", 2), "joint")  # keys beside values
     with open_model(path) as file:
@@ -78,7 +76,6 @@ def test_what_the_files_do_not_hold_as_it_is_used_never_stays_on_disk(tmp_path: 
 
 
 @pytest.mark.quick("cuda")
-@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_more_ram_or_a_faster_disk_makes_no_plan_slower(kind: str) -> None:
     for rates, sizes in (((1e8, 1e9), (10,)), ((1e9,), (8, 10, 64))):
@@ -108,7 +105,6 @@ def test_what_leaves_for_the_disk_leaves_pins_and_cells_of_tiers_within_each_oth
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_search")
 def test_a_plan_that_divided_experts_still_leaves_memory_for_what_may_live_on_disk() -> None:
     spec = make_model(10, odd_qtype="Q8_0", experts=Experts(8, 2, 512))
     profile, plan = plan_of_disk(spec, 50, 378, 7e9)
@@ -134,7 +130,6 @@ def test_what_binds_at_the_disk_is_said_in_words() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_search")
 def test_memory_and_a_faster_disk_are_worth_something_where_the_disk_binds() -> None:
     profile, workload = make_machine(8 * MIB, 1e8), replace(WORKLOAD, ram_mib=8)
     variant = plan_variant(SPEC, profile, workload)
