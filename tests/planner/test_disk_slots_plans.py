@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -68,21 +69,23 @@ def test_decoding_reads_the_experts_that_slots_lack_instead_of_whole_layers() ->
     assert slots.likely and slots.likely > slots.found
 
 
-def plan_beside_gpu(
-    mib: int,
-    vram: int = 14,
-    spec: ModelSpec = SMALL,
-    record: RoutingRecord | None = None,
-    rate: float = 1e9,
-    prompt: int = WORKLOAD.prompt,
-) -> tuple[Variant, Variant]:
+def plan_anew(mib: int, vram: int, spec: ModelSpec, rate: float, prompt: int) -> tuple[Variant, Variant]:
     """The same for a GPU with so many MiB for plans."""
     profile = make_machine(mib * MIB, rate, "cuda")
     asked = replace(WORKLOAD, ram_mib=mib, vram_mib=(TORCH_RESERVE_MIB + vram,), prompt=prompt)
     whole = plan_variant(spec, profile, asked)
-    found = plan_slots(spec, profile, asked, whole, record)
+    found = plan_slots(spec, profile, asked, whole, None)
     check_variant((spec,), found, "cuda", usable_bytes(profile, 1))
     return whole, found
+
+
+plan_once = cache(plan_anew)
+
+
+def plan_beside_gpu(
+    mib: int, vram: int = 14, spec: ModelSpec = SMALL, rate: float = 1e9, prompt: int = WORKLOAD.prompt
+) -> tuple[Variant, Variant]:
+    return plan_once(mib, vram, spec, rate, prompt)
 
 
 def test_beside_a_gpu_the_cpu_computes_from_slots_in_host_memory_and_prompts_leave_them() -> None:
@@ -149,7 +152,7 @@ def test_a_table_whose_rows_can_be_read_makes_room_for_experts(kind: str) -> Non
 @pytest.mark.parametrize(("change", "least"), [("ram", 0.8), ("rate", 0.8), ("vram", 0.9)])
 def test_more_memory_or_a_faster_disk_makes_no_plan_beside_a_gpu_slower(change: str, least: float) -> None:
     plans: dict[str, Callable[[int], tuple[Variant, Variant]]] = {
-        "ram": lambda n: plan_beside_gpu(16 + 6 * n),
+        "ram": lambda n: plan_beside_gpu((16, 20, 30)[n]),
         "rate": lambda n: plan_beside_gpu(20, rate=1e9 * 2**n),
         "vram": lambda n: plan_beside_gpu(20, 14 + 8 * n),
     }
@@ -225,7 +228,7 @@ def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(mon
     assert last.waves > 1 and last.buffers.slots * last.buffers.slot_bytes < 6 * MIB  # of a layer
     assert found.ranks[0].tiers[0].waves == 1  # answers find their experts in slots
     monkeypatch.setattr("pshard.planner.routing.plan_host_slots.WAVES", ())
-    _, whole = plan_beside_gpu(20, 24, prompt=32)
+    _, whole = plan_anew(20, 24, SMALL, 1e9, 32)
     assert first_token_seconds(found) < 0.75 * first_token_seconds(whole)
     assert round_seconds(found) < 0.95 * round_seconds(whole)
 
