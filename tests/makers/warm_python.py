@@ -29,7 +29,14 @@ import pytest
 
 MAKERS = Path(__file__).parent
 BENCH = "pshard.session.bench_engine"
-IMPORTED = ("torch.distributed", "engines", "pshard.runtime.ranks.group", "pshard.runtime.build_engine", BENCH)
+ENGINES = ("torch.distributed", "engines", "pshard.runtime.ranks.group", "pshard.runtime.build_engine", BENCH)
+COMMANDS = (  # import these inside functions: half of what a short run takes
+    "pshard.commands.cli_run", "pshard.session.find_model", "pshard.session.start_engine", "pshard.session.open_plan",
+    "pshard.session.readiness.fill_ahead", "pshard.session.readiness.first_profile", "pshard.models.text.chat",
+    "pshard.models.text.gguf_tokenizer", "pshard.models.attach_draft", "pshard.planner.choose_mode",
+    "pshard.registries.choose", "pshard.server.life.load_model", "pshard.profile.effort", "pshard.profile.identify",
+    "pshard.runtime.kernels.cpu.host", "rich.progress", "tokenizers", "psutil",
+)  # fmt: skip
 POLL_SECONDS = 0.01
 
 
@@ -95,7 +102,7 @@ def _forker() -> Forker:
 
 def answer(line: socket.socket) -> None:
     """Fork for the process at the other end until it is gone."""
-    for name in IMPORTED:
+    for name in (*ENGINES, *COMMANDS):
         importlib.import_module(name)
     pytest.MonkeyPatch().setattr(f"{BENCH}.WARM_SECONDS", 0.0)  # as in the tests' own process
     read_size_quickly(pytest.MonkeyPatch())
