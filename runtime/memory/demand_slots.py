@@ -90,11 +90,8 @@ class DemandPool(SlotPool):
             place = self._memory.data_ptr(), self._slot_bytes, np.array(at, np.int64)
             self._library = _Library(reader, self.follower, place)
             for row, unit in enumerate(self._units):
-                pieces, places = self._transfers.disk.list_pieces(unit.name)
-                numbers = np.array(list(self._places[row]))[places]
-                order = np.argsort(numbers, kind="stable")
-                starts = np.searchsorted(numbers[order], np.arange(self.follower.slot_of.shape[1] + 1))
-                self._library.add_layer(row, pieces[order], starts.astype(np.int64))
+                numbers, count = np.array([*self._places[row]]), self.follower.slot_of.shape[1]
+                self._library.add_layer(row, *self._transfers.disk.list_pieces(unit.name, numbers, count))
             for table in self._tables.values():
                 self._library.add_table(table.here)
         return self._library.address

@@ -72,13 +72,19 @@ class _Blob:
             self._slots = slots
         return PieceList((), self._table[bisect_left(self._begins, start) : bisect_left(self._begins, end)])
 
-    def list_parts(self) -> tuple[np.ndarray, np.ndarray]:
+    def list_parts(self, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See DiskStore.list_pieces."""
         parts, in_slot, _ = self._parts
-        order = np.argsort(parts, kind="stable")[np.count_nonzero(parts < 0) :]
+        number = np.where(parts < 0, -1, numbers[parts])
+        order = np.argsort(number, kind="stable")[np.count_nonzero(parts < 0) :]
         table = self._read[order]
         table[:, TO] = in_slot[order]
-        return table, parts[order]
+        return table, np.searchsorted(number[order], np.arange(count + 1)).astype(np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what says where pieces lie."""
+        return self._read.nbytes + self._parts.nbytes + (self._table.nbytes if self._table is not self._read else 0)
 
 
 class Holder(Protocol):
@@ -128,7 +134,8 @@ class DiskStore:
     @property
     def nbytes(self) -> int:
         kept = [v.nbytes for vectors in self._kept.values() for v in vectors.values()]
-        return self._reader.nbytes + sum(kept) + sum(t.nbytes for own in self._tables.values() for t in own.values())
+        tables = [t.nbytes for own in self._tables.values() for t in own.values()]
+        return self._reader.nbytes + sum(kept) + sum(tables) + sum(blob.nbytes for blob in self._blobs.values())
 
     @property
     def read_bytes(self) -> int:
@@ -191,10 +198,11 @@ class DiskStore:
             self._parts[unit, place] = PieceList(pieces)
         return self._reader.ask(self._parts[unit, place], to)
 
-    def list_pieces(self, unit: str) -> tuple[np.ndarray, np.ndarray]:
+    def list_pieces(self, unit: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """All pieces of a unit's parts, each as it goes to a slot (int64 [pieces, words], as the C++ library reads
-        them), and which part each is of, the first one's first."""
-        return self._blobs[unit].list_parts()
+        them), and where those of each number below `count` begin, with the end of the last. numbers: ints [parts], of
+        each part."""
+        return self._blobs[unit].list_parts(numbers, count)
 
     @property
     def address(self) -> int:
