@@ -1,6 +1,6 @@
 """Two hosts made of network namespaces on this machine, one rank each as under `torchrun --nnodes 2`, gloo over TCP.
 
-torchrun itself imports torch on each host: one test starts it, the others the ranks as it would.
+torchrun itself imports torch on each host: one test starts it, the others fork the ranks (`two_hosts.py`).
 """
 
 import json
@@ -18,6 +18,7 @@ from engines import converse, open_engine
 from model_files import write_gguf
 from rank_program import partial
 from thread_ranks import random_tiers, split_variant
+from warm_python import run_warm
 
 from pshard.commands import cli_plan, cli_run
 from pshard.jsonio import to_json
@@ -29,51 +30,6 @@ from pshard.runtime.ranks.network import interface_to
 from pshard.workload import Split
 
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
-# Host A is the namespace that this script runs in, host B that of a sleeping process; a cable between them.
-SCRIPT = """
-set -e
-ip link set lo up
-ip link add cable0 type veth peer name cable1
-unshare -n sleep 300 & other=$!
-trap 'kill $other' EXIT
-until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-ip link set cable1 netns $other
-on_b="nsenter --net=/proc/$other/ns/net --"
-ip address add 10.77.0.1/24 dev cable0
-ip link set cable0 up
-$on_b ip link set lo up
-$on_b ip address add 10.77.0.2/24 dev cable1
-$on_b ip link set cable1 up
-if [ -n "$LIMIT" ]; then
-  tc qdisc add dev cable0 root tbf rate $LIMIT burst 4mb latency 50ms
-  $on_b tc qdisc add dev cable1 root tbf rate $LIMIT burst 4mb latency 50ms
-fi
-run() {
-if [ -n "$GPUS" ]; then  # one for each; to NCCL they are of two hosts, between which there are sockets
-  export CUDA_VISIBLE_DEVICES=$1 NCCL_HOSTID=host$1 NCCL_IB_DISABLE=1 NCCL_DEBUG=INFO
-fi
-export RANK=$1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29577  # as torchrun does
-torchrun="-m torch.distributed.run --nnodes 2 --node-rank $1 --nproc-per-node 1 --master-addr $MASTER_ADDR"
-exec "$PYTHON" -P ${TORCHRUN:+$torchrun --master-port $MASTER_PORT} ${WHAT//HOST/$1} >"$FOLDER/$1.log" 2>&1; }
-export PYTHON WHAT FOLDER LIMIT CUT GPUS TORCHRUN
-export -f run
-run 0 & first=$!
-if [ -n "$CUT" ]; then  # the cable, as if host B were dead; then wait for both to say it
-  $on_b bash -c 'run 1' & second=$!
-  until [ -e "$FOLDER/pid" ]; do sleep 0.1; done
-  sleep 1.5
-  date +%s.%N
-  $on_b ip link set cable1 down
-  until grep -q '^error: ' "$FOLDER/0.log" && grep -q '^error: ' "$FOLDER/1.log"; do sleep 0.05; done
-  date +%s.%N
-  kill $first $second 2> /dev/null || true  # maybe they have ended
-  wait $first $second || true
-  exit 0
-fi
-code_b=0; $on_b bash -c 'run 1' || code_b=$?
-code_a=0; wait $first || code_a=$?
-echo "$code_a $code_b"
-"""
 
 
 def why_not(more: str = "true") -> str | None:
@@ -103,18 +59,9 @@ def run_two_hosts(
     and when both had said so. gpus: each host has one. torchrun: it starts the ranks.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
-    environment |= {
-        "PYTHON": sys.executable,
-        "PYTHONPATH": str(MAKERS),
-        "WHAT": what,
-        "FOLDER": str(folder),
-        "LIMIT": limit,
-        "CUT": "yes" if cut else "",
-        "GPUS": "yes" if gpus else "",
-        "TORCHRUN": "yes" if torchrun or gpus else "",
-    }
-    command = ["unshare", "-Urn", "--fork", "--kill-child", "bash", "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200 if gpus else 110)
+    asked = {"what": what, "folder": str(folder), "limit": limit, "cut": cut, "gpus": gpus}
+    words = [sys.executable, str(MAKERS / "two_hosts.py"), json.dumps(asked | {"torchrun": torchrun or gpus})]
+    done = run_warm(words, environment | {"PYTHONPATH": str(MAKERS)}, timeout=200 if gpus else 110)
     logs = [(folder / f"{host}.log").read_text() for host in (0, 1)]
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), logs[0], logs[1]
