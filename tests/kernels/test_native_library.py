@@ -1,12 +1,12 @@
 """The C++ library is missing, of another interface, or of other sources: what is said, and that it is said."""
 
 import os
-import subprocess
 import sys
 import zlib
 from pathlib import Path
 
 import pytest
+from warm_python import run_warm
 
 from pshard.profile.identify import identify_host
 from pshard.runtime.build_executor import choose_kernels
@@ -77,7 +77,7 @@ def test_ranks_without_the_library_say_once_that_they_sum_by_gloo(tmp_path: Path
     start = f"{imports}; sys.exit(start_ranks(2, 'rank_program', sys.argv[1:]))"
     path = os.pathsep.join(filter(None, (str(MAKERS), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-c", start, "sums@no-library", "2", str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100)
+    done = run_warm(command, os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("note: ranks sum by gloo") == 1 and "(it is gone)" in done.stderr
 

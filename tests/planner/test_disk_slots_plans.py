@@ -127,6 +127,7 @@ def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
     assert benched == pytest.approx(first_token_seconds(found), rel=0.05)
 
 
+@pytest.mark.quick("cpu")
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_table_whose_rows_can_be_read_makes_room_for_experts(kind: str) -> None:
     """Rows take a tenth of a millisecond a token; what slots lack takes tens."""
@@ -160,6 +161,7 @@ def test_more_memory_or_a_faster_disk_makes_no_plan_beside_a_gpu_slower(change: 
     assert all(more <= less * 1.001 for less, more in pairwise(rounds)) and rounds[-1] < least * rounds[0]
 
 
+@pytest.mark.quick("1", "11")
 @pytest.mark.parametrize("drafts", [1, 3, 11])
 def test_steps_that_verify_read_what_replays_of_such_steps_miss(drafts: int) -> None:
     """Rows of one text follow each other and share experts, of which each is read once. Also of more rows than others'
@@ -233,6 +235,7 @@ def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(mon
     assert round_seconds(found) < 0.95 * round_seconds(whole)
 
 
+@pytest.mark.quick("30")
 @pytest.mark.parametrize("ram", [16, 30])
 def test_what_one_tier_alone_has_in_vram_leaves_it_beside_slots(ram: int) -> None:
     """The embedding was pinned for prompts of 16 tokens alone."""
