@@ -380,6 +380,7 @@ ARCHITECTURES = (
         "glm4_moe",
         "glm4moe",
         "halves",
+        sections="blocks",
         optional_biases=_QKV,
         optional_qk_norm=True,
         rotated=0.5,

@@ -58,7 +58,8 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
 def _refuse_unread(routing: Routing, keys: Keys) -> None:
     """Raise UserError that names a key which llama.cpp does not read in this architecture and which says otherwise."""
     if "scores" in routing.fixed:
-        alike = (1, 3) if routing.scores == "chosen" or (routing.normed and routing.scores == "softmax") else ()
+        plain = routing.scores == "softmax" and routing.normed and not routing.choice_bias
+        alike = (1, 3) if plain or routing.scores == "chosen" else ()  # normed, a softmax is that over the chosen
         keys.refuse_unless(
             "expert_gating_func", 0, *(n for n, name in _SCORES.items() if name == routing.scores), *alike
         )

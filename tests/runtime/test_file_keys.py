@@ -99,6 +99,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("minimax-m2", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
     ("smallthinker", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
     ("hunyuan-moe", {"expert_gating_func": 2}, "expert_gating_func is 2"),
+    ("ernie4_5-moe", {"expert_gating_func": 3}, "expert_gating_func is 3"),
     ("granitemoe", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
     ("bailingmoe", {"expert_gating_func": 2}, "expert_gating_func is 2"),
     ("lfm2moe", {"expert_weights_scale": 1.7}, "expert_weights_scale is 1.7"),
@@ -123,6 +124,12 @@ def test_oss_has_its_windows_in_every_other_layer(tmp_path: Path) -> None:
         said = {"gpt-oss.attention.sliding_window_pattern": pattern}
         with pytest.raises(UserError, match="has windows in other layers than the first of each 2"):
             open_model(write_gguf(tmp_path / "m.gguf", "gpt-oss", metadata=said))
+
+
+def test_glm_may_have_positions_of_several_dimensions(tmp_path: Path) -> None:
+    said = {"glm4moe.rope.dimension_sections": [4, 4, 4, 4]}
+    with open_model(write_gguf(tmp_path / "m.gguf", "glm4moe", metadata=said)) as file:
+        assert file.spec.config.rope.freq_factors == (1.0,) * 12 + (1e30,) * 4
 
 
 @pytest.mark.parametrize(
