@@ -3,16 +3,17 @@
 import argparse
 import asyncio
 import json
-import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_world import make_world
 from fake_openai_server import fake_server
+from warm_python import WarmProcess, run_warm
 
 from pshard.errors import UserError
 from pshard.session.serve_bench import drive
@@ -108,17 +109,26 @@ def test_what_was_measured_is_drawn(script: dict[str, Any], tmp_path: Path) -> N
     assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
 
 
+def run_forked(words: list[str], timeout: float, **captured: bool) -> subprocess.CompletedProcess[str]:
+    return run_warm(words, timeout=timeout)
+
+
 @pytest.mark.slow
-def test_it_measures_our_own_server_on_the_demo_model(tmp_path: Path) -> None:
+def test_it_measures_our_own_server_on_the_demo_model(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'pshard[serve]'")
     pytest.importorskip("starlette", reason="starlette is not installed; pip install 'pshard[serve]'")
-    out, env = tmp_path / "out.json", os.environ | {"PSHARD_CACHE": str(make_world(tmp_path).profile.parent)}
+    out, main = tmp_path / "out.json", script["main"]
     words = ["-m", str(DEMO), "--vram", "64", "--clients", "2", "-p", "64", "-n", "32", "--long", "300"]
     words += ["--prefix", "128", "--seconds", "200", "--registry", str(tmp_path / "plan.json"), "-o", str(out)]
-    command = [sys.executable, str(BENCHMARKS / "serve_load.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
+    forked = SimpleNamespace(**vars(subprocess) | {"Popen": WarmProcess, "run": run_forked})
+    monkeypatch.setitem(main.__globals__, "subprocess", forked)
+    monkeypatch.setattr(sys, "argv", ["serve_load.py", *words])
+    monkeypatch.setenv("PSHARD_CACHE", str(make_world(tmp_path).profile.parent))
+    assert main() == 0
     data = json.loads(out.read_text())
-    assert done.returncode == 0 and not data["left_out"], (data["left_out"], done.stderr[-2000:])
+    assert not data["left_out"]
     assert data["serve_2"]["whole"] == 4 and data["npl"]["2"]["answer_rate"] > 0
     assert min(data["prefix"]["cached"]) >= 64
     assert {"npl_2", "gap_2", "long_gap", "long_first_token", "prefix_steps"} <= set(data["ratios"])
