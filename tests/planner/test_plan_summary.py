@@ -122,9 +122,14 @@ def test_a_better_machine_is_faster_in_what_is_better_and_in_nothing_else() -> N
         assert all(seconds == before[row] for row, seconds in after.items() if row[0] == "acc")
 
 
+def test_the_hosts_memory_limits_a_plan_that_needs_more_of_it() -> None:
+    assert binds_host(SPEC, with_memory(PROFILE, 92 << 20), WORK)
+    assert not binds_host(SPEC, PROFILE, WORK)  # there more of it changes nothing
+
+
+@pytest.mark.slow
 def test_what_more_host_memory_would_bring_is_planned_where_it_limits() -> None:
     profile = with_memory(PROFILE, 92 << 20)
     variant = plan_variant(SPEC, profile, replace(WORK, vram_mib=(OWN + 56,)), 2.0)
     gains = dict((g.change, dict(g.speedups)) for g in explain_gains(SPEC, profile, variant.workload, variant))
     assert max(gains["twice the host memory"].values()) > 1.01
-    assert binds_host(SPEC, profile, WORK) and not binds_host(SPEC, PROFILE, WORK)  # there it changes nothing

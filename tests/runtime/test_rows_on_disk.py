@@ -52,6 +52,10 @@ def speak(engine: Engine) -> torch.Tensor:
     return torch.cat([engine.forward(PROMPT, all_logits=True), *(engine.forward([n], all_logits=True) for n in (3, 9))])
 
 
+@pytest.mark.quick(
+    "fast-Q6_K", "plain-Q8_0", "fast-BF16", "plain-F32", "fast-gemma4", "plain-qwen4exp", "fast-pieces",
+    "plain-pieces F16",
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["Q6_K", "Q8_0", "BF16", "F32", "gemma4", "qwen4exp", "pieces", "pieces F16"])
 @pytest.mark.parametrize("kernels", ["fast", "plain"])
 def test_rows_from_disk_give_the_logits_of_tables_in_memory(
