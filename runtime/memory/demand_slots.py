@@ -7,6 +7,7 @@ are not its own. Both decide alike who leaves.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from pshard.routing.follow_use import DemandFollower, HitCounts, Move, Turn
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import ExpertWeights
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.memory.disk.reader import PieceList
 from pshard.runtime.memory.expert_slots import ROLES, SlotPool, _Table
 from pshard.runtime.memory.host.host_memory import map_memory
 from pshard.runtime.memory.host_side import HostSide
@@ -76,12 +78,19 @@ class DemandPool(SlotPool):
 
     def _read(self, moves: Sequence[Move]) -> None:
         """Experts to their slots, all asked for at once."""
-        disk, first = self._transfers.disk, self._memory.data_ptr()
-        names = [self._units[move.layer].name for move in moves]
-        places = [self._places[move.layer][move.expert] for move in moves]
-        slots = [first + move.slot * self._slot_bytes for move in moves]
-        for number in [disk.ask_part(*each) for each in zip(names, places, slots)]:
-            disk.wait_part(number)
+        disk, first, asked = self._transfers.disk, self._memory.data_ptr(), list[tuple[int, PieceList]]()
+        for move in moves:
+            table, starts = self._pieces_by_row[move.layer]
+            own = PieceList((), table[starts[move.expert] : starts[move.expert + 1]])
+            asked.append((disk.ask(own, first + move.slot * self._slot_bytes), own))  # which lives until it is there
+        for number, _ in asked:
+            disk.wait(number)
+
+    @cached_property
+    def _pieces_by_row(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each layer its experts' pieces, and where those of each expert begin; see DiskStore.list_pieces."""
+        numbers, count = [np.array([*places]) for places in self._places], self.follower.slot_of.shape[1]
+        return [self._transfers.disk.list_pieces(unit.name, own, count) for unit, own in zip(self._units, numbers)]
 
     def open(self) -> int:
         """The pool for the C++ library, which looks up and reads from now on."""
@@ -89,9 +98,8 @@ class DemandPool(SlotPool):
             reader, at = self._transfers.disk.address, [self._at[role] for role in ROLES]
             place = self._memory.data_ptr(), self._slot_bytes, np.array(at, np.int64)
             self._library = _Library(reader, self.follower, place)
-            for row, unit in enumerate(self._units):
-                numbers, count = np.array([*self._places[row]]), self.follower.slot_of.shape[1]
-                self._library.add_layer(row, *self._transfers.disk.list_pieces(unit.name, numbers, count))
+            for row, pieces in enumerate(self._pieces_by_row):
+                self._library.add_layer(row, *pieces)
             for table in self._tables.values():
                 self._library.add_table(table.here)
         return self._library.address

@@ -4,7 +4,7 @@ import ctypes
 import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from pshard.on_disk import piece_rows
 from pshard.quant import TENSOR_ALIGN, align, packed_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.far_table import FarTable
-from pshard.runtime.memory.disk.file_parts import FileParts, Part, largest_read
+from pshard.runtime.memory.disk.file_parts import FileParts, largest_read
 from pshard.runtime.memory.disk.reader import TO, AnyPiece, DiskReader, KeptPiece, PieceList, copy_instead
 from pshard.runtime.memory.staging import BUFFERS, CHUNK
 from pshard.runtime.memory.weights import UnitWeights, WeightSource, read_vector, view_portion
@@ -115,9 +115,7 @@ class DiskStore:
         self._reader = DiskReader(max([*map(largest_read, tensors), *rows]))
         self._tables: dict[str, dict[str, FarTable]] = {}  # by unit and role
         self._kept: dict[str, dict[str, torch.Tensor]] = {}  # vectors, by unit and role
-        self._stacks: dict[str, list[_Stack]] = {}
         self._holders: list[Holder] = []
-        self._parts: dict[tuple[str, int], PieceList] = {}
         self._blobs: dict[str, _Blob] = {}
         self._starts: list[int] = []  # of blobs, ascending
         self._by_start: dict[int, _Blob] = {}
@@ -156,18 +154,16 @@ class DiskStore:
 
     def _list_pieces(self, source: WeightSource, parts: FileParts, unit: Unit) -> Iterator[_Placed]:
         """All pieces of a unit."""
-        self._kept[unit.name], self._stacks[unit.name], in_slot = {}, [], 0
+        self._kept[unit.name], in_slot = {}, 0
         for at, tensor in unit.offsets().values():
             if len(tensor.shape) == 1:
                 self._kept[unit.name][tensor.role] = vector = read_vector(source, tensor)
                 yield _Placed(KeptPiece(vector.data_ptr(), vector.nbytes, 0), at, vector.nbytes)
                 continue
             numbers = (unit.order or range(tensor.parts)) if tensor.parts else (None,)
-            stack = _Stack(tensor, tuple(parts.find(tensor, number) for number in numbers))
-            self._stacks[unit.name].append(stack)
-            for place, part in enumerate(stack.parts):
+            for place, number in enumerate(numbers):
                 first = at
-                for piece, packed in part.list_pieces(tensor):
+                for piece, packed in parts.find(tensor, number).list_pieces(tensor):
                     yield _Placed(piece, at, packed, place if tensor.parts else -1, in_slot + at - first)
                     at += packed
             in_slot += align(tensor.packed_nbytes // max(1, tensor.parts), TENSOR_ALIGN)
@@ -185,18 +181,9 @@ class DiskStore:
         weights = view_portion(self.held[unit], self.blob(unit))
         return replace(weights, vectors=self._kept[unit])
 
-    def ask_part(self, unit: str, place: int, to: int) -> int:
-        """Ask for one part of all of a unit's stacks, in turn from an address on, each where a tensor may begin, before
-        all that is read ahead. Returns a number for `wait_part`."""
-        if (unit, place) not in self._parts:
-            pieces, at = list[AnyPiece](), 0
-            for stack in self._stacks[unit]:
-                for piece, packed in stack.parts[place].list_pieces(stack.tensor):
-                    pieces.append(replace(piece, to=at))
-                    at += packed
-                at = align(at, TENSOR_ALIGN)
-            self._parts[unit, place] = PieceList(pieces)
-        return self._reader.ask(self._parts[unit, place], to)
+    def ask(self, pieces: PieceList, to: int) -> int:
+        """See DiskReader.ask."""
+        return self._reader.ask(pieces, to)
 
     def list_pieces(self, unit: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """All pieces of a unit's parts, each as it goes to a slot (int64 [pieces, words], as the C++ library reads
@@ -209,8 +196,8 @@ class DiskStore:
         """The reader, as the C++ library calls it."""
         return self._reader.address
 
-    def wait_part(self, number: int) -> None:
-        """Until what was asked for is there. Raises RuntimeError where it cannot be read."""
+    def wait(self, number: int) -> None:
+        """See DiskReader.wait."""
         self._reader.wait(number)
 
     def split(self, src: torch.Tensor) -> list[int]:
@@ -244,14 +231,6 @@ class DiskStore:
 
     def close(self) -> None:
         self._reader.close()
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """A tensor with its parts by place; of a matrix one."""
-
-    tensor: TensorSpec
-    parts: tuple[Part, ...]
 
 
 def _piece_nbytes(tensor: TensorSpec) -> int:
