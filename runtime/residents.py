@@ -22,7 +22,7 @@ from pshard.runtime.memory.workspace import Workspace
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, StagedState
 from pshard.steps.move import Move, Pins
 from pshard.steps.step import AFTER, BEFORE, DEMAND, Compute
-from pshard.units.divide_unit import Portion, divide_operations, divide_unit, find_portion, find_wave, joined_width
+from pshard.units.divide_unit import Portion, divide_operations, divide_unit, find_brought, find_portion, joined_width
 from pshard.units.operations import halve
 from pshard.units.state import State, StateShape
 
@@ -211,7 +211,7 @@ class Residents:
             brought = view_brought(portions.brought, self._arena.pinned(step.unit))
         elif step.source == "slot":
             assert step.slot is not None
-            portion = portions.brought if step.share else find_wave(portions.brought.unit, *step.wave)
+            portion = find_brought(self._spec.unit(step.unit), step.share, step.wave)
             brought = view_brought(portion, carved.slots[step.slot])
         else:
             brought = view_brought(portions.brought, self._weights.blob(step.unit))

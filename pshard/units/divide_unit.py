@@ -15,7 +15,7 @@ from pshard.homes import SITES
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
-from pshard.units.share import WHOLE, Share
+from pshard.units.share import AT_ONCE, WHOLE, Share, Wave
 from pshard.units.unit import Division, Unit
 
 SIXTEENTHS = 16  # what the CPU may have of a unit is counted in these
@@ -246,6 +246,11 @@ def _sizes(alike: _Alike, share: Share) -> DividedSizes:
 def count_waves(unit: Unit, share: Share, waves: int) -> int:
     """In how many waves of so many a streamed unit comes: one that has parts, and is not divided."""
     return 1 if share or not unit.kind.parts else max(1, min(waves, count_shares(unit)))
+
+
+def find_brought(unit: Unit, share: Share, wave: Wave = AT_ONCE) -> Portion:
+    """What comes to a slot of a streamed unit: of a divided one the accelerator's part, else what a wave brings."""
+    return divide_unit(unit, share).brought if share else find_wave(unit, *wave)
 
 
 @lru_cache(1 << 12)

@@ -9,7 +9,7 @@ from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import RunContext, TierInForce
 from pshard.steps.move import Move, NewExperts, UnitState
 from pshard.steps.step import Compute
-from pshard.units.divide_unit import divide_unit, find_wave
+from pshard.units.divide_unit import find_brought
 
 
 class CopiesBeside:
@@ -90,6 +90,6 @@ def bring_weights(context: RunContext, tier: TierInForce, step: Move, after: tup
     assert step.slot is not None
     if copies is None:
         unit, slot = context.spec.unit(step.unit), tier.carved.slots[step.slot]
-        brought = divide_unit(unit, step.share).brought if step.share else find_wave(unit, *step.wave)
+        brought = find_brought(unit, step.share, step.wave)
         copies = tier.copies[step] = context.transfers.cut_portion(slot, brought, step.origin)
     tier.arrived[step.slot] = context.transfers.bring_weights(step.unit, copies, after, step.origin)
