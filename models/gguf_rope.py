@@ -86,8 +86,8 @@ def _leave_still(arch: Architecture, keys: Keys, rope: Rope) -> Rope:
 
 def _scale_by_yarn(arch: Architecture, plain: Rope, keys: Keys, factor: float) -> Rope:
     keys.refuse_unless(f"{_YARN}ext_factor", 1.0)
-    # attn_factor multiplies YaRN's own factor, in whose place yarn_attn_factor is not taken
-    # where scores grow instead, see Latent, sine and cosine do not
+    # attn_factor multiplies YaRN's own factor; yarn_attn_factor is overwritten by it
+    # sine and cosine stay as they are where scores grow instead (see Latent)
     own = yarn_attention_factor(factor)
     if keys.get(LOG_MULTIPLIER):  # elsewhere it is the weight of what divides that factor
         own = 1.0 if arch.latent else own / yarn_attention_factor(factor, keys.real(LOG_MULTIPLIER))

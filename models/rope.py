@@ -14,9 +14,15 @@ def scaling_factor(keys: Keys) -> float:
     return 1.0 if keys.get(name) == 0 else keys.real(name, 1.0, FACTORS)
 
 
+def yarn_growth(factor: float, weight: float = 1.0) -> float:
+    """By what cos and sin grow where positions are stretched: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv 2309.00071,
+    eq. 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
-    """Factor on cos and sin under YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv 2309.00071, eq. 22)."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    """Factor on cos and sin under YaRN, which does not shrink them."""
+    return 1.0 if factor <= 1 else yarn_growth(factor, weight)
 
 
 def llama3_freq_factors(

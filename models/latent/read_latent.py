@@ -1,10 +1,8 @@
 """What files say about latent attention -> Latent: keys of GGUF metadata, and of config.json."""
 
-import math
-
 from pshard.model_config import Latent
 from pshard.models.keys import Keys
-from pshard.models.rope import LOG_MULTIPLIER, scaling_factor
+from pshard.models.rope import LOG_MULTIPLIER, scaling_factor, yarn_attention_factor, yarn_growth
 
 HF_EPS = 1e-6  # of the norms of latents in transformers' classes, whatever config.json says; llama.cpp has the others'
 
@@ -35,7 +33,7 @@ def _scale_gguf_scores(keys: Keys) -> float:
     weight = 10 * keys.real(LOG_MULTIPLIER) if keys.get(LOG_MULTIPLIER) else 0.0
     if kind == "none" or (kind == "yarn" and factor <= 1 and not weight):
         return 1.0
-    return (0.1 * (weight or 1.0) * math.log(factor) + 1.0) ** 2
+    return yarn_growth(factor, weight or 1.0) ** 2
 
 
 def hf_latent(keys: Keys, scaling: Keys) -> Latent:
@@ -60,7 +58,7 @@ def hf_latent(keys: Keys, scaling: Keys) -> Latent:
 def scale_scores(factor: float, weight: float) -> float:
     """By how much scores grow where YaRN stretches positions: (0.1 weight ln(factor) + 1)^2, as DeepSeek's models were
     made; sine and cosine stay as they are then."""
-    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return yarn_attention_factor(factor, weight) ** 2
 
 
 def _check(latent: Latent, keys: Keys, width: str) -> Latent:
