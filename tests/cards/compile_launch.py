@@ -18,7 +18,7 @@ ASKED = ("num_warps", "num_stages", "maxnreg")  # of the compiler
 LAID_OUT_AS = {80: 86}  # up to shared memory the compiler looks at a card's generation alone
 WITHOUT_DOTS = {"gate_up_pairs_kernel", "down_pairs_kernel", "dequantise_kernel", "look_up_kernel"}
 WRITTEN_AS = {80: 86, 89: 86}  # cards for which the compiler writes the same text: it is assembled for each
-WRITTEN_WITHOUT_DOTS = WRITTEN_AS | {90: 86, 100: 120}
+WRITTEN_WITHOUT_DOTS = WRITTEN_AS | {90: 86}  # sm_100 has reductions that sm_120 lacks
 ANY_GENERATION = LAID_OUT_AS | {90: 86}  # for these kernels, in which nothing is multiplied by `tl.dot`
 
 
