@@ -8,7 +8,9 @@ from pshard.machine import CollectiveTiming
 from pshard.times.curves import curve_through, interpolate
 
 REDUCE_DTYPES = ("auto", "f32", "bf16", "f16")
+BY_ROWS, MANY_ROWS = "rows", "many-rows"  # ways that take the norm that follows along
 PUSHED = "pushed"  # sums by rows whose part, one row of float32, leaves for the peers from the product that makes it
+NORMED = "normed"  # no sum: what one by rows takes longer that is normalised before it is added
 
 
 def wire_type(reduce_dtype: str, tokens: int, on_gpu: bool) -> str:
@@ -44,11 +46,11 @@ def fastest_collective(
             with f32 only takes those.
         copies: the seconds are those while weights are copied to the device, where they were timed. The backend is the
             fastest without copies all the same: a run has one for each size.
-        among: the backends that may be chosen; None for all but PUSHED, which is not for every sum.
+        among: the backends that may be chosen; None for all that are for every sum.
 
     Another number of ranks than the timed ones takes the nearest.
     """
-    rows = [t for t in timings if (t.backend != PUSHED if among is None else t.backend in among)]
+    rows = [t for t in timings if (t.backend not in (PUSHED, NORMED) if among is None else t.backend in among)]
     if not rows:
         return None
     nearest = min({t.ranks for t in rows}, key=lambda n: (abs(n - ranks), n))
@@ -62,3 +64,17 @@ def fastest_collective(
 
     seconds, backend = min((seconds_of(b, False), b) for b in dict.fromkeys(t.backend for t in rows))
     return None if isinf(seconds) else (backend, seconds_of(backend, True) if copies else seconds)
+
+
+def norm_seconds(
+    timings: Collection[CollectiveTiming], ranks: int, nbytes: int, tokens: int, dtype: str = "f32"
+) -> float | None:
+    """Seconds by which a sum takes longer that is normalised before it is added; None where that was not timed, or
+    where another kernel does so after the sum. Arguments as of `fastest_collective`."""
+    if tokens > SMALL_BATCH:  # a run takes that way wherever it fits
+        along = any(t.backend == MANY_ROWS and t.ranks == ranks for t in timings)
+    else:
+        fastest = fastest_collective(timings, ranks, nbytes, dtype)
+        along = fastest is not None and fastest[0] == BY_ROWS
+    timed = fastest_collective(timings, ranks, nbytes, dtype, among=(NORMED,)) if along else None
+    return timed[1] if timed else None

@@ -256,7 +256,8 @@ class CollectiveTiming:
     """Seconds of an all-reduce (sum) of `nbytes` of float32 over `ranks`; on CUDA in a graph.
 
     `backend`: "shm", "gloo", "nccl", or a way through peers' memory: "rows", "pushed", "many-rows", "one-shot",
-    "two-shot". `dtype`: what parts are rounded to. `copies`: whether host-to-device copies ran meanwhile.
+    "two-shot"; "normed": what a sum by rows takes longer with a norm of its own. `dtype`: what parts are rounded to.
+    `copies`: whether host-to-device copies ran meanwhile.
     """
 
     backend: str

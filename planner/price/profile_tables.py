@@ -15,7 +15,7 @@ from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
 from pshard.collectives import fastest_collective
 from pshard.errors import UserError
 from pshard.homes import READ
-from pshard.machine import MEMORIES, Contention, MachineProfile
+from pshard.machine import MEMORIES, CollectiveTiming, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
@@ -195,9 +195,7 @@ class Tables:
             return 0.0
         key = ("collective", ranks, nbytes, copies, dtype)
         if key not in self._seen:
-            one_host = self.profile.ranks_here
-            timed = [c for c in self.profile.collectives if (one_host(c.ranks) < c.ranks) == (one_host(ranks) < ranks)]
-            fastest = fastest_collective(timed, ranks, nbytes, dtype, copies)
+            fastest = fastest_collective(list_sums(self.profile, ranks), ranks, nbytes, dtype, copies)
             # not timed: every rank's part through host memory and back
             by_host = self.profile.handoff_seconds + ranks * (self.copy("d2h", nbytes) + self.copy("h2d", nbytes))
             self._seen[key] = fastest[1] if fastest else by_host
@@ -319,3 +317,9 @@ def _grouped(rows) -> dict:
 def find_tables(profile: MachineProfile, correction: Correction = NOTHING_LEARNT) -> Tables:
     """The same tables for all that is planned by a profile: what one plan has looked up, the next one knows."""
     return Tables(profile, correction)
+
+
+def list_sums(profile: MachineProfile, ranks: int) -> list[CollectiveTiming]:
+    """What was timed on one host or, where so many ranks are on several, between them."""
+    here = profile.ranks_here
+    return [c for c in profile.collectives if (here(c.ranks) < c.ranks) == (here(ranks) < ranks)]

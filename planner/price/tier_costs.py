@@ -6,13 +6,13 @@ from math import exp
 
 from pshard.batch import VERIFY, Batch
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.collectives import wire_type
+from pshard.collectives import norm_seconds, wire_type
 from pshard.homes import ACC, READ, Lane
 from pshard.model import ModelSpec
 from pshard.on_disk import list_lookups
 from pshard.planner.price.host_issue import copy_issue
 from pshard.planner.price.price_operations import price_operations
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import Tables, list_sums
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divided_cost, stage_cost, unit_cost
 from pshard.steps.emit import StepEmitter
@@ -153,12 +153,22 @@ class TierCosts:
 
     def all_reduce(self, nbytes: int, copies: bool = False) -> float:
         """Seconds of summing the ranks' parts, `nbytes` of float32 each, in the type in which the run will."""
-        dtype = wire_type(self.workload.reduce_dtype, self.load.tokens, self.tables.kind != "cpu")
-        return self.tables.collective(self.ranks, nbytes, copies, dtype)
+        return self.tables.collective(self.ranks, nbytes, copies, self._wire)
+
+    @cached_property
+    def _wire(self) -> str:
+        """The type in which ranks' parts travel."""
+        return wire_type(self.workload.reduce_dtype, self.load.tokens, self.tables.kind != "cpu")
 
     @cached_property
     def sum_norm(self) -> float:
-        """Seconds of normalising what the ranks have summed, and adding it to the residual stream."""
+        """Seconds of normalising what the ranks have summed before it is added to the residual stream: with the sum,
+        where that can be."""
+        tokens, width = self.load.tokens, self.spec.config.d_model
+        sums = list_sums(self.tables.profile, self.ranks)
+        along = norm_seconds(sums, self.ranks, 4 * tokens * width, tokens, self._wire)
+        if along is not None:
+            return along
         return price_operations((Norm(None, self.spec.config.d_model, adds=True),), self.setting.side("acc"))
 
     @cached_property

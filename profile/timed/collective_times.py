@@ -6,12 +6,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.collectives import PUSHED
+from pshard.collectives import BY_ROWS, MANY_ROWS, NORMED, PUSHED, wire_type
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import CollectiveTiming
@@ -38,9 +39,10 @@ def measure_collectives(
     """Median seconds of an all-reduce of each size (bytes of float32), for each number of ranks on `device`.
 
     On "cuda" by every algorithm, rounded to f32 and bf16, alone and while copies run; of the one that takes the norm
-    after the sum along, what it adds to that norm. Starts the ranks on this machine ("cpu": on disjoint cores; "cuda":
-    one GPU each; without `shared_memory` CPU ranks sum by gloo); takes about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE
-    for each size per number of ranks. Raises UserError when a group cannot be started.
+    after the sum along, what it adds to that norm, and how much longer it takes with a norm before. Starts the ranks on
+    this machine ("cpu": on disjoint cores; "cuda": one GPU each; without `shared_memory` CPU ranks sum by gloo); takes
+    about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE for each size per number of ranks. Raises UserError when a group
+    cannot be started.
     """
     from pshard.runtime.ranks.start_ranks import start_ranks
 
@@ -102,8 +104,6 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
     """Every algorithm in CUDA graphs, which is how a decode step makes its sums."""
     import torch
 
-    from pshard.runtime.ranks.peer_memory import BY_ROWS, MANY_ROWS
-
     host = torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory()
     there, lane = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
 
@@ -112,36 +112,50 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
             for _ in range(2 + int(seconds * 60e9 / COPY_BYTES)):  # no link is faster: they outlast the sums
                 there.copy_(host, non_blocking=True)
 
-    def time_of(timers: Sequence[_GpuTimer], copies: bool = False) -> float:
-        first, *others = (timer.median(copy_for if copies else None) for timer in timers)
+    def time_of(timer: _GpuTimer, beside: Sequence[_GpuTimer], copies: bool = False) -> float:
+        first, *others = (one.median(copy_for if copies else None) for one in (timer, *beside))
         return first - sum(others)
 
-    pushed: list[tuple[int, tuple[_GpuTimer, ...], list[float]]] = []  # bytes, timers, what each visit found
+    # bytes, timers, what each visit found
+    pushed: list[tuple[int, tuple[_GpuTimer, tuple[_GpuTimer, ...]], list[float]]] = []
     for nbytes in sizes:
         columns = min(COLUMNS, nbytes // 4)
         tensor = torch.zeros(nbytes // 4 // columns, columns, device="cuda")
         for dtype in ("f32", "bf16"):
             group.reduce_dtype = dtype
             for algorithm in group.algorithms(*tensor.shape):
-                whole = (partial(group.all_reduce, tensor, algorithm),)
-                works = _sum_with_norm(group, tensor) if algorithm in (BY_ROWS, MANY_ROWS) else whole
-                timers = [_GpuTimer(group, work) for work in works]
+                along = algorithm in (BY_ROWS, MANY_ROWS)
+                works = _sum_with_norm(group, tensor) if along else _Works(partial(group.all_reduce, tensor, algorithm))
+                whole, beside = _GpuTimer(group, works.whole), tuple(_GpuTimer(group, work) for work in works.beside)
                 for copies in (False, True):
-                    seconds = max(time_of(timers[:2], copies), LEAST_SECONDS)
+                    seconds = max(time_of(whole, beside, copies), LEAST_SECONDS)
                     yield CollectiveTiming(algorithm, group.size, nbytes, seconds, dtype, copies)
-                if len(timers) > 2:
-                    pushed.append((nbytes, (timers[2], timers[1]), []))
-        for _, both, found in pushed:
-            found.append(time_of(both))
+                if works.normed and dtype == wire_type("auto", tensor.shape[0], on_gpu=True):
+                    seconds = max(time_of(_GpuTimer(group, works.normed), (whole,)), LEAST_SECONDS)
+                    yield CollectiveTiming(NORMED, group.size, nbytes, seconds, dtype)
+                if works.pushed:
+                    pushed.append((nbytes, (_GpuTimer(group, works.pushed), beside), []))
+        for _, (early, beside), found in pushed:
+            found.append(time_of(early, beside))
     for nbytes, _, found in pushed:
         yield CollectiveTiming(PUSHED, group.size, nbytes, max(statistics.mean(found), LEAST_SECONDS))
 
 
-def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], None], ...]:
+class _Works(NamedTuple):
+    """What is timed of a way: `whole`, less what is `beside` the sum in it; the same with a norm of the sum before it
+    is added; and with a part that is pushed."""
+
+    whole: Callable[[], None]
+    beside: tuple[Callable[[], None], ...] = ()
+    normed: Callable[[], None] | None = None
+    pushed: Callable[[], None] | None = None
+
+
+def _sum_with_norm(group: "Group", part: "torch.Tensor") -> _Works:
     """A product, the sum of its parts by rows and the norm of the sum; the same without the sum, as others need the
-    norm too; and for one row of float32, as in decoding, with a part that leaves for the peers from its product (each
-    batch and type would be one more kernel to compile). Of many rows without the product, whose time does not hang on
-    what follows.
+    norm too; with a norm of the sum before it is added; and for one row of float32, as in decoding, with a part that
+    leaves for the peers from its product (each batch and type would be one more kernel to compile). Of many rows
+    without the product, whose time does not hang on what follows.
 
     Leaving so takes 1 us less on some machines, and on others for seconds at a time 8 us more: it is to be timed again
     and again, and its mean counts.
@@ -149,26 +163,32 @@ def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], N
     import torch
 
     from pshard.quant import packed_nbytes
-    from pshard.runtime.kernels.api import Packed
+    from pshard.runtime.kernels.api import Packed, PendingSum
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    from pshard.runtime.ranks.sum_norm import NO_SUM_NORM, SumNorm
 
     exchange, rows = group.row_exchange(*part.shape), part.shape[0]
     assert exchange is not None  # without timings it is the first choice
     kernels, hidden, wire = CudaKernels(part.device, part.shape[0]), torch.zeros_like(part), group.reduce_dtype
     weight, out = torch.ones(part.shape[1], device=part.device), torch.empty_like(part, dtype=CudaKernels.act_dtype)
+    own = SumNorm(weight, torch.ones(1, device=part.device))
     if rows > SMALL_BATCH:
-        given = part.to(group.part_dtype(*part.shape))
-        return (lambda: kernels.sum_rms_norm(exchange, given, wire, hidden, weight, 1e-6, out),
-                lambda: kernels.rms_norm(hidden, weight, 1e-6, out))  # fmt: skip
+        sums = PendingSum(exchange, part.to(group.part_dtype(*part.shape)), wire)
+        return _Works(
+            lambda: kernels.sum_rms_norm(sums, hidden, weight, 1e-6, out),
+            (lambda: kernels.rms_norm(hidden, weight, 1e-6, out),),
+            lambda: kernels.sum_rms_norm(replace(sums, norm=own), hidden, weight, 1e-6, out),
+        )
     data = torch.zeros(packed_nbytes("Q4_0", part.shape[1], MADE_FROM), dtype=torch.uint8, device=part.device)
     matrix, x = Packed(data, "Q4_0", part.shape[1], MADE_FROM), out.new_zeros(part.shape[0], MADE_FROM)
+    sums = PendingSum(exchange, part, wire)
 
-    def sum_up() -> None:
-        kernels.sum_rms_norm(exchange, part, wire, hidden, weight, 1e-6, out)
+    def sum_up(norm: SumNorm = NO_SUM_NORM) -> None:
+        kernels.sum_rms_norm(replace(sums, norm=norm), hidden, weight, 1e-6, out)
 
-    def with_sum() -> None:
+    def with_sum(norm: SumNorm = NO_SUM_NORM) -> None:
         kernels.linear(x, matrix, part, data)
-        sum_up()
+        sum_up(norm)
 
     def without() -> None:
         kernels.linear(x, matrix, part, data)
@@ -178,7 +198,8 @@ def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], N
         kernels.linear_part(exchange, wire, x, matrix, part, data)
         sum_up()
 
-    return (with_sum, without, pushed) if wire == "f32" and rows == 1 else (with_sum, without)
+    early = pushed if wire == "f32" and rows == 1 else None
+    return _Works(with_sum, (without,), partial(with_sum, own), early)
 
 
 class _GpuTimer:

@@ -12,7 +12,16 @@ import torch
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig
-from pshard.runtime.kernels.api import Kernels, NormKernels, OpenNet, Packed, RopeTable, RowIndex, SumKernels
+from pshard.runtime.kernels.api import (
+    Kernels,
+    NormKernels,
+    OpenNet,
+    Packed,
+    PendingSum,
+    RopeTable,
+    RowIndex,
+    SumKernels,
+)
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.units.attention import ROPES
@@ -23,16 +32,6 @@ from pshard.units.unit import Unit
 
 if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
-
-
-@dataclass(frozen=True)
-class PendingSum:
-    """Ranks' parts [M, D], see `Group.part_dtype`, whose sum the unit that follows adds to `hidden` as it normalises
-    it."""
-
-    exchange: "PeerExchange"
-    part: torch.Tensor
-    wire: str
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def normalise(
         side.kernels.rms_norm(hidden, weight, eps, out, rounded=rounded)
     else:
         kernels = cast(SumKernels, side.kernels)
-        kernels.sum_rms_norm(sums.exchange, sums.part, sums.wire, hidden, weight, eps, out, rounded)
+        kernels.sum_rms_norm(sums, hidden, weight, eps, out, rounded)
     return out
 
 

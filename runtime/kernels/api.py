@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from pshard.model_config import Experts
+from pshard.runtime.ranks.sum_norm import NO_SUM_NORM, SumNorm
 from pshard.times.gpu_tiles import Tile, TileChoice
 from pshard.units.share import AT_ONCE, Wave
 
@@ -767,6 +768,17 @@ class TiledKernels(Kernels, Protocol):
 NextNorm = tuple[torch.Tensor, float]  # weight and eps of the `rms_norm` that comes next
 
 
+@dataclass(frozen=True)
+class PendingSum:
+    """Ranks' parts [M, D], see `Group.part_dtype`, whose sum the unit that follows adds to `hidden` as it normalises
+    it. wire: the type that they are rounded to before they are added."""
+
+    exchange: "PeerExchange"
+    part: torch.Tensor
+    wire: str
+    norm: SumNorm = NO_SUM_NORM
+
+
 class NormKernels(Kernels, Protocol):
     """Kernels whose products can leave a norm of what they have been added to.
 
@@ -834,9 +846,7 @@ class SumKernels(Kernels, Protocol):
 
     def sum_rms_norm(
         self,
-        exchange: "PeerExchange",
-        part: torch.Tensor,
-        wire: str,
+        sums: PendingSum,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         eps: float,

@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.collectives import BY_ROWS, MANY_ROWS
 from pshard.runtime.devices.hand_offs import kernels_may_wait
 from pshard.runtime.kernels.gpu.exchange import triton_exchange as kernels
 from pshard.runtime.kernels.gpu.exchange import triton_many_rows as many_rows
 from pshard.runtime.kernels.gpu.experts.picked import Picked
 from pshard.runtime.kernels.gpu.products import triton_row_sum as row_sum
+from pshard.runtime.ranks.sum_norm import NO_SUM_NORM, SumNorm
 
-ONE_SHOT, TWO_SHOT, BY_ROWS, MANY_ROWS = "one-shot", "two-shot", "rows", "many-rows"  # names in the profile
+ONE_SHOT, TWO_SHOT = "one-shot", "two-shot"  # names in the profile
 PATIENCE = 120_000_000  # polls of about a microsecond before a rank is given up as late
 WIRES = {"f32": tl.float32, "bf16": tl.bfloat16, "f16": tl.float16}
 
@@ -44,7 +46,7 @@ class PeerExchange:
         self._state = torch.zeros(kernels.FAILED + 1, dtype=torch.int32, device=memory.device)
         slices = row_sum.ROWS, row_sum.MAX_COLS // row_sum.SLICE
         self._epochs = torch.zeros(slices, dtype=torch.int32, device=memory.device)
-        self._squares = torch.zeros(slices, dtype=torch.int64, device=memory.device)
+        self._squares = torch.zeros((2, *slices), dtype=torch.int64, device=memory.device)
         # of `sum_rows_kernel`, in its order: where the ranks meet, and who says that one is late
         self._meeting = self._addresses, self._epochs, self._squares, self._state[kernels.FAILED :], late
         self._bounds: dict[tuple[int, ...], torch.Tensor] = {}
@@ -76,6 +78,7 @@ class PeerExchange:
         accumulate: bool,
         norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
         quantised: tuple[torch.Tensor | None, ...] = (None, None, None),
+        within: SumNorm = NO_SUM_NORM,
     ) -> None:
         """target (+)= sum of the ranks' parts, contiguous float32 [rows, cols]; part may be target.
 
@@ -83,14 +86,15 @@ class PeerExchange:
             wire: what parts are rounded to before they are added: "f32", "bf16", "f16".
             norm: (weight, eps, out): RMS-normalise the new target's rows into `out`.
             quantised: words, scale and sums to quantise `out` into, as `rms_norm_kernel` does.
+            within: how the sum is normalised before it is added, by the `eps` of `norm`.
         """
         rows, cols = part.shape
         weight, eps, out = norm or (None, 0.0, None)
         normed = (weight, out, out.stride(0) if out is not None else 0, cols, eps)
         pushed, self._pushed = self._pushed is not None and self._pushed.data_ptr() == part.data_ptr(), None
         row_sum.sum_rows_kernel[(rows, row_sum.MAX_COLS // row_sum.SLICE)](
-            part, target, *normed, *quantised, *self._meeting, 3 * PATIENCE, **self._places(), WIRE=WIRES[wire],
-            SLICE=row_sum.SLICE, PUSHED=pushed, ACCUMULATE=accumulate, NORM=norm is not None,
+            part, target, *within, *normed, *quantised, *self._meeting, 3 * PATIENCE, **self._places(),
+            WIRE=WIRES[wire], SLICE=row_sum.SLICE, PUSHED=pushed, ACCUMULATE=accumulate, NORM=norm is not None,
             QUANTISE=quantised[0] is not None, num_warps=row_sum.WARPS,
         )  # fmt: skip
 
@@ -103,6 +107,7 @@ class PeerExchange:
         norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
         rounded: torch.Tensor | None = None,
         pairs: Picked | None = None,
+        within: SumNorm = NO_SUM_NORM,
     ) -> None:
         """As `sum_rows`, of more than SMALL_BATCH rows.
 
@@ -114,7 +119,7 @@ class PeerExchange:
         weight, eps, out = norm or (None, 0.0, None)
         made_of = {"ids": None, "ids_stride": 0, "weights": None, "weights_stride": 0, "addresses": None, "USED": 0}
         many_rows.sum_many_rows_kernel[(min(kernels.LAUNCHED, triton.cdiv(rows, together)),)](
-            part if pairs is None else pairs.rows, target, rows, cols, *self._common(), weight=weight, out=out,
+            part if pairs is None else pairs.rows, target, *within, rows, cols, *self._common(), weight=weight, out=out,
             out_stride=0 if out is None else out.stride(0), rounded=rounded,
             rounded_stride=0 if rounded is None else rounded.stride(0), eps=eps,
             **(made_of if pairs is None else pairs.arguments()), PARTS=kernels.parts_at(self.size), RANKS=self.size,

@@ -6,7 +6,9 @@ import torch
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import SUM_NORMS
-from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
+from pshard.runtime.blocks.block import ALONE, Residual, Side, Work
+from pshard.runtime.kernels.api import PendingSum
+from pshard.runtime.ranks.sum_norm import NO_SUM_NORM, SumNorm
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
 from pshard.steps.step import AllReduce, Compute
@@ -71,7 +73,7 @@ class UnitRuns:
             if isinstance(step, Compute):
                 summed = isinstance(following, AllReduce) and not following.port
                 part = self._find_part(step) if summed else None
-                leaving = None if part is None else self._sum_for(second, part)
+                leaving = None if part is None else self._sum_for(second, step.unit, part)
                 if leaving is not None and not self._may_leave(leaving.part):
                     leaving = None
                 self.run(step, entering, leaving, self._norm_after(step, following), part)
@@ -80,7 +82,7 @@ class UnitRuns:
                 self.sum_on("acc", step)
             else:
                 part = self._find_branch() if part is None else part
-                entering = self._sum_for(following, part)
+                entering = self._sum_for(following, step.unit, part)
                 if entering is None:
                     self.add_sum("acc", step.unit, part)
                 part = None
@@ -109,17 +111,17 @@ class UnitRuns:
             return None
         return self.bind(following).norm if self.bind(step).leaves else None
 
-    def _sum_for(self, following: Compute | AllReduce | None, part: torch.Tensor) -> PendingSum | None:
-        """What `following` is to add of parts as it normalises; None when the sum must be made by itself."""
+    def _sum_for(self, following: Compute | AllReduce | None, unit: str, part: torch.Tensor) -> PendingSum | None:
+        """What `following` is to add of the unit's parts as it normalises; None when the sum must be made by itself."""
         side, group = self._tier.side, self._context.group
-        if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._context.spec.sum_norms:
+        if not isinstance(following, Compute) or not side.kernels.fuses_sums:
             return None
         if not fuses(SUM_NORM):
             return None
         exchange = group.row_exchange(*part.shape)
         if exchange is None or not self.bind(following).opens:
             return None
-        return PendingSum(exchange, part, group.wire(part))
+        return PendingSum(exchange, part, group.wire(part), self._sum_norm(side, unit))
 
     def sum_on(self, on: str, step: AllReduce) -> None:
         """The sum of the ranks' parts on a side: onto the residual stream, or within a port."""
@@ -135,11 +137,16 @@ class UnitRuns:
         does so. part: None: `branch`."""
         side, group, n = self._work[on].side, self._context.group, self._work[on].rows.tokens
         hidden, part = side.space.rows("hidden", n), side.space.rows("branch", n) if part is None else part
-        row = self._context.sum_rows.get(unit)
-        if row is None:
+        weight, factor = self._sum_norm(side, unit)
+        if weight is None:
             group.add_sum(hidden, part)
             return
         group.all_reduce(part)
-        width = hidden.shape[1]
-        weight, scale, _ = side.space.tensors[SUM_NORMS][row].split((width, 1, 3))
-        side.kernels.rms_norm(part, weight, side.config.norm_eps, hidden, accumulate=True, scale=scale)
+        side.kernels.rms_norm(part, weight, side.config.norm_eps, hidden, accumulate=True, scale=factor)
+
+    def _sum_norm(self, side: Side, unit: str) -> SumNorm:
+        row = self._context.sum_rows.get(unit)
+        if row is None:
+            return NO_SUM_NORM
+        weight, factor, _ = side.space.tensors[SUM_NORMS][row].split((side.config.d_model, 1, 3))
+        return SumNorm(weight, factor)

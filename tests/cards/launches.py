@@ -35,6 +35,7 @@ from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.ranks.peer_memory import PeerExchange
+from pshard.runtime.ranks.sum_norm import SumNorm
 from pshard.times.gpu_tiles import INT8_EXPERTS, INT8_TYPES, Tile, TileChoice, pairs_together
 from pshard.units.attention import ATTENTION_PIECES
 from pshard.units.kv_cells import CODED, KV_BLOCK, kv_blocks
@@ -336,13 +337,13 @@ def _exchanges(bench: KernelBench) -> Iterator[Named]:
                     label = f"sum of {ranks} ranks, {wire}, {rows} rows: {way}"
                     yield label, partial(exchange.sum, part, target, way, wire, True)
             low, weight = torch.zeros(512, 4096, dtype=torch.bfloat16), torch.ones(4096)
-            normed = weight, 1e-6, torch.zeros(512, 4096, dtype=torch.bfloat16)
+            normed, own = (weight, 1e-6, torch.zeros(512, 4096, dtype=torch.bfloat16)), SumNorm(weight, torch.ones(1))
             if triton_many_rows.rows_at_once(4096, wire):
                 sums = partial(exchange.sum_many_rows, low, torch.zeros(512, 4096), wire, True, normed)
                 yield f"sum and norm of {ranks} ranks, {wire}", sums
+                yield f"sum and two norms of {ranks} ranks, {wire}", partial(sums, within=own)
             few = weight, 1e-6, torch.zeros(1, 4096, dtype=torch.bfloat16)
-            yield (
-                f"sum and norm of {ranks} ranks, {wire}, 1 row",
-                partial(exchange.sum_rows, torch.zeros(1, 4096), torch.zeros(1, 4096), wire, True, few),
-            )
+            sums = partial(exchange.sum_rows, torch.zeros(1, 4096), torch.zeros(1, 4096), wire, True, few)
+            yield f"sum and norm of {ranks} ranks, {wire}, 1 row", sums
+            yield f"sum and two norms of {ranks} ranks, {wire}, 1 row", partial(sums, within=own)
         yield f"gather of {ranks} ranks", partial(exchange.gather, torch.zeros(1, 512 * ranks), (512,) * ranks)

@@ -75,10 +75,22 @@ def rounds(exchange: Any, out: Path) -> None:
 
 
 def norms(exchange: Any, out: Path) -> None:
-    part, hidden, weight = summand(exchange.rank, (3, 96), 0), summand(9, (3, 96), 1), summand(9, (96,), 2)
-    normed = torch.zeros(3, 128)
-    exchange.sum_rows(part, hidden, "f32", True, (weight, 1e-5, normed[:, :96]))
-    torch.save([hidden, normed], out / f"norms-{exchange.rank}.pt")
+    """A sum that is added as it is, and one that is normalised before."""
+    from pshard.runtime.ranks.sum_norm import NO_SUM_NORM
+
+    found, weight = list[torch.Tensor](), summand(9, (96,), 2)
+    for within in (NO_SUM_NORM, inner_norm(96)):
+        part, hidden, normed = summand(exchange.rank, (3, 96), 0), summand(9, (3, 96), 1), torch.zeros(3, 128)
+        exchange.sum_rows(part, hidden, "f32", True, (weight, 1e-5, normed[:, :96]), within=within)
+        found += [hidden, normed]
+    torch.save(found, out / f"norms-{exchange.rank}.pt")
+
+
+def inner_norm(cols: int) -> Any:
+    """How a sum is normalised before it is added."""
+    from pshard.runtime.ranks.sum_norm import SumNorm
+
+    return SumNorm(summand(9, (cols,), 4), torch.full((1,), 0.75))
 
 
 MANY = [(7, 96, "f32", torch.float32), (5, 2000, "bf16", torch.bfloat16), (9, 1500, "bf16", torch.float32)]
@@ -86,8 +98,8 @@ USED = 3  # experts of a token
 
 
 def many(exchange: Any, out: Path) -> None:
-    """Sums of whole rows by two programs, which take several rounds: alone, in place, with their norm, and with their
-    norm of parts that are still what experts gave."""
+    """Sums of whole rows by two programs, which take several rounds: alone, in place, with their norm, with their norm
+    of parts that are still what experts gave, and normalised before they are added."""
     from pshard.runtime.kernels.gpu.exchange import triton_exchange
     from pshard.runtime.kernels.gpu.experts.grouped import add_up
     from pshard.runtime.kernels.gpu.experts.picked import Picked
@@ -111,7 +123,9 @@ def many(exchange: Any, out: Path) -> None:
         norm = *norm[:2], torch.zeros(rows, cols)
         exchange.sum_many_rows(made, from_made, wire, True, norm)
         exchange.sum_many_rows(part, from_pairs, wire, True, norm, pairs=pairs)
-        results.append((hidden, normed, rounded, alone, in_place, from_pairs, from_made))
+        inner = summand(9, (rows, cols), seed), torch.zeros(rows, cols)
+        exchange.sum_many_rows(part, inner[0], wire, True, (*norm[:2], inner[1]), within=inner_norm(cols))
+        results.append((hidden, normed, rounded, alone, in_place, from_pairs, from_made, *inner))
     torch.save(results, out / f"many-{exchange.rank}.pt")
 
 
@@ -119,6 +133,7 @@ def pushes(exchange: Any, out: Path) -> None:
     """Sums of parts that leave from a product, on all ranks, some or none, as rows of one and of three."""
     from random_weights import random_weight
 
+    from pshard.runtime.kernels.api import PendingSum
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
     kernels, results = CudaKernels("cpu", 4), []
@@ -133,17 +148,19 @@ def pushes(exchange: Any, out: Path) -> None:
                 kernels.linear_part(exchange, "f32", x, matrix, part, torch.empty(0))
             else:
                 kernels.linear(x, matrix, part, torch.empty(0))
-            kernels.sum_rms_norm(exchange, part, "f32", hidden, torch.ones(64), 1e-5, normed)
+            kernels.sum_rms_norm(PendingSum(exchange, part, "f32"), hidden, torch.ones(64), 1e-5, normed)
             found.append((part, hidden, normed))
         results.append(found)
     torch.save(results, out / f"pushes-{exchange.rank}.pt")
 
 
 def slices(exchange: Any, out: Path) -> None:
-    """Norms of rows of three slices, whose programs meet: a process for each, as the interpreter has one at a time."""
+    """Norms of rows of three slices, whose programs meet: a process for each, as the interpreter has one at a time. The
+    second sum is normalised before it is added."""
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
     from pshard.runtime.kernels.gpu.products import triton_row_sum
+    from pshard.runtime.ranks.sum_norm import NO_SUM_NORM
 
     programs, cols = 4, 2 * triton_row_sum.SLICE + 160  # the last has no columns, as those that are left out
     row = [summand(exchange.rank, (1, 96), seed) for seed in range(3)]
@@ -153,14 +170,15 @@ def slices(exchange: Any, out: Path) -> None:
         counts.share_memory_()
     triton_row_sum.MAX_COLS = triton_row_sum.SLICE  # of a launch: one program for each row
     row_of = interpreter_builder.create_get_program_id
-    for seed in (0, 3):
+    for seed, within in ((0, NO_SUM_NORM), (3, inner_norm(cols))):
         part, children = summand(exchange.rank, (2, cols), seed), []
         for piece in range(programs):
             children.append(os.fork())
             if children[-1] == 0:
                 here = TensorHandle(np.array([piece], np.int32), triton_row_sum.tl.int32)
                 interpreter_builder.create_get_program_id = lambda axis, here=here: here if axis else row_of(0)
-                exchange.sum_rows(part, hidden, "f32", True, (summand(9, (cols,), 2), 1e-5, normed))
+                norm = summand(9, (cols,), 2), 1e-5, normed
+                exchange.sum_rows(part, hidden, "f32", True, norm, within=within)
                 os._exit(0)
         assert all(os.waitpid(child, 0)[1] == 0 for child in children)
     torch.save([hidden, normed], out / f"slices-{exchange.rank}.pt")

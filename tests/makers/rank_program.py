@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import time
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +25,11 @@ from pshard.runtime.ranks.group import Group, init_group
 def partial(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A summand whose sum depends on the order in which it is made."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Its RMS norm, float64."""
+    return x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight
 
 
 def sums(group: Group, out: Path) -> None:
@@ -147,17 +154,21 @@ def gpu_sums(group: Group, out: Path) -> None:
 
 
 def gpu_norms(group: Group, out: Path) -> None:
-    """Sums that take the norm along, each twice: [(hidden, normed)]; what is handed over quantised is."""
+    """Sums that take the norm along, each twice, then twice with a norm of their own before they are added: [(hidden,
+    normed)]; what is handed over quantised is."""
+    from pshard.runtime.kernels.api import PendingSum
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    from pshard.runtime.ranks.sum_norm import NO_SUM_NORM
 
     kernels, found = CudaKernels("cuda", 64), []
     for shape in ((1, 5120), (32, 8192), (4, 768), (1, 5120)):
         exchange = group.row_exchange(*shape)
         assert exchange is not None
         weight = partial(8, shape[1:]).cuda()
-        for _ in range(2):
+        for norm in (NO_SUM_NORM, NO_SUM_NORM, *2 * [inner_norm(shape[1])]):
             hidden, normed = partial(9, shape).cuda(), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-            kernels.sum_rms_norm(exchange, partial(group.rank, shape).cuda(), "f32", hidden, weight, 1e-5, normed)
+            sums = PendingSum(exchange, partial(group.rank, shape).cuda(), "f32", norm)
+            kernels.sum_rms_norm(sums, hidden, weight, 1e-5, normed)
             handed, anew = kernels._activations.quantise(normed)[0], kernels._activations.quantise(normed.clone())[0]
             assert all(torch.equal(getattr(handed, n), getattr(anew, n)) for n in ("words", "scale", "sums"))
             found.append((hidden.cpu(), normed.cpu()))
@@ -165,18 +176,28 @@ def gpu_norms(group: Group, out: Path) -> None:
     torch.save(found, out / f"gpu_norms-{group.rank}.pt")
 
 
+def inner_norm(cols: int) -> Any:
+    """How a sum is normalised before it is added."""
+    from pshard.runtime.ranks.sum_norm import SumNorm
+
+    return SumNorm(partial(7, (cols,)).cuda(), torch.full((1,), 0.75, device="cuda"))
+
+
 def gpu_many_rows(group: Group, out: Path) -> None:
-    """Sums of whole rows of prompts with their norm, from parts of both types: [(hidden, normed, rounded)]."""
+    """Sums of whole rows of prompts with their norm, from parts of both types, added as they are and normalised before:
+    [(hidden, normed, rounded)]."""
+    from pshard.runtime.kernels.api import PendingSum
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    from pshard.runtime.ranks.sum_norm import NO_SUM_NORM
 
     kernels, found = CudaKernels("cuda", 64), []
     for shape in ((65, 2048), (300, 2880), (4096, 2048), (700, 4096)):
         exchange, weight = group.row_exchange(*shape), partial(8, shape[1:]).cuda()
         assert exchange is not None and group.part_dtype(*shape) is torch.bfloat16
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype, norm in product((torch.float32, torch.bfloat16), (NO_SUM_NORM, inner_norm(shape[1]))):
             hidden, part = partial(9, shape).cuda(), partial(group.rank, shape).cuda().to(dtype)
             normed, rounded = torch.empty_like(hidden), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-            kernels.sum_rms_norm(exchange, part, "bf16", hidden, weight, 1e-5, normed, rounded)
+            kernels.sum_rms_norm(PendingSum(exchange, part, "bf16", norm), hidden, weight, 1e-5, normed, rounded)
             found.append((hidden.cpu(), normed.cpu(), rounded.cpu()))
     group.check()
     torch.save(found, out / f"gpu_many_rows-{group.rank}.pt")
@@ -186,6 +207,7 @@ def gpu_pushes(group: Group, out: Path) -> None:
     """Parts that leave for the peers from the product that makes them, and ones that do not: [(part, hidden)]."""
     from random_weights import random_weight
 
+    from pshard.runtime.kernels.api import PendingSum
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
     kernels, found = CudaKernels("cuda", 64), []
@@ -201,7 +223,7 @@ def gpu_pushes(group: Group, out: Path) -> None:
             else:
                 kernels.linear(x, matrix, part, matrix.data)
             kernels.sum_rms_norm(
-                exchange, part, "f32", hidden, weight, 1e-5, torch.empty_like(x.new_zeros(hidden.shape))
+                PendingSum(exchange, part, "f32"), hidden, weight, 1e-5, torch.empty_like(x.new_zeros(hidden.shape))
             )
             found.append((part.cpu(), hidden.cpu()))
     group.check()
@@ -290,7 +312,7 @@ def user_error(group: Group, out: Path) -> None:
 
 
 def wide_norms(group: Group, out: Path) -> None:
-    """Logits of every family in `out` whose norms go over all heads, with attention on the accelerator and on the CPU
+    """Logits of every family in `out` whose norms go over all ranks, with attention on the accelerator and on the CPU
     of every second rank: a prompt in two micro-batches, and tokens one by one."""
     from plan_samples import make_tier
     from thread_ranks import split_variant

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.collectives import PUSHED, fastest_collective, wire_type
+from pshard.collectives import NORMED, PUSHED, fastest_collective, norm_seconds, wire_type
 from pshard.machine import CollectiveTiming
 from pshard.runtime.ranks.group import TorchGroup
 
@@ -65,6 +65,18 @@ def test_a_row_leaves_early_where_that_was_timed_as_faster(early: float | None, 
     assert not group.pushes(torch.empty(2, 1 << 11))
     group.reduce_dtype = "bf16"
     assert not group.pushes(torch.empty(1, 1 << 12))
+
+
+def test_a_norm_goes_with_sums_by_rows_only() -> None:
+    timed = (*TIMED, CollectiveTiming(NORMED, 2, 1 << 14, 2e-6), CollectiveTiming(NORMED, 2, 1 << 20, 3e-6, "bf16"))
+    assert fastest_collective(timed, 2, 1 << 14) == ("rows", 5e-6)  # what is no sum has no say
+    assert norm_seconds(timed, 2, 1 << 14, 1) == 2e-6
+    assert norm_seconds(timed, 2, 1 << 20, 16) is None  # NCCL is faster there
+    assert norm_seconds(timed, 2, 1 << 20, SMALL_BATCH + 1, "bf16") is None
+    whole_rows = (*timed, CollectiveTiming("many-rows", 2, 1 << 20, 20e-6, "bf16"))
+    assert norm_seconds(whole_rows, 2, 1 << 20, SMALL_BATCH + 1, "bf16") == 3e-6
+    assert norm_seconds(whole_rows, 4, 1 << 20, SMALL_BATCH + 1, "bf16") is None  # only two ranks sum so
+    assert norm_seconds(TIMED, 2, 1 << 14, 1) is None  # a profile of before
 
 
 def test_another_number_of_ranks_takes_the_nearest() -> None:

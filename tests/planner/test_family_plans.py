@@ -12,6 +12,7 @@ from pshard.buffers import SUM_NORMS, scratch_buffers
 from pshard.cuts.check_cut import UnitCut, check_cut
 from pshard.cuts.tensor_cuts import cut_model, cut_units, source_ranges
 from pshard.errors import UserError
+from pshard.machine import CollectiveTiming
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.planner.choose_mode import plan_mode
@@ -147,6 +148,9 @@ def test_a_sum_takes_longer_by_its_norm(tmp_path: Path) -> None:
     step = AllReduce(spec.units[1].name, 4 * spec.config.d_model)
     assert costs.meeting(step) == pytest.approx(plain.meeting(step) + costs.sum_norm)
     assert costs.sum_norm > 0
+    timed = (CollectiveTiming("rows", 2, 1 << 14, 1e-6), CollectiveTiming("normed", 2, 1 << 14, 2e-6))
+    along = Tables(replace(profile_from_datasheet(PAIR), collectives=timed))
+    assert price_tiers(spec, along, wanted, (1,))[0].costs[0].sum_norm == 2e-6
 
 
 def test_cutting_it_is_among_the_ways_that_are_compared(tmp_path: Path) -> None:

@@ -53,9 +53,9 @@ def run_ranks(scenario: str, ranks: int, out: Path) -> subprocess.CompletedProce
 
 
 def expect_wide_norms(backend: str, folder: Path, rounded: float) -> None:
-    """Two ranks give the logits of float64 forwards of models whose norms go over all heads, up to so much of the
-    logits' mean square."""
-    ids, families = [1 + 7 * i % 300 for i in range(90)], ("olmo2", "olmo3", "minimax-m2")
+    """Two ranks give the logits of float64 forwards of models whose norms go over all heads, and of one that normalises
+    what its ranks have summed, up to so much of the logits' mean square."""
+    ids, families = [1 + 7 * i % 300 for i in range(90)], ("olmo2", "olmo3", "minimax-m2", "glm4")
     wanted = {}
     for family in families:
         recipe, weights, _ = write_family(folder / f"{family}.gguf", family, "Q8_0" if rounded > 1e-6 else "F32")

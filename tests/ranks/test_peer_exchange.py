@@ -10,7 +10,8 @@ import pytest
 import torch
 from engines import open_engine
 from model_files import write_gguf
-from peer_program import MANY, SUMS, summand
+from peer_program import MANY, SUMS, inner_norm, summand
+from rank_program import normalise
 from warm_python import WarmProcess
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
@@ -69,14 +70,21 @@ def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(ranks: int, left
 
 
 def test_a_sum_may_add_and_normalise_at_once(left: Callable[[int], Path]) -> None:
-    folder = left(2)
-    hidden = summand(9, (3, 96), 1) + (summand(0, (3, 96), 0) + summand(1, (3, 96), 0))
-    normed = hidden.double() * (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * summand(9, (96,), 2)
+    folder, weight = left(2), summand(9, (96,), 2)
+    part, before = summand(0, (3, 96), 0) + summand(1, (3, 96), 0), summand(9, (3, 96), 1)
     for rank in range(2):
-        got, got_normed = torch.load(folder / f"norms-{rank}.pt")
-        assert torch.equal(got, hidden)
-        torch.testing.assert_close(got_normed[:, :96].double(), normed, rtol=1e-5, atol=1e-5)
-        assert not got_normed[:, 96:].any()
+        plain, normed, inner, normed_inner = torch.load(folder / f"norms-{rank}.pt")
+        assert torch.equal(plain, before + part)
+        torch.testing.assert_close(inner.double(), add_normalised(before, part), rtol=1e-5, atol=1e-5)
+        for hidden, got in ((plain, normed), (inner, normed_inner)):
+            torch.testing.assert_close(got[:, :96].double(), normalise(hidden, weight), rtol=1e-5, atol=1e-5)
+            assert not got[:, 96:].any()
+
+
+def add_normalised(hidden: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What a sum of parts makes of hidden by `inner_norm`, float64."""
+    weight, factor = inner_norm(part.shape[1])
+    return (hidden.double() + normalise(part, weight)) * factor
 
 
 def test_sums_of_many_rows_normalise_as_they_go(left: Callable[[int], Path]) -> None:
@@ -84,13 +92,16 @@ def test_sums_of_many_rows_normalise_as_they_go(left: Callable[[int], Path]) -> 
     found = [torch.load(folder / f"many-{rank}.pt") for rank in range(2)]
     for seed, (rows, cols, wire, dtype) in enumerate(MANY):
         parts = [summand(rank, (rows, cols), seed).to(dtype).to(WIRES[wire]).float() for rank in range(2)]
-        hidden = summand(9, (rows, cols), seed) + (parts[0] + parts[1])
-        factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
-        normed = hidden.double() * factor * summand(9, (cols,), 2)
+        before, weight = summand(9, (rows, cols), seed), summand(9, (cols,), 2)
+        hidden = before + (parts[0] + parts[1])
+        normed = normalise(hidden, weight)
         # the interpreter cuts off where a GPU rounds
         cut = 2.0**-6 * max(p.abs().max() for p in parts) if dtype.itemsize > WIRES[wire].itemsize else 0.0
         assert all(torch.equal(one, other) for one, other in zip(found[0][seed], found[1][seed]))
-        got, out, rounded, alone, in_place, from_pairs, from_made = found[0][seed]
+        got, out, rounded, alone, in_place, from_pairs, from_made, inner, of_inner = found[0][seed]
+        wanted = add_normalised(before, parts[0] + parts[1])
+        torch.testing.assert_close(inner.double(), wanted, rtol=1e-5 + cut, atol=1e-5 + cut)
+        torch.testing.assert_close(of_inner.double(), normalise(inner, weight), rtol=1e-5, atol=1e-5)
         assert torch.equal(alone, got)
         torch.testing.assert_close(got, hidden, rtol=0, atol=cut)
         torch.testing.assert_close(in_place, parts[0] + parts[1], rtol=0, atol=cut)
@@ -108,11 +119,10 @@ def test_programs_of_a_row_share_its_norm(left: Callable[[int], Path]) -> None:
     folder = left(2)
     first, second = (torch.load(folder / f"slices-{rank}.pt") for rank in range(2))
     shape = first[0].shape
-    hidden = sum(summand(0, shape, seed) + summand(1, shape, seed) for seed in (0, 3))
-    factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
-    assert shape[1] > 1024 and torch.equal(first[0], hidden)
-    normed = hidden.double() * factor * summand(9, shape[1:], 2)
-    torch.testing.assert_close(first[1].double(), normed, rtol=1e-5, atol=1e-5)
+    plain, inner = (summand(0, shape, seed) + summand(1, shape, seed) for seed in (0, 3))
+    assert shape[1] > 1024
+    torch.testing.assert_close(first[0].double(), add_normalised(plain, inner), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(first[1].double(), normalise(first[0], summand(9, shape[1:], 2)), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 

@@ -14,7 +14,7 @@ import triton
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import limit_of
-from pshard.runtime.kernels.api import AS_THEY_ARE, LayerKV, NextNorm, Packed, RopeTable, RowIndex, Scoring
+from pshard.runtime.kernels.api import AS_THEY_ARE, LayerKV, NextNorm, Packed, PendingSum, RopeTable, RowIndex, Scoring
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
@@ -97,9 +97,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu
 
     def sum_rms_norm(
         self,
-        exchange: "PeerExchange",
-        part: torch.Tensor,
-        wire: str,
+        sums: PendingSum,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
@@ -109,12 +107,13 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu
         """See `SumKernels.sum_rms_norm`."""
         ready, norm = self._activations.hand_over(out), (weight, eps, out)
         left, self._pairs, self._placed = self._pairs, None, None
+        part, given = sums.part, (sums.part, hidden, sums.wire, True, norm)
         if part.shape[0] > SMALL_BATCH:
             pairs = left[1] if left and left[0].data_ptr() == part.data_ptr() else None
-            exchange.sum_many_rows(part, hidden, wire, True, norm, rounded, pairs)
+            sums.exchange.sum_many_rows(*given, rounded, pairs, sums.norm)
             self._placed = None if rounded is None else (out, rounded)
         else:
-            exchange.sum_rows(part, hidden, wire, True, norm, ready or NOT_QUANTISED)
+            sums.exchange.sum_rows(*given, ready or NOT_QUANTISED, sums.norm)
 
     def linear_part(
         self,

@@ -39,15 +39,15 @@ def _load_part(
 
 @triton.jit
 def sum_many_rows_kernel(
-    part, target, rows, cols, peers, state, late, patience, weight, out, out_stride, rounded, rounded_stride, eps,
-    ids, ids_stride, weights, weights_stride, addresses,
+    part, target, within, times, rows, cols, peers, state, late, patience, weight, out, out_stride, rounded,
+    rounded_stride, eps, ids, ids_stride, weights, weights_stride, addresses,
     PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, USED: tl.constexpr, ACCUMULATE: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """target[m] (+)= sum of the ranks' part[m], float32. NORM: then out[m] = RMS norm of target[m] times weight.
 
     ROWS at once, of up to WIDE columns, a power of two. part, target contiguous. ROUND: out is left in `rounded` too.
-    USED: see `_load_part`.
+    USED: see `_load_part`. within, times: see `sum_rows_kernel`.
     """
     program = tl.program_id(0)
     epoch = tl.load(state + program) + 1
@@ -69,8 +69,13 @@ def sum_many_rows_kernel(
         meet(peers, state, late, epoch, program, patience, RANKS, RANK)
         push(coming, place, then, peers, epoch + 1, program, PARTS, RANKS, RANK, WIRE)
         added = add_parts(value, place, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
+        if within is not None:
+            factor = tl.rsqrt(tl.sum(added * added, axis=1) / cols + eps)[:, None]
+            added = added * factor * tl.load(within + column, mask=column < cols, other=0.0)
         if ACCUMULATE:
             added = before + added
+        if times is not None:
+            added *= tl.load(times)
         tl.store(onto, added, mask=there)
         if NORM:
             factor = tl.rsqrt(tl.sum(added * added, axis=1) / cols + eps)[:, None]

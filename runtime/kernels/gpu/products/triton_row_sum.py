@@ -8,7 +8,8 @@ Exchange e of a row uses third e % 3. While it waits it zeroes the third of e - 
 has this rank's part of e + 1, which leaves after exchange e has ended. So no second meeting is needed.
 
 A row is cut into slices, one program each, as what one SM can send over NVLink is the bound (about 20 GB/s). Programs
-of a row tell each other their sums of squares in `squares`, int64 [ROWS, slices]: epoch << 32 | bits of a float32.
+of a row tell each other their sums of squares in `squares`, int64 [2, ROWS, slices]: epoch << 32 | bits of a float32;
+first of what the ranks have summed, where that is normalised, then of what it is added to.
 
 A matrix whose product is a part may push it as its programs end (`push_part`): what is left to wait for when the sum's
 launch begins is then on its way already.
@@ -84,13 +85,14 @@ def read_parts(here, column, mask, own, RANKS: tl.constexpr, RANK: tl.constexpr)
 
 @triton.jit
 def sum_rows_kernel(
-    part, hidden, weight, out, out_stride, cols, eps, words, scale, sums, peers, epochs, squares, failed, late,
-    patience, WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICE: tl.constexpr,
-    PUSHED: tl.constexpr, ACCUMULATE: tl.constexpr, NORM: tl.constexpr, QUANTISE: tl.constexpr,
+    part, hidden, within, times, weight, out, out_stride, cols, eps, words, scale, sums, peers, epochs, squares, failed,
+    late, patience, WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr,
+    SLICE: tl.constexpr, PUSHED: tl.constexpr, ACCUMULATE: tl.constexpr, NORM: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Program (m, slice of MAX_COLS): hidden[m] (+)= sum of the ranks' part[m]. Programs beyond `cols` count along.
 
-    PUSHED: the peers have this rank's part already, see `push_part`.
+    PUSHED: the peers have this rank's part already, see `push_part`. within: weights [cols] by which the sum is
+    RMS-normalised before it is added; times: hidden[m] is multiplied by it then.
 
     part, hidden float32, contiguous. NORM: then out[m] = RMS norm of hidden[m] times weight; QUANTISE: quantised too
     (both as in `rms_norm_kernel`). peers: a tuple of the memories' addresses.
@@ -111,6 +113,8 @@ def sum_rows_kernel(
                 tl.store(words_of(peers[peer], RANK, epoch % 3, m, WORDS, RANKS) + column, word, mask=mask)
     if ACCUMULATE:
         before = tl.load(hidden + at, mask=mask, other=0.0)
+    if within is not None:
+        inner = tl.load(within + column, mask=mask, other=0.0)
     if NORM:
         factor = tl.load(weight + column, mask=mask, other=0.0)
     for source in tl.static_range(RANKS):
@@ -132,13 +136,15 @@ def sum_rows_kernel(
                     got = tl.load(here + source * (_ROWS * _MAX_COLS) + column, mask=mask, other=-1, volatile=True)
                     if tl.max((got == 0).to(tl.int32), axis=0) > 0:
                         tl.store(late, source + 1)
+        if within is not None:
+            square = _sum_squares(added, squares + m * SLICES, piece, cols, epoch, patience, SLICES)
+            added = added * tl.rsqrt(square / cols + eps) * inner
         if ACCUMULATE:
             added = before + added
+        if times is not None:
+            added *= tl.load(times)
         if NORM:
-            square = tl.sum(added * added, axis=0)
-            if SLICES > 1:
-                pieces = tl.cdiv(cols, SLICE)
-                square = _sum_squares(square, squares + m * SLICES, piece, pieces, epoch, patience, SLICES)
+            square = _sum_squares(added, squares + (_ROWS + m) * SLICES, piece, cols, epoch, patience, SLICES)
             normed = added * tl.rsqrt(square / cols + eps) * factor
             rounded = normed.to(out.dtype.element_ty)
             tl.store(out + m.to(tl.int64) * out_stride + column, rounded, mask=mask)
@@ -151,13 +157,18 @@ def sum_rows_kernel(
 
 
 @triton.jit
-def _sum_squares(square, places, piece, pieces, epoch, patience, SLICES: tl.constexpr):
-    """The sum over a row's programs, which run at the same time, in a fixed order."""
-    stamp = epoch.to(tl.int64)
-    tl.store(places + piece, (square.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (stamp << 32))
-    each = tl.arange(0, SLICES)
-    got = tl.load(places + each, mask=each < pieces, other=0, volatile=True)
-    while (tl.max(((each < pieces) & ((got >> 32) != stamp)).to(tl.int32), axis=0) > 0) & (patience > 0):
+def _sum_squares(added, places, piece, cols, epoch, patience, SLICES: tl.constexpr):
+    """The sum of squares over a row, of which this program has `added` [slice]; its programs run at the same time, and
+    all add in one order."""
+    square = tl.sum(added * added, axis=0)
+    if SLICES > 1:
+        pieces = tl.cdiv(cols, added.shape[0])
+        stamp = epoch.to(tl.int64)
+        tl.store(places + piece, (square.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (stamp << 32))
+        each = tl.arange(0, SLICES)
         got = tl.load(places + each, mask=each < pieces, other=0, volatile=True)
-        patience -= 1
-    return tl.sum((got & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+        while (tl.max(((each < pieces) & ((got >> 32) != stamp)).to(tl.int32), axis=0) > 0) & (patience > 0):
+            got = tl.load(places + each, mask=each < pieces, other=0, volatile=True)
+            patience -= 1
+        square = tl.sum((got & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+    return square
