@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,12 @@ def start_rank(rank: int, asked: dict[str, Any]) -> ForkedChild | subprocess.Pop
         return start([sys.executable, "-P", *words], env=environment, stdout=log, stderr=log)
 
 
-def cut_cable(folder: Path, network: int) -> tuple[float, float]:
+def cut_cable(folder: Path, network: int, ranks: Sequence[ForkedChild | subprocess.Popen]) -> tuple[float, float]:
     """When it was cut, as if host B were dead, and when both ranks had said so."""
     while not (folder / "pid").exists():
         time.sleep(0.1)
+        if any(rank.poll() is not None for rank in ranks):
+            sys.exit("a rank ended before it had summed:\n" + (folder / "0.log").read_text()[-2000:])
     time.sleep(GOES_ON)
     cut = time.time()
     with on_host_b(network):
@@ -104,7 +106,7 @@ def main() -> None:
     with on_host_b(network):
         ranks.append(start_rank(1, asked))
     if asked["cut"]:
-        print(*cut_cable(Path(asked["folder"]), network))
+        print(*cut_cable(Path(asked["folder"]), network, ranks))
         for rank in ranks:
             rank.kill()
     codes = [rank.wait() for rank in ranks]

@@ -61,7 +61,8 @@ def run_two_hosts(
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
     asked = {"what": what, "folder": str(folder), "limit": limit, "cut": cut, "gpus": gpus}
     words = [sys.executable, str(MAKERS / "two_hosts.py"), json.dumps(asked | {"torchrun": torchrun or gpus})]
-    done = run_warm(words, environment | {"PYTHONPATH": str(MAKERS)}, timeout=200 if gpus else 110)
+    path = os.pathsep.join(filter(None, (str(MAKERS), os.environ.get("PYTHONPATH"))))
+    done = run_warm(words, environment | {"PYTHONPATH": path}, timeout=200 if gpus else 110)
     logs = [(folder / f"{host}.log").read_text() for host in (0, 1)]
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), logs[0], logs[1]
