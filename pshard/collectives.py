@@ -8,6 +8,7 @@ from pshard.machine import CollectiveTiming
 from pshard.times.curves import curve_through, interpolate
 
 REDUCE_DTYPES = ("auto", "f32", "bf16", "f16")
+EXCHANGED = 8192  # bytes of a part that a program of a GPU exchanges at once
 BY_ROWS, MANY_ROWS = "rows", "many-rows"  # ways that take the norm that follows along
 PUSHED = "pushed"  # sums by rows whose part, one row of float32, leaves for the peers from the product that makes it
 NORMED = "normed"  # no sum: what one by rows takes longer that is normalised before it is added
@@ -66,13 +67,21 @@ def fastest_collective(
     return None if isinf(seconds) else (backend, seconds_of(backend, True) if copies else seconds)
 
 
+def elements_at_once(wire: str) -> int:
+    """Elements of a wire's type ("f32", "bf16", "f16") that a program exchanges at once: as many bytes of each. Ways by
+    rows that take whole ones take no longer ones."""
+    return EXCHANGED // (4 if wire == "f32" else 2)
+
+
 def norm_seconds(
-    timings: Collection[CollectiveTiming], ranks: int, nbytes: int, tokens: int, dtype: str = "f32"
+    timings: Collection[CollectiveTiming], ranks: int, tokens: int, columns: int, dtype: str = "f32"
 ) -> float | None:
-    """Seconds by which a sum takes longer that is normalised before it is added; None where that was not timed, or
-    where another kernel does so after the sum. Arguments as of `fastest_collective`."""
+    """Seconds by which a sum of [tokens, columns] takes longer that is normalised before it is added; None where that
+    was not timed, or where another kernel does so after the sum. Other arguments as of `fastest_collective`."""
+    nbytes = 4 * tokens * columns
     if tokens > SMALL_BATCH:  # a run takes that way wherever it fits
-        along = any(t.backend == MANY_ROWS and t.ranks == ranks for t in timings)
+        fits = columns <= elements_at_once(dtype)
+        along = fits and any(t.backend == MANY_ROWS and t.ranks == ranks for t in timings)
     else:
         fastest = fastest_collective(timings, ranks, nbytes, dtype)
         along = fastest is not None and fastest[0] == BY_ROWS

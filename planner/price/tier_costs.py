@@ -166,7 +166,7 @@ class TierCosts:
         where that can be."""
         tokens, width = self.load.tokens, self.spec.config.d_model
         sums = list_sums(self.tables.profile, self.ranks)
-        along = norm_seconds(sums, self.ranks, 4 * tokens * width, tokens, self._wire)
+        along = norm_seconds(sums, self.ranks, tokens, width, self._wire)
         if along is not None:
             return along
         return price_operations((Norm(None, self.spec.config.d_model, adds=True),), self.setting.side("acc"))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.collectives import BY_ROWS, MANY_ROWS
+from pshard.collectives import BY_ROWS, MANY_ROWS, elements_at_once
 from pshard.runtime.devices.hand_offs import kernels_may_wait
 from pshard.runtime.kernels.gpu.exchange import triton_exchange as kernels
 from pshard.runtime.kernels.gpu.exchange import triton_many_rows as many_rows
@@ -125,7 +125,7 @@ class PeerExchange:
             **(made_of if pairs is None else pairs.arguments()), PARTS=kernels.parts_at(self.size), RANKS=self.size,
             RANK=self.rank, WIRE=WIRES[wire], ROWS=together, WIDE=triton.next_power_of_2(cols), ACCUMULATE=accumulate,
             NORM=norm is not None, ROUND=rounded is not None,
-            num_warps=kernels.warps_for(kernels.elements_at_once(wire)),
+            num_warps=kernels.warps_for(elements_at_once(wire)),
             maxnreg=many_rows.REGISTERS if pairs is None else many_rows.PAIRS_REGISTERS,
         )  # fmt: skip
 
@@ -136,7 +136,7 @@ class PeerExchange:
         if algorithm == MANY_ROWS:
             return self.sum_many_rows(part, target, wire, accumulate)
         n = part.numel()
-        kernel, each, pieces = kernels.sum_one_shot_kernel, kernels.elements_at_once(wire), 1
+        kernel, each, pieces = kernels.sum_one_shot_kernel, elements_at_once(wire), 1
         if algorithm == TWO_SHOT:
             kernel, pieces = kernels.sum_two_shot_kernel, self.size
         kernel[(min(kernels.LAUNCHED, triton.cdiv(n, each * pieces)),)](

@@ -70,13 +70,14 @@ def test_a_row_leaves_early_where_that_was_timed_as_faster(early: float | None, 
 def test_a_norm_goes_with_sums_by_rows_only() -> None:
     timed = (*TIMED, CollectiveTiming(NORMED, 2, 1 << 14, 2e-6), CollectiveTiming(NORMED, 2, 1 << 20, 3e-6, "bf16"))
     assert fastest_collective(timed, 2, 1 << 14) == ("rows", 5e-6)  # what is no sum has no say
-    assert norm_seconds(timed, 2, 1 << 14, 1) == 2e-6
-    assert norm_seconds(timed, 2, 1 << 20, 16) is None  # NCCL is faster there
-    assert norm_seconds(timed, 2, 1 << 20, SMALL_BATCH + 1, "bf16") is None
+    assert norm_seconds(timed, 2, 1, 1 << 12) == 2e-6
+    assert norm_seconds(timed, 2, 64, 1 << 12) is None  # NCCL is faster there
+    assert norm_seconds(timed, 2, 128, 1 << 11, "bf16") is None
     whole_rows = (*timed, CollectiveTiming("many-rows", 2, 1 << 20, 20e-6, "bf16"))
-    assert norm_seconds(whole_rows, 2, 1 << 20, SMALL_BATCH + 1, "bf16") == 3e-6
-    assert norm_seconds(whole_rows, 4, 1 << 20, SMALL_BATCH + 1, "bf16") is None  # only two ranks sum so
-    assert norm_seconds(TIMED, 2, 1 << 14, 1) is None  # a profile of before
+    assert norm_seconds(whole_rows, 2, 128, 1 << 11, "bf16") == 3e-6
+    assert norm_seconds(whole_rows, 4, 128, 1 << 11, "bf16") is None  # only two ranks sum so
+    assert norm_seconds(whole_rows, 2, 128, 5376, "bf16") is None  # longer rows than a program takes
+    assert norm_seconds(TIMED, 2, 1, 1 << 12) is None  # a profile of before
 
 
 def test_another_number_of_ranks_takes_the_nearest() -> None:

@@ -17,9 +17,10 @@ Parts are rounded to the wire's type, then added in rank order in float32: the s
 import triton
 import triton.language as tl
 
+from pshard.collectives import EXCHANGED
 from pshard.runtime.kernels.gpu.products.triton_row_sum import words_nbytes
 
-BLOCK = 2048  # elements of four bytes that a program exchanges at once
+BLOCK = EXCHANGED // 4  # elements of four bytes that a program exchanges at once
 PROGRAMS = 512  # that there are places for
 LAUNCHED = PROGRAMS  # of one launch, at most
 FAILED = PROGRAMS  # place in `state`
@@ -41,11 +42,6 @@ def parts_at(ranks: int) -> int:
 def exchange_nbytes(ranks: int) -> int:
     """Bytes of one rank's exchange memory."""
     return parts_at(ranks) + 4 * 2 * ranks * PROGRAMS * BLOCK
-
-
-def elements_at_once(wire: str) -> int:
-    """Elements of a wire's type ("f32", "bf16", "f16") that a program exchanges at once: as many bytes of each."""
-    return BLOCK if wire == "f32" else 2 * BLOCK
 
 
 def warps_for(elements: int) -> int:

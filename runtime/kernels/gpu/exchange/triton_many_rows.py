@@ -8,7 +8,8 @@ as what each chosen expert gave: it is made as it leaves, while the link carries
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.exchange.triton_exchange import add_parts, elements_at_once, meet, push
+from pshard.collectives import elements_at_once
+from pshard.runtime.kernels.gpu.exchange.triton_exchange import add_parts, meet, push
 from pshard.runtime.kernels.gpu.experts.triton_grouped import sum_pairs
 
 REGISTERS, PAIRS_REGISTERS = 64, 64  # of a thread, at most: two programs run beside each other then
