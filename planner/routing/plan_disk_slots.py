@@ -150,6 +150,8 @@ class _Search:
             for old, t in zip(rank.tiers, tiers)
         )
         always = [p.unit for p in tiers[-1].placements if p.in_arena and p.unit not in rank.pin_order]
-        order = (*always, *(name for name in rank.pin_order if name not in far))
-        rank = replace(rank, tiers=drafted, pin_order=order, caches=caches)
+        pins = [{p.unit for p in tier.placements if p.in_arena} for tier in tiers]
+        order = [*always, *(name for name in rank.pin_order if name not in far)]
+        order.sort(key=lambda name: sum(name not in own for own in pins))  # what returned may be in more tiers now
+        rank = replace(rank, tiers=drafted, pin_order=tuple(order), caches=caches)
         return predict_again(replace(self.variant, ranks=(rank,)), task)

@@ -209,6 +209,14 @@ def test_experts_that_no_file_holds_as_they_are_used_stay_in_memory() -> None:
     assert len(rank.caches[0].units) == 3 and held not in rank.beyond_host
 
 
+def test_what_returns_from_disk_to_all_tiers_is_pinned_before_what_decoding_lacks() -> None:
+    """Attention came back to every tier, behind an embedding that prompts alone pinned."""
+    spec = ExpertsFile(replace(RULE, count=64, d_expert=64), layers=4, d_model=256).spec
+    whole, found = plan_both(make_machine(32 * MIB), 32, spec=spec)
+    pinned = [[p.unit for p in v.ranks[0].tiers[0].placements if p.in_arena] for v in (whole, found)]
+    assert found.ranks[0].caches and "embedding" not in pinned[1] and set(pinned[1]) > set(pinned[0])
+
+
 def test_slots_below_what_a_token_uses_are_not_planned() -> None:
     rule = replace(RULE, used=8)
     spec = ExpertsFile(rule, layers=4, d_model=256).spec
