@@ -20,7 +20,7 @@ from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.plan_host_slots import WAVES, plan_host_slots
-from pshard.planner.routing.slot_promises import list_pools, share_out
+from pshard.planner.routing.slot_promises import gains_by_width, list_pools, list_widths, share_out
 from pshard.predicted_times import round_seconds
 from pshard.routing.followed import hold_slots
 from pshard.routing.record import RoutingRecord
@@ -51,10 +51,14 @@ def plan_disk_slots(
     search = _Search(spec, find_tables(profile, variant.correction), variant, record)
     ways = [_Way(staying, staging) for staying in search.list_staying() for staging in (2, 1)]
     found = [(each, way) for way in ways for each in search.place(way) or search.place(replace(way, returns=False))]
-    if found:
-        _, best = min(found, key=lambda each: round_seconds(each[0]))
-        found += [(each, way) for way in best.in_waves(record is not None) for each in search.place(way)]
-    return replace(min([variant, *(each for each, _ in found)], key=round_seconds), considered=variant.considered)
+    if not found:
+        return variant
+    _, best = min(found, key=lambda each: round_seconds(each[0]))
+    found += [(each, way) for way in best.in_waves(record is not None) for each in search.place(way)]
+    chosen, best = min(found, key=lambda each: round_seconds(each[0]))
+    wide = [each for way in best.widen(variant.workload) for each in search.place(way) if gains_by_width(chosen, each)]
+    # of equal ones the first: a round may have no short prompts, which gain
+    return replace(min([*wide, variant, chosen], key=round_seconds), considered=variant.considered)
 
 
 def _list_experts(spec: ModelSpec) -> list[Unit]:
@@ -64,17 +68,23 @@ def _list_experts(spec: ModelSpec) -> list[Unit]:
 @dataclass(frozen=True)
 class _Way:
     """How a plan gets slots: so many layers of experts stay in memory; `staging` of the others have room at once on
-    their way, each of which comes in so many waves. returns: what else is on disk comes back to memory."""
+    their way, each of which comes in so many waves. returns: what else is on disk comes back to memory. width: of a
+    larger tier than others that uses the slots too; 0: none does."""
 
     staying: int
     staging: int
     returns: bool = True
     waves: int = 1
+    width: int = 0
 
     def in_waves(self, few: bool) -> "Iterator[_Way]":
         """The same with smaller slots for what is on its way; few: a replay takes seconds."""
         for waves, staging in product(WAVES[1:2] if few else WAVES, (2,) if few else (2, 3)):
             yield replace(self, waves=waves, staging=staging)
+
+    def widen(self, workload: Workload) -> "Iterator[_Way]":
+        """The same with short prompts that use the slots too, first of all that may."""
+        return (replace(self, width=width) for width in list_widths(workload))
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class _Search:
         far = movable - set(self._pinned[: way.staying])
         pools = [
             replace(pool, units=own)
-            for pool in list_pools(self.spec, self.record, self.variant.workload)
+            for pool in list_pools(self.spec, self.record, self.variant.workload, way.width)
             if (own := tuple(unit for unit in pool.units if unit.name in far))
         ]
         (task,) = self._price(tuple(pool.make_cache(1, DEMAND, 0) for pool in pools))

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, product, takewhile
+from operator import attrgetter
 
 from pshard.errors import NoPlan, UserError
 from pshard.homes import ON_CPU, ON_DEMAND, ON_DISK, PINNED, READ, STREAMED
@@ -23,7 +24,7 @@ from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.rank_task import RankTask
-from pshard.planner.routing.slot_promises import Pool, list_pools, share_out
+from pshard.planner.routing.slot_promises import Pool, gains_by_width, list_pools, list_widths, share_out
 from pshard.planner.search.residency_order import order_nested, spread
 from pshard.predicted_times import count_swept, round_seconds
 from pshard.routing.followed import hold_slots
@@ -43,26 +44,35 @@ def plan_host_slots(
 ) -> Variant:
     """The variant, which leaves experts on disk, or one with slots for them in host memory, where that takes less time
     for a round. All else lies as in the variant, or as if host memory held all."""
-    tables, found = find_tables(profile, variant.correction), list[tuple[float, Variant]]()
+    tables, found = find_tables(profile, variant.correction), list[_Found]()
     ways = [
         _Way(search, *way)
         for search in [_Search(spec, tables, base) for base in _list_bases(spec, profile, workload, variant)]
         for way in product((2, 1), (False, True), (False, True), (False, True) if search.swept else (False,))
     ]
-    tried = [(seconds, way) for way in ways for seconds, _ in way.try_all(1, None)]
+    tried = [each for way in ways for each in way.try_all(1, None)]
     # rows of a sweep would have to wait between waves
-    in_turn = _choose([each for each in tried if not each[1].sweeps])
-    in_waves = [(seconds, way) for base in in_turn for way in base.in_waves() for seconds, _ in way.try_all(1, None)]
+    in_turn = _choose([each for each in tried if not each.way.sweeps])
+    in_waves = [each for base in in_turn for way in base.way.in_waves() for each in way.try_all(1, None)]
     for best in (*_choose(tried), *_choose(in_waves)):
-        found += best.try_all(MOST_REPLAYS if record else MOST_TRIED, record)
-    whole = round_seconds(variant)
-    least, chosen = min(found, key=lambda each: each[0], default=(whole, variant))
-    return replace(chosen if least < whole else variant, considered=variant.considered)
+        found += best.way.try_all(MOST_REPLAYS if record else MOST_TRIED, record)
+    for narrow in _choose(found):  # of equal ones the first: a round may have no short prompts, which gain
+        found = [*_widen(narrow, record), narrow]
+    chosen = next((each.variant for each in _choose(found) if each.seconds < round_seconds(variant)), variant)
+    return replace(chosen, considered=variant.considered)
 
 
-def _choose(tried: Sequence[tuple[float, "_Way"]]) -> "tuple[_Way, ...]":
-    """The way that takes least time, if any was tried."""
-    return (min(tried, key=lambda each: each[0])[1],) if tried else ()
+def _choose(tried: "Sequence[_Found]") -> "tuple[_Found, ...]":
+    """What takes least time, if anything was tried; of equal ones the first."""
+    return (min(tried, key=attrgetter("seconds")),) if tried else ()
+
+
+def _widen(narrow: "_Found", record: RoutingRecord | None) -> "Iterator[_Found]":
+    """The same with short prompts that use the slots too, first of all that may, where these gain by it."""
+    for width in list_widths(narrow.way.search.base.workload):
+        way = replace(narrow.way, search=replace(narrow.way.search, width=width))
+        wider = way.try_staying(narrow.staying, record)
+        yield from (wide for wide in wider if gains_by_width(narrow.variant, wide.variant))
 
 
 def _list_bases(spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> Iterator[Variant]:
@@ -79,15 +89,19 @@ def _list_bases(spec: ModelSpec, profile: MachineProfile, workload: Workload, va
 
 @dataclass(frozen=True)
 class _Search:
-    """What is looked up once of a base."""
+    """What is looked up once of a base. width: of a larger tier than others that uses the slots too; 0: none does."""
 
     spec: ModelSpec
     tables: Tables
     base: Variant
+    width: int = 0
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
-        return list_pools(self.spec, None, self.base.workload)
+        return self.list_pools(None)
+
+    def list_pools(self, record: RoutingRecord | None) -> tuple[Pool, ...]:
+        return list_pools(self.spec, record, self.base.workload, self.width)
 
     @cached_property
     def movable(self) -> list[str]:
@@ -144,19 +158,24 @@ class _Way:
         for waves, staging in product(WAVES, (2, 3)):
             yield replace(self, waves=waves, staging=staging)
 
-    def try_all(self, most: int, record: RoutingRecord | None) -> Iterator[tuple[float, Variant]]:
-        """Plans with up to so many numbers of layers in host memory, each with the seconds of its round."""
+    def try_all(self, most: int, record: RoutingRecord | None) -> "Iterator[_Found]":
+        """Plans with up to so many numbers of layers in host memory."""
         room, movable = self.search.room, self.search.movable
         if room.beyond is None or not movable:
             return
         each = max(self.search.spec.unit(name).packed_nbytes for name in movable)
         fits = min(len(movable) - 1, room.beyond.host // each)
         for i in range(most):
-            found = None
-            with suppress(ValueError):  # no sweep is possible where the host keeps rows between two slots
-                found = self._place(round(fits * i / max(1, most)), room.beyond.host, record)
-            if found is not None:
-                yield round_seconds(found) + self._count_switch(found), found
+            yield from self.try_staying(round(fits * i / max(1, most)), record)
+
+    def try_staying(self, staying: int, record: RoutingRecord | None) -> "Iterator[_Found]":
+        """The plan with so many layers of experts in host memory, if there is one."""
+        found, beyond = None, self.search.room.beyond
+        assert beyond is not None
+        with suppress(ValueError):  # no sweep is possible where the host keeps rows between two slots
+            found = self._place(staying, beyond.host, record)
+        if found is not None:
+            yield _Found(round_seconds(found) + self._count_switch(found), found, self, staying)
 
     def _place(self, staying: int, host: int, record: RoutingRecord | None) -> Variant | None:
         """The base with so many layers of experts in host memory, as many as fit in VRAM, and all others on disk, with
@@ -174,7 +193,7 @@ class _Way:
         tiers = self._draft(tiers, near | far if self.lean else far, kept)
         if any(tier.buffers.total > room.arena for tier in tiers):  # what all of a tier's pins made no slots for
             return None
-        pools = list_pools(self.search.spec, record, self.search.base.workload)
+        pools = self.search.list_pools(record)
         own = [replace(p, units=tuple(u for u in p.units if u.name in far - near)) for p in pools]
         own = [pool for pool in own if pool.units]
         caches = tuple(share_out(self.search.spec, own, host - kept_bytes(room, tiers), on_host=True))
@@ -245,3 +264,14 @@ class _Way:
         names = [here.unit for here, there in pairs if here.in_arena and there.site.is_beyond_host]
         nbytes = sum(self.search.spec.unit(name).packed_nbytes for name in names)
         return self.search.tables.copy(READ.timed, nbytes)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan that a way has led to with so many layers of experts in host memory; seconds: of its round, and of what
+    answers read after each prompt."""
+
+    seconds: float
+    variant: Variant
+    way: _Way
+    staying: int

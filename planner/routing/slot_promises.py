@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.predicted_times import tier_seconds
 from pshard.routing.followed import least_slots, make_follower, numbers_of
 from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord
@@ -28,13 +30,14 @@ from pshard.workload import Workload
 class Pool:
     """Like layers with experts, which share slots. used: experts that a token takes of a layer. record: of what they
     were used for, of texts of which `together` are decoded at once, each with so many `rows` in a step; None: all are
-    used alike."""
+    used alike. tokens: of the largest tier that uses the slots."""
 
     units: tuple[Unit, ...]
     used: int
     record: RoutingRecord | None
     together: int
     rows: int = 1
+    tokens: int = FOLLOW_TOKENS
 
     @property
     def experts(self) -> int:
@@ -52,9 +55,8 @@ class Pool:
 
     def make_cache(self, slots: int, policy: str, admits: int) -> ExpertCache:
         """Slots of which nothing is promised yet."""
-        tokens = max(FOLLOW_TOKENS, min(self.together * self.rows, MOST_FOLLOW_TOKENS))
         names = tuple(unit.name for unit in self.units)
-        return ExpertCache(names, slots, self.slot_nbytes, policy, admits, tokens=tokens)
+        return ExpertCache(names, slots, self.slot_nbytes, policy, admits, tokens=self.tokens)
 
     def promise(self, cache: ExpertCache, eligible: np.ndarray) -> ExpertCache:
         """The cache with what is expected of it: what a replay finds in slots that begin empty. Where all are used
@@ -80,8 +82,8 @@ class Pool:
         return replace(cache, alone=replay_tokens(self.record, layers, make_follower(cache, eligible)).admitted)
 
 
-def list_pools(spec: ModelSpec, record: RoutingRecord | None, workload: Workload) -> tuple[Pool, ...]:
-    """Layers with experts of one shape and type share a pool."""
+def list_pools(spec: ModelSpec, record: RoutingRecord | None, workload: Workload, width: int = 0) -> tuple[Pool, ...]:
+    """Layers with experts of one shape and type share a pool. width: of a larger tier that uses it too."""
     alike: dict[tuple, list[Unit]] = defaultdict(list)
     for unit in spec.units:
         if unit.kind.parts and unit.tensors:
@@ -89,7 +91,27 @@ def list_pools(spec: ModelSpec, record: RoutingRecord | None, workload: Workload
     used = spec.config.experts.used if spec.config.experts else 0
     own = None if record is None else keep_last(record)
     together, rows = workload.sequences, workload.drafting.rows
-    return tuple(Pool(tuple(units), used, own, together, rows) for units in alike.values())
+    tokens = max(width, _follow_tokens(workload))
+    return tuple(Pool(tuple(units), used, own, together, rows, tokens) for units in alike.values())
+
+
+def _follow_tokens(workload: Workload) -> int:
+    """Of the largest tier that uses slots in any case."""
+    return max(FOLLOW_TOKENS, min(workload.sequences * workload.drafting.rows, MOST_FOLLOW_TOKENS))
+
+
+def list_widths(workload: Workload) -> tuple[int, ...]:
+    """Tokens of larger tiers that may use slots on demand too, the largest first: of a few tokens' experts these have
+    some, and the others are less to read than whole layers."""
+    return tuple(n for n in reversed(workload.tiers()) if _follow_tokens(workload) < n <= MOST_FOLLOW_TOKENS)
+
+
+def gains_by_width(narrow: Variant, wide: Variant) -> bool:
+    """Whether tiers up to the largest that uses the slots of `wide` take less time there than in `narrow`, where short
+    prompts read whole layers. They may not: whole layers are read ahead, while others are computed."""
+    most = max(cache.tokens for cache in wide.ranks[0].caches)
+    of_wide, of_narrow = (sum(s for n, s in tier_seconds(v).items() if n <= most) for v in (wide, narrow))
+    return of_wide < of_narrow
 
 
 def share_out(spec: ModelSpec, pools: Sequence[Pool], nbytes: int, on_host: bool = False) -> Iterator[ExpertCache]:

@@ -182,7 +182,9 @@ class UseFollower:
 
 class DemandFollower:
     """The slots of a pool whose layers bring what they miss before they are computed: `look_up`, then `arrive`, for
-    each layer of a micro-batch. What was used longest ago leaves; what the layer at hand uses never does.
+    each layer of a micro-batch. What was used longest ago leaves; what the layer at hand uses never does. Where a layer
+    uses more than its part of the slots, what it misses leaves first: had all layers such a micro-batch, none of it
+    would be found again, and it would push out what decoding uses.
 
     Attributes:
         eligible: bool [layers, experts], those that are brought.
@@ -211,7 +213,8 @@ class DemandFollower:
         going = list(islice(self._ages, len(missed)))
         if len(going) < len(missed) or not set(going).isdisjoint(hits):
             raise ValueError(f"{len(self._ages)} slots are too few for the {len(wanted)} experts that one layer uses")
-        self._touch(hits + going)
+        if len(wanted) * len(self.slot_of) <= len(self._ages):  # else the next layer's take the same slots
+            self._touch(hits + going)
         victims = [divmod(self._owner[slot], len(slot_of)) for slot in going if self._owner[slot] >= 0]
         for victim in victims:
             self.slot_of[victim] = -1

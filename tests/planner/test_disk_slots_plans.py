@@ -22,10 +22,10 @@ from pshard.planner.price.predict_published import Predictor
 from pshard.planner.routing.check_caches import check_caches
 from pshard.planner.routing.plan_slots import plan_slots
 from pshard.planner.time_steps import time_steps
-from pshard.predicted_times import first_token_seconds, round_seconds
+from pshard.predicted_times import first_token_seconds, round_seconds, tier_seconds
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.routing.expert_map import map_experts
-from pshard.routing.followed import find_eligible, make_follower
+from pshard.routing.followed import find_eligible, least_slots, make_follower
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
@@ -33,6 +33,7 @@ from pshard.session.run_request import suggest_budget
 from pshard.speculation import Acceptance, Drafting
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import DEMAND, Compute, StepShape
+from pshard.units.moe.expert_cache import FOLLOW_TOKENS
 from pshard.workload import Workload
 
 RULE = Experts(count=16, used=2, d_expert=256)
@@ -107,6 +108,49 @@ def test_beside_a_gpu_the_cpu_computes_from_slots_in_host_memory_and_prompts_lea
         check_caches(SMALL, replace(rank, caches=(replace(cache, on_host=False),)))
     experts = map_experts(SMALL, found)[0]
     assert experts.slots[0].likely and sum(layer.disk for layer in experts.tiers[0].layers) == 16 * len(cache.units)
+
+
+@pytest.mark.parametrize(("mib", "kind", "followed"), [(20, "cuda", 16), (46, "cpu", 32)])
+def test_short_prompts_read_what_slots_lack_of_the_experts_that_they_use(
+    monkeypatch: pytest.MonkeyPatch, mib: int, kind: str, followed: int
+) -> None:
+    """On the CPU prompts of this model are short ones and nothing else: a round gains too."""
+    spec = SMALL if kind == "cuda" else SPEC
+
+    def plan() -> Variant:
+        return plan_both(make_machine(mib * MIB), mib)[1] if kind == "cpu" else plan_anew(mib, 14, spec, 1e9, 40)[1]
+
+    found = plan()
+    (rank,) = found.ranks
+    (cache,) = rank.caches
+    assert cache.tokens == followed
+    short = next(tier for tier in rank.tiers if tier.tokens == 16)
+    steps = emit_steps(replace(spec, caches=rank.caches), short, StepShape(16, 0, 1))
+    reads = sum(step.reads for step in steps.body if isinstance(step, Compute) and step.source == DEMAND)
+    lacking = 1 - cache.slots / (16 * len(cache.units))
+    missed = 16 * (1 - (1 - 2 / 16 * lacking) ** 16) * len(cache.units)  # each expert once, whoever misses it
+    assert reads == pytest.approx(missed * cache.slot_bytes, rel=0.02)
+    for module in ("plan_disk_slots", "plan_host_slots"):
+        monkeypatch.setattr(f"pshard.planner.routing.{module}.list_widths", lambda workload: ())
+    narrow = plan()
+    assert narrow.ranks[0].caches[0].tokens == FOLLOW_TOKENS
+    assert tier_seconds(found)[16] < 0.95 * tier_seconds(narrow)[16]
+    assert round_seconds(found) <= round_seconds(narrow)
+    if kind == "cuda":
+        assert {n: s for n, s in tier_seconds(found).items() if n != 16}.items() <= tier_seconds(narrow).items()
+
+
+def test_short_prompts_read_whole_layers_where_these_come_sooner() -> None:
+    """Of 16 experts 16 tokens use nearly all, and whole layers are read ahead."""
+    (rank,) = plan_beside_gpu(20, 24, prompt=32)[1].ranks
+    assert rank.caches[0].tokens == FOLLOW_TOKENS and rank.tiers[1].tokens == 16
+
+
+def test_slots_too_few_for_a_layer_of_short_prompts_serve_decoding() -> None:
+    spec = ExpertsFile(replace(RULE, count=64, d_expert=64), layers=4, d_model=128).spec
+    (cache,) = plan_beside_gpu(8, 8, spec)[1].ranks[0].caches
+    assert cache.tokens == FOLLOW_TOKENS
+    assert least_slots(spec, cache) <= cache.slots < least_slots(spec, replace(cache, tokens=16))
 
 
 def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:

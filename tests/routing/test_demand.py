@@ -60,6 +60,22 @@ def test_what_a_layer_uses_stays_until_it_is_computed_and_nothing_lies_in_two_sl
         done += n
 
 
+def test_a_micro_batch_that_uses_more_than_all_slots_leaves_them_to_decoding() -> None:
+    """It finds what lies there, and of each layer takes as many slots as it misses, the same ones."""
+    decoded = np.array([[[0, 1], [2, 3], [4, 5]], [[0, 2], [2, 4], [4, 6]]])
+    follower = DemandFollower(np.ones((3, 16), bool), 18, [(layer, 15) for layer in range(3)])
+    for token in decoded:
+        follower.observe(token[None])
+    before = follower.slot_of.copy()
+    wide = np.stack([np.arange(10).reshape(5, 2)] * 3, axis=1)  # 10 experts of each layer, of 18 slots in all
+    found = follower.observe(wide)
+    assert (found == (before[np.arange(3)[:, None], wide] >= 0)).all()
+    assert follower.observe(decoded[1:]).all()  # which was decoded last
+    few = np.stack([np.arange(10, 14).reshape(2, 2)] * 3, axis=1)  # 4 of each: there is room
+    follower.observe(few)
+    assert follower.observe(few).all()
+
+
 def test_fewer_slots_than_one_layer_uses_are_an_error() -> None:
     follower = DemandFollower(np.ones((1, 16), bool), 3)
     with pytest.raises(ValueError, match="3 slots are too few for the 4 experts that one layer uses"):

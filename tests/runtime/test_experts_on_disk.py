@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engines import converse, open_engine, pinned_everywhere
@@ -106,6 +107,45 @@ def test_steps_of_many_rows_find_experts_in_slots_too(tmp_path: Path, on_host: b
     with open_on_disk(path, 16, on_host=on_host, follow=12) as engine:
         assert torch.equal(engine.forward(list(range(12)), all_logits=True), right)
         assert engine.expert_hits.chosen == 12 * 2 * len(list_experts(spec)) and engine.expert_hits.hits
+
+
+@pytest.mark.quick("fast-True-24", "plain-False-40")
+@pytest.mark.parametrize("slots", [24, 40])  # there is room for what few tokens choose of all layers, not for 16
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("kernels", ["fast", "plain"])
+def test_a_short_prompt_reads_only_experts_that_it_chooses_and_that_no_slot_has(
+    tmp_path: Path, kernels: str, on_host: bool, slots: int
+) -> None:
+    path = write_model(tmp_path, n_layers=4, n_experts=16)
+    spec, read, logits = open_model(path).spec, list[int](), list[torch.Tensor]()
+    prompts = [[(7 * n + i) % 320 for i in range(n)] for length in (2, 3, 4, 8, 16) for n in (length, 1, 1)]
+    with open_engine(path, pinned_everywhere(spec, (1, 16, 64), 256), kernels, context=256) as engine:
+        right = [engine.forward(ids, all_logits=True) for ids in prompts]
+    with open_on_disk(path, slots, kernels, records=True, on_host=on_host, follow=16) as engine:
+        follower = follow_plan(spec, engine.rank_plan, engine.rank_plan.caches[0])
+        for ids in prompts:
+            before = engine.memory().read
+            logits.append(engine.forward(ids, all_logits=True))
+            read.append(engine.memory().read - before)
+        record, hits = engine.record_routing(""), engine.expert_hits
+    assert all(torch.equal(*both) for both in zip(logits, right, strict=True))
+    each, at = sum(t.file_nbytes // t.parts for t in list_experts(spec)[0].tensors), 0
+    for ids, nbytes in zip(prompts, read, strict=True):
+        assert nbytes == each * sum(count_lacking(follower, record.ids[at : at + len(ids)]))
+        at += len(ids)
+    assert hits == follower.counts and hits.hits > 0 < hits.admitted
+
+
+def count_lacking(follower: DemandFollower, ids: np.ndarray) -> Iterator[int]:
+    """By layer the experts that tokens choose and no slot has, which are just what comes; ids: [tokens, layers,
+    used]."""
+    for layer in range(ids.shape[1]):
+        chosen = ids[:, layer].astype(int)
+        lacking = {expert for expert in chosen.ravel().tolist() if follower.slot_of[layer, expert] < 0}
+        turn = follower.look_up(layer, chosen)
+        assert {move.expert for move in turn.started} == lacking
+        follower.arrive(turn.started)
+        yield len(lacking)
 
 
 @pytest.mark.parametrize("on_host", [False, True])

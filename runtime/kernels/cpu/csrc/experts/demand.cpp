@@ -86,8 +86,10 @@ std::vector<Move> look_up(Pool& pool, int64_t row, const int32_t* ids, int64_t c
     move.slot = oldest, used.push_back(oldest);
     oldest = pool.newer[oldest];
   }
-  std::sort(used.begin(), used.end());  // of those that are used at once the lower number leaves first
-  for (const int32_t slot : used) pool.touch(slot);
+  if (static_cast<int64_t>(wanted.size()) * pool.layers <= pool.slots) {  // else the next layer's take the same slots
+    std::sort(used.begin(), used.end());  // of those that are used at once the lower number leaves first
+    for (const int32_t slot : used) pool.touch(slot);
+  }
   pool.counts[2] += moves.size();
   return moves;
 }
