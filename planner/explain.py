@@ -85,6 +85,7 @@ def explain_gains(
 
 def _compare(change: str, before: Variant, after: Variant) -> WhatIf:
     after = replace(after, speculation=before.speculation)  # what drafts take beside steps is alike
+    after = min(before, after, key=round_seconds)  # what is better may be used as it was
     of_round = round_seconds(before) / round_seconds(after)
     return WhatIf(change, _speedups(before, after), of_round, decode_rate(after))
 

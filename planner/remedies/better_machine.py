@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pshard.machine import AttentionTiming, DeltaTiming, ExpertTiming, MachineProfile, MatmulTiming
+from pshard.machine import (
+    AttentionTiming,
+    CopyTiming,
+    DeltaTiming,
+    ExpertTiming,
+    InPlaceTiming,
+    MachineProfile,
+    MatmulTiming,
+)
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.quant import packed_nbytes
 
@@ -12,10 +20,15 @@ Rescale = Callable[[float, float, float], float]  # seconds, those of reading an
 
 
 def double_link(profile: MachineProfile) -> MachineProfile:
-    """The same machine with copies in half the time, as far as host memory can read: beside CPU kernels copies have up
-    to half of its rate, and the kernels what is left."""
+    """The same machine with copies, and experts read over the link, in half the time, as far as host memory can read:
+    beside CPU kernels copies have up to half of its rate, and the kernels what is left."""
     both, most = profile.contention, find_tables(profile).shared_rate
-    copies = tuple(replace(c, seconds=max(c.seconds / 2, min(c.seconds, c.nbytes / most))) for c in profile.copies)
+
+    def halve(row: CopyTiming | InPlaceTiming) -> float:
+        return max(row.seconds / 2, min(row.seconds, row.nbytes / most))
+
+    copies = tuple(replace(row, seconds=halve(row)) for row in profile.copies)
+    in_place = tuple(replace(row, seconds=halve(row)) for row in profile.in_place)
     link = max(both.link_with_cpu, min(2 * both.link_with_cpu, most / 2))
     faster = replace(
         both,
@@ -24,7 +37,7 @@ def double_link(profile: MachineProfile) -> MachineProfile:
         h2d_with_d2h=2 * both.h2d_with_d2h,
         d2h_with_h2d=2 * both.d2h_with_h2d,
     )
-    return replace(profile, copies=copies, contention=faster)
+    return replace(profile, copies=copies, in_place=in_place, contention=faster)
 
 
 def double_host_rate(profile: MachineProfile) -> MachineProfile:

@@ -198,7 +198,7 @@ class _Compiler:
         ahead = self._ahead and self._begun
         if not ahead:
             self._close()
-        elif step.position == "last" or step.source == DEMAND:  # which waits for the disk
+        elif step.position == "last" or step.source == DEMAND:  # a display's GPU ends kernels that wait for a slow disk
             self.lacks_thread = True
         found = self.runs if ahead else self._found
         before = found[-1] if follows else None

@@ -12,13 +12,14 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.machine import MachineProfile
 from pshard.planner.check_plan import count_host_bytes
 from pshard.planner.explain import explain_gains
-from pshard.planner.make_plan import plan_variant
+from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import binds_host
 from pshard.planner.remedies.better_machine import double_cores, double_host_rate
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.planner.shown.machine_words import words_for
 from pshard.planner.shown.memory_use import measure_use
+from pshard.predicted_times import round_seconds
 from pshard.workload import Workload
 
 PROFILE = profile_from_datasheet(DESKTOP)
@@ -120,6 +121,14 @@ def test_a_better_machine_is_faster_in_what_is_better_and_in_nothing_else() -> N
     for after in times[1:]:
         assert all(seconds <= before[row] for row, seconds in after.items())
         assert all(seconds == before[row] for row, seconds in after.items() if row[0] == "acc")
+
+
+def test_what_is_better_may_be_used_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = plan_variant(SPEC, PROFILE, WORK, 2.0)
+    slow = plan_baseline("layer-stream", SPEC, PROFILE, WORK)
+    assert round_seconds(slow) > 1.01 * round_seconds(variant)
+    monkeypatch.setattr("pshard.planner.explain.plan_variant", lambda *_, **__: slow)
+    assert {gain.of_round for gain in explain_gains(SPEC, PROFILE, variant.workload, variant)} == {1.0}
 
 
 def test_the_hosts_memory_limits_a_plan_that_needs_more_of_it() -> None:

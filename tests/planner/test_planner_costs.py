@@ -14,6 +14,7 @@ from pshard.machine import (
     CollectiveTiming,
     Contention,
     ElementwiseTiming,
+    InPlaceTiming,
     MachineProfile,
     MatmulTiming,
     ShareTiming,
@@ -363,6 +364,8 @@ def test_a_link_twice_as_fast_halves_copies():
     assert after.copy("h2d", 1 << 26) == pytest.approx(before.copy("h2d", 1 << 26) / 2)
     assert after.link_rate == pytest.approx(2 * before.link_rate)
     assert double_link(profile).contention.link_with_cpu == 2 * profile.contention.link_with_cpu
+    in_place = InPlaceTiming("acc", 1 << 20, 1, 8 << 20, 1.0)
+    assert double_link(replace(profile, in_place=(in_place,))).in_place == (replace(in_place, seconds=0.5),)
 
 
 @pytest.mark.parametrize("host_memory", [20e9, 30e9, 45e9, 60e9, 90e9])
