@@ -6,11 +6,13 @@ process imports or does when it starts.
 
 import atexit
 import contextlib
+import errno
 import gc
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -70,14 +72,13 @@ class ForksItself:
 
 
 class AsksForForks:
-    """Has another process fork, as this one has threads, and more in memory than a child needs."""
+    """Has another process fork, as this one has threads, and more in memory than a child needs.
+
+    That process is itself forked from one that all workers of a run of tests share.
+    """
 
     def __init__(self) -> None:
-        self._line, there = socket.socketpair()
-        command = [sys.executable, "-P", __file__, str(there.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=(there.fileno(),), stdin=subprocess.DEVNULL)
-        self.pid = self._process.pid
-        there.close()
+        self._line, self.pid = _meet_forker(f"\0{__file__} of {os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
         self._lock = threading.Lock()
 
     def start(self, what: dict[str, Any], files: Sequence[int]) -> int:
@@ -94,21 +95,85 @@ class AsksForForks:
             return json.loads(self._line.recv(100))
 
 
+def _meet_forker(address: str) -> tuple[socket.socket, int]:
+    """A line to a process that forks for this one alone, and its id. Started is what is asked for it, if nobody has."""
+    started = None
+    while True:
+        line = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):  # it may just be ending
+            line.connect(address)
+            if pid := line.recv(100):
+                return line, int(pid)
+        line.close()
+        if started is None or started.poll() == 0:
+            started = _listen_at(address)
+        elif started.poll():
+            raise RuntimeError("what forks for tests has failed")
+        time.sleep(POLL_SECONDS)
+
+
+def _listen_at(address: str) -> subprocess.Popen | None:
+    """A process that listens there, unless another worker's does."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        try:
+            listening.bind(address)
+        except OSError as taken:
+            if taken.errno == errno.EADDRINUSE:
+                return None
+            raise
+        listening.listen()
+        command = [sys.executable, "-P", __file__, str(listening.fileno())]
+        return subprocess.Popen(command, pass_fds=(listening.fileno(),), stdin=subprocess.DEVNULL)
+
+
 @cache
 def _forker() -> Forker:
     """Of this process; it ends when this one does."""
     return AsksForForks()
 
 
-def answer(line: socket.socket) -> None:
-    """Fork for the process at the other end until it is gone."""
+def listen(listening: socket.socket) -> None:
+    """Fork a process for each that asks for one; end when all of them are gone."""
     for name in (*ENGINES, *COMMANDS):
         importlib.import_module(name)
     pytest.MonkeyPatch().setattr(f"{BENCH}.WARM_SECONDS", 0.0)  # as in the tests' own process
     read_size_quickly(pytest.MonkeyPatch())
     assert threading.active_count() == 1
     gc.freeze()
+    asked = select.poll()
+    asked.register(listening)
+    forks = dict[int, int]()  # process ids, by files that can be read when the process has ended
+    while True:
+        for file, _ in asked.poll():
+            if file == listening.fileno():
+                pid = _fork_forker(listening)
+                file = os.pidfd_open(pid)
+                forks[file] = pid
+                asked.register(file)
+            else:
+                asked.unregister(file)
+                os.waitpid(forks.pop(file), 0)
+                os.close(file)
+        if not forks:
+            return
+
+
+def _fork_forker(listening: socket.socket) -> int:
+    """The id of a process that forks for the next that asks."""
+    line, _ = listening.accept()
+    with line:
+        pid = os.fork()
+        if not pid:
+            listening.close()
+            answer(line)
+            os._exit(0)
+    return pid
+
+
+def answer(line: socket.socket) -> None:
+    """Fork for the process at the other end until it is gone."""
     forks = ForksItself()
+    line.sendall(str(forks.pid).encode())
     while True:
         asked, files, _, _ = socket.recv_fds(line, 1, 20)
         if not asked:
@@ -222,17 +287,23 @@ class WarmProcess:
             self.pid = self._forker.start(what, [*files, *pass_fds])
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._forker.poll(self.pid)
-        return self.returncode
+        return self._wait(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            time.sleep(POLL_SECONDS)
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return code
+
+    def _wait(self, seconds: float | None) -> int | None:
+        if self.returncode is None:
+            end = os.pidfd_open(self.pid)  # to ask the forker again and again would cost more than most children
+            try:
+                if select.select([end], [], [], seconds)[0]:
+                    self.returncode = self._forker.poll(self.pid)
+            finally:
+                os.close(end)
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -291,4 +362,4 @@ def warm_ranks(patch: pytest.MonkeyPatch, process: type[WarmProcess] = WarmProce
 
 if __name__ == "__main__":
     sys.path.insert(0, str(MAKERS))
-    answer(socket.socket(fileno=int(sys.argv[1])))
+    listen(socket.socket(fileno=int(sys.argv[1])))
