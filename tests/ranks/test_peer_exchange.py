@@ -16,6 +16,7 @@ from warm_python import WarmProcess
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
+SLOW = {2: "sums", 3: "rounds"}
 WIRES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -38,13 +39,15 @@ def run_ranks(scenario: str, ranks: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The folder in which so many ranks, started once, left what they found in all scenarios."""
+def left(tmp_path_factory: pytest.TempPathFactory, share: float) -> Callable[[int], Path]:
+    """The folder in which so many ranks, started once, left what they found in all scenarios, `SLOW` where slow tests
+    run."""
 
     @cache
     def start(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
-        run_ranks({2: "sums+norms+many+slices+pushes+late", 3: "rounds+gathers"}[ranks], ranks, folder)
+        scenarios = {2: ["norms", "many", "slices", "pushes", "late"], 3: ["gathers"]}[ranks]
+        run_ranks("+".join([*scenarios, *([SLOW[ranks]] if share == 1 else [])]), ranks, folder)
         return folder
 
     return start
