@@ -53,18 +53,22 @@ def test_sums_of_some_types_are_those_of_the_weights_of_gguf(kernels: CudaKernel
 
 def check_sums(kernels: CudaKernels, qtype: str, tokens: int, cols: int) -> None:
     """A row of activations has one chunk of whole numbers up to 127, which are their own codes; every chunk has its
-    turn, in the interpreter every third where rows are few."""
+    turn, in the interpreter every third where rows are few, and each of these with one of the tiles: how a chunk is
+    decoded goes by its type alone, and many rows show it."""
     rows, bucket = 32, 1 << (tokens - 1).bit_length()
     raw = random_rows(qtype, rows, cols, seed=tokens)
     values = quants.dequantize(raw, GGMLQuantizationType[qtype]).astype(np.float64)
     weight = Packed(torch.from_numpy(pack_reference(raw, qtype, rows, cols)).to(DEVICE), qtype, rows, cols)
     rng = np.random.default_rng(tokens)
-    for tile in tiles_of_columns(qtype, bucket):
+    tiles, chunks = tiles_of_columns(qtype, bucket), cols // 32
+    apart = tokens if DEVICE == "cuda" or tokens >= 8 else 3 * tokens
+    for i, tile in enumerate(tiles):
+        turns = range(0, chunks, apart) if apart == tokens else range(apart * i % chunks, chunks, apart * len(tiles))
         kernels.use_tiles([TileChoice("acc", "matvec", qtype, bucket, tile, 1.0, 1.0)])
-        for first in range(0, cols // 32, tokens if DEVICE == "cuda" or tokens >= 8 else 3 * tokens):
-            x = np.zeros((tokens, cols // 32, 32))
+        for first in turns:
+            x = np.zeros((tokens, chunks, 32))
             for m in range(tokens):
-                x[m, (first + m) % (cols // 32)] = rng.permutation(np.r_[127, rng.integers(-127, 128, 31)])
+                x[m, (first + m) % chunks] = rng.permutation(np.r_[127, rng.integers(-127, 128, 31)])
             given = torch.from_numpy(x.reshape(tokens, cols)).bfloat16().to(DEVICE)
             out = poisoned(tokens, rows, dtype=torch.float32)
             kernels.linear(given, weight, out, NO_TILE)
