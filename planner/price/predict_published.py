@@ -1,6 +1,6 @@
 """Predicted time of a bench test: its very micro-batches, each simulated under the tier that will run it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pshard.batch import DECODE, VERIFY, Batch
@@ -58,7 +58,7 @@ class Predictor:
         on_host = self._tables.kind == "cpu"
         tiers = [rank.covering(max(load.tokens, under)) for rank in v.ranks]
         specs = [
-            replace(spec, caches=tuple(cache for cache in rank.caches if _counts(cache, tier.tokens, load.tokens)))
+            replace(spec, caches=tuple(_list_used(rank.caches, tier.tokens)))
             for spec, rank, tier in zip(self._specs, v.ranks, tiers)
         ]
         costs = [
@@ -113,7 +113,11 @@ class Predictor:
         return sum(self.micro_batch(rows, sequences, past, kind) for past in pasts) / n
 
 
-def _counts(cache: ExpertCache, under: int, tokens: int) -> bool:
-    """Whether slots count in a micro-batch of so many tokens under a tier for `under`: their experts are found there,
-    or need not be read from disk."""
-    return under <= cache.tokens or (cache.is_on_demand and tokens > cache.tokens)
+def _list_used(caches: Iterable[ExpertCache], tokens: int) -> Iterator[ExpertCache]:
+    """Slots that count under a tier of so many tokens, however few it has: their experts are found there, or slots that
+    no tier follows spare it reading from disk."""
+    for cache in caches:
+        if tokens <= cache.tokens:
+            yield cache
+        elif cache.is_on_demand:
+            yield replace(cache, tokens=0)

@@ -142,8 +142,12 @@ def test_short_prompts_read_what_slots_lack_of_the_experts_that_they_use(
 
 def test_short_prompts_read_whole_layers_where_these_come_sooner() -> None:
     """Of 16 experts 16 tokens use nearly all, and whole layers are read ahead."""
-    (rank,) = plan_beside_gpu(20, 24, prompt=32)[1].ranks
+    _, found = plan_beside_gpu(20, 24, prompt=32)
+    (rank,) = found.ranks
     assert rank.caches[0].tokens == FOLLOW_TOKENS and rank.tiers[1].tokens == 16
+    predictor = Predictor((SMALL,), make_machine(20 * MIB, kind="cuda"), found)
+    fewer = [predictor.prefill(tokens) for tokens in (2, 8, 9)]  # which run under the same tier
+    assert fewer == pytest.approx([tier_seconds(found)[16]] * 3, rel=0.05)
 
 
 def test_slots_too_few_for_a_layer_of_short_prompts_serve_decoding() -> None:
