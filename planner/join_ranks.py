@@ -92,12 +92,16 @@ def _predict_sweep(room: Room, tier: TierPlan, costs: TierCosts) -> Sweep | None
     return replace(tier.sweep, seconds=swept_seconds(room, tier, costs)) if tier.sweep else None
 
 
-def predict_together(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
-    """The ranks' plans with predictions by the costs of their tasks: they run together."""
+def predict_together(
+    tasks: Sequence[RankTask], ranks: Sequence[RankPlan], bounded: bool = True
+) -> tuple[RankPlan, ...]:
+    """The ranks' plans with predictions by the costs of their tasks: they run together. bounded: with what no plan can
+    beat, which takes most of the time; else with bounds of 0."""
     rooms, predicted = [t.room for t in tasks], []
     priced = [stage_by(r, t.costs) for t, r in zip(tasks, ranks)]
     for i in range(len(tasks[0].costs)):
-        tiers, costs, bounds = zip(*((r.tiers[i], c[i], t.divided_bounds[i]) for t, r, c in zip(tasks, ranks, priced)))
+        tiers, costs = zip(*((r.tiers[i], c[i]) for r, c in zip(ranks, priced)))
+        bounds = [task.divided_bounds[i] if bounded else 0.0 for task in tasks]
         predictions = predict_ranks(rooms, tiers, costs, bounds)
         swept = (_predict_sweep(*each) for each in zip(rooms, tiers, costs))
         predicted.append([replace(t, prediction=p, sweep=s) for t, p, s in zip(tiers, predictions, swept)])

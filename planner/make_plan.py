@@ -345,11 +345,11 @@ def same_placements(one: Sequence[TierPlan], other: Sequence[TierPlan]) -> bool:
     return [(t.placements, t.buffers) for t in one] == [(t.placements, t.buffers) for t in other]
 
 
-def predict_again(variant: Variant, *tasks: RankTask) -> Variant:
+def predict_again(variant: Variant, *tasks: RankTask, bounded: bool = True) -> Variant:
     """A variant with predictions by the costs of the ranks' tasks, which price the same tiers; what was measured
-    stays."""
+    stays. bounded: see `predict_together`."""
     ranks = []
-    for old, new in zip(variant.ranks, predict_together(tasks, variant.ranks), strict=True):
+    for old, new in zip(variant.ranks, predict_together(tasks, variant.ranks, bounded), strict=True):
         tiers = tuple(
             replace(tier, prediction=_keep_measured(before.prediction, tier.prediction))
             for before, tier in zip(old.tiers, new.tiers, strict=True)

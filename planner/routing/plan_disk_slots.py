@@ -58,7 +58,8 @@ def plan_disk_slots(
     chosen, best = min(found, key=lambda each: round_seconds(each[0]))
     wide = [each for way in best.widen(variant.workload) for each in search.place(way) if gains_by_width(chosen, each)]
     # of equal ones the first: a round may have no short prompts, which gain
-    return replace(min([*wide, variant, chosen], key=round_seconds), considered=variant.considered)
+    best_of_all = min([*wide, variant, chosen], key=round_seconds)
+    return variant if best_of_all is variant else replace(search.bound(best_of_all), considered=variant.considered)
 
 
 def _list_experts(spec: ModelSpec) -> list[Unit]:
@@ -129,6 +130,10 @@ class _Search:
         caches = tuple(share_out(self.spec, pools, left))
         return [self._predict(caches, far, way)] if len(caches) == len(pools) else []
 
+    def bound(self, variant: Variant) -> Variant:
+        """A plan that was tried with its bounds, which take longer than the rest of a try."""
+        return predict_again(variant, *self._price(variant.ranks[0].caches))
+
     def _price(self, caches: tuple[ExpertCache, ...]) -> tuple[RankTask, ...]:
         tokens = tuple(tier.tokens for tier in self._tiers)
         return price_tiers(hold_slots(self.spec, (caches,)), self.tables, self.variant.workload, tokens)
@@ -164,4 +169,4 @@ class _Search:
         order = [*always, *(name for name in rank.pin_order if name not in far)]
         order.sort(key=lambda name: sum(name not in own for own in pins))  # what returned may be in more tiers now
         rank = replace(rank, tiers=drafted, pin_order=tuple(order), caches=caches)
-        return predict_again(replace(self.variant, ranks=(rank,)), task)
+        return predict_again(replace(self.variant, ranks=(rank,)), task, bounded=False)

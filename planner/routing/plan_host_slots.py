@@ -58,7 +58,7 @@ def plan_host_slots(
         found += best.way.try_all(MOST_REPLAYS if record else MOST_TRIED, record)
     for narrow in _choose(found):  # of equal ones the first: a round may have no short prompts, which gain
         found = [*_widen(narrow, record), narrow]
-    chosen = next((each.variant for each in _choose(found) if each.seconds < round_seconds(variant)), variant)
+    chosen = next((each.bound() for each in _choose(found) if each.seconds < round_seconds(variant)), variant)
     return replace(chosen, considered=variant.considered)
 
 
@@ -255,7 +255,7 @@ class _Way:
             for old, t in zip(rank.tiers, tiers)
         )
         rank = replace(rank, tiers=drafted, pin_order=order.pin_order, kv_order=order.kv_order, caches=caches)
-        return predict_again(replace(base, plan_needed=True, ranks=(rank,)), task)
+        return predict_again(replace(base, plan_needed=True, ranks=(rank,)), task, bounded=False)
 
     def _count_switch(self, variant: Variant) -> float:
         """Seconds of reading what answers have in VRAM and prompts on disk, once a round."""
@@ -275,3 +275,7 @@ class _Found:
     variant: Variant
     way: _Way
     staying: int
+
+    def bound(self) -> Variant:
+        """The plan with its bounds, which take longer than the rest of a try."""
+        return predict_again(self.variant, *self.way.search.price(self.variant.ranks[0].caches))
