@@ -29,10 +29,10 @@ def talk(engine) -> torch.Tensor:
     return torch.cat([engine.forward(p, all_logits=True) for p in prompts])
 
 
-@pytest.mark.parametrize("slots", [0, 5])  # beyond the least
+@pytest.mark.parametrize(("slots", "follow"), [(0, FOLLOW), (5, FOLLOW), (0, 16), (5, 16)])  # slots: beyond the least
 @pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
 def test_logits_are_those_of_experts_in_host_memory_and_hits_those_of_a_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, slots: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, slots: int, follow: int
 ) -> None:
     monkeypatch.setenv("PSHARD_DISK", FAST)
     shape = {"qtype": "Q4_0"} if arch == "qwen3moe" else {"qtype": "F32", "qtypes": {"ffn_up_exps.weight": "MXFP4"}}
@@ -43,20 +43,22 @@ def test_logits_are_those_of_experts_in_host_memory_and_hits_those_of_a_replay(
     experts = list_experts(spec)
     on_host = tuple(
         make_tier(
-            spec, n, pinned | {u.name: ("cpu" if n <= FOLLOW else "streamed", None) for u in experts}, 2, CONTEXT, 1,
+            spec, n, pinned | {u.name: ("cpu" if n <= follow else "streamed", None) for u in experts}, 2, CONTEXT, 1,
             batch=64,
         )
-        for n in (1, FOLLOW, 64)
+        for n in (1, follow, 64)
     )  # fmt: skip
     with open_engine(path, on_host, "fast", CONTEXT, device="cuda") as engine:
         right = talk(engine)
-    used = spec.config.experts.used if spec.config.experts else 0
-    variant = plan_by_hand(spec, used * max(len(experts), FOLLOW) + slots, on_host=True, reserve_mib=TORCH_RESERVE_MIB)
+    rule = spec.config.experts
+    assert rule is not None
+    least = max(rule.used * len(experts), min(rule.count, rule.used * follow))
+    variant = plan_by_hand(spec, least + slots, on_host=True, reserve_mib=TORCH_RESERVE_MIB, follow=follow)
     with open_model(path) as file, build_engine(file, variant, open_device("cuda"), records=True) as engine:
         assert torch.isfinite(right).all() and torch.equal(talk(engine), right)
         (cache,) = engine.rank_plan.caches
         counts = replay_run(
-            engine.record_routing(""), [u.layer for u in experts], follow_plan(spec, engine.rank_plan, cache), FOLLOW
+            engine.record_routing(""), [u.layer for u in experts], follow_plan(spec, engine.rank_plan, cache), follow
         )
         assert counts == engine.expert_hits and counts.hits and counts.admitted
         assert engine.memory().read > cache.nbytes * 0.9
