@@ -207,7 +207,40 @@ _GEMMA3 = _defaults(  # of google/gemma-3-4b-it: Gemma3TextConfig of transformer
     rope_theta=1e6,
     tie_word_embeddings=True,
 )
-_COHERE = _defaults(logit_scale=0.0625, layer_norm_eps=1e-5, tie_word_embeddings=True)
+_OSS = _defaults(  # GptOssConfig of transformers
+    rope_theta=150000.0,
+    rope_parameters={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+)
+_MINISTRAL3 = _defaults(  # Ministral3Config of transformers
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+)
+_APERTUS = _defaults(  # ApertusConfig of transformers
+    rms_norm_eps=1e-5,
+    rope_theta=1.2e7,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 1.2e7,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+)
+_UNWINDOWED = _defaults(use_sliding_window=False)
+_COHERE = _defaults(rope_theta=5e5, logit_scale=0.0625, layer_norm_eps=1e-5, tie_word_embeddings=True)
 _OLMO = _defaults(layer_norm_eps=1e-5)
 _OLMO3 = _defaults(sliding_window=4096, rms_norm_eps=1e-5, rope_theta=5e5)
 _EXAONE4 = _defaults(sliding_window=4096, rms_norm_eps=1e-5)
@@ -356,8 +389,16 @@ _GEMMA4_DENSE = Architecture(
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=_GATED_BIASES),
     Architecture("mistral", "llama", "adjacent", windows=True),
-    Architecture("qwen2", "qwen2", "halves", biases=_QKV, folder_windows="listed"),
-    Architecture("qwen3", "qwen3", "halves", optional_biases=_ATTENTION_BIASES, qk_norm=True, folder_windows="listed"),
+    Architecture("qwen2", "qwen2", "halves", biases=_QKV, folder_windows="listed", defaults=_UNWINDOWED),
+    Architecture(
+        "qwen3",
+        "qwen3",
+        "halves",
+        optional_biases=_ATTENTION_BIASES,
+        qk_norm=True,
+        folder_windows="listed",
+        defaults=_UNWINDOWED,
+    ),
     Architecture(
         "mixtral",
         "llama",
@@ -365,8 +406,17 @@ ARCHITECTURES = (
         file_biases=_ATTENTION_BIASES,
         routing=Routing(sizes_as_dense=True, fixed=_FIXED),
         folder_windows="all",
+        defaults=_defaults(rope_theta=1e6),
     ),
-    Architecture("qwen2_moe", "qwen2moe", "halves", biases=_QKV, routing=_QWEN2_MOE, folder_windows="listed"),
+    Architecture(
+        "qwen2_moe",
+        "qwen2moe",
+        "halves",
+        biases=_QKV,
+        routing=_QWEN2_MOE,
+        folder_windows="listed",
+        defaults=_UNWINDOWED,
+    ),
     Architecture(
         "qwen3_moe",
         "qwen3moe",
@@ -375,6 +425,7 @@ ARCHITECTURES = (
         qk_norm=True,
         routing=Routing(fixed=_FIXED),
         folder_windows="all",
+        defaults=_UNWINDOWED,
     ),
     Architecture(
         "glm4_moe",
@@ -450,6 +501,7 @@ ARCHITECTURES = (
         ffn_norm="post_attention_norm.weight",
         sinks=True,
         window_every=2,
+        defaults=_OSS,
         routing=Routing(
             scores="chosen", sizes_as_dense=True, activation="clamped", biases=True, fixed=("scores", "scale")
         ),
@@ -470,7 +522,8 @@ ARCHITECTURES = (
         "adjacent",
         optional_biases=_GATED_BIASES,
         still_every=4,
-        defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True),
+        folder_windows="listed",
+        defaults=_defaults(**_UNWINDOWED, rope_theta=2e6, tie_word_embeddings=True),
     ),
     Architecture("granite", "granite", "adjacent", multiplied=_GRANITE, optional_biases=_GATED_BIASES),
     Architecture(
@@ -507,6 +560,7 @@ ARCHITECTURES = (
         file_biases=_GATED_BIASES,
         warmed=True,
         folder_windows="all",
+        defaults=_MINISTRAL3,
         yarn_keys=("log_multiplier", "beta_fast", "beta_slow"),
     ),
     Architecture(
@@ -545,9 +599,10 @@ ARCHITECTURES = (
             norms="after",
             full_every=4,
             may_lack_windows=True,
+            window_base=base,
             defaults=defaults,
         )
-        for name, defaults in (("olmo2", _defaults()), ("olmo3", _OLMO3))
+        for name, base, defaults in (("olmo2", 0.0, _defaults()), ("olmo3", 5e5, _OLMO3))
     ),
     Architecture(
         "minimax_m2",
@@ -738,7 +793,7 @@ ARCHITECTURES = (
         qk_norm=True,
         activation="xielu",
         ungated=True,
-        defaults=_defaults(rms_norm_eps=1e-5),
+        defaults=_APERTUS,
     ),
     Architecture(
         "hunyuan_v1_dense",
@@ -769,7 +824,15 @@ ARCHITECTURES = (
     Architecture(
         "maincoder", "maincoder", "adjacent", optional_biases=_QKV, qk_norm=True, turned_norms=True, remote=True
     ),
-    Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),
+    Architecture(
+        "phi3",
+        "phi3",
+        "halves",
+        fused=True,
+        partial=True,
+        windows=True,
+        defaults=_defaults(original_max_position_embeddings=4096),
+    ),
     Architecture(
         "gemma3_text",
         "gemma3",
@@ -875,7 +938,7 @@ ARCHITECTURES = (
             biases=_QKV,
             folder_windows="listed",
             sections="blocks",
-            defaults=_defaults(rope_theta=1e6),
+            defaults=_defaults(**_UNWINDOWED, rope_theta=1e6),
         )
         for name in ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
     ),

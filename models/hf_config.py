@@ -8,6 +8,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.families.by_layer import with_rows_beside
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.layer_sorts import hf_ropes
+from pshard.models.families.read_by import keep_read
 from pshard.models.families.read_numbers import hf_numbers
 from pshard.models.families.step_settings import adjust_step
 from pshard.models.hybrid.read_delta import hf_delta
@@ -24,12 +25,12 @@ _ACTIVATIONS = {
     "xielu": ("xielu",),
 }
 _EPSILONS = ("layer_norm_eps", "norm_epsilon", "norm_eps")  # of layer norms
-_HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
+_HEAD_NORMS = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
 
 
 def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelConfig:
     """The model's numbers from config.json. Raises UserError that names the key."""
-    config = {**arch.defaults, **config}
+    config = {**arch.defaults, **keep_read(arch.name, config)}
     if arch.conv and not arch.routing:
         config = adjust_rows(config, where)
     if arch.chunked:
@@ -40,6 +41,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
     keys.refuse_unless("swiglu_limit", 7.0)
+    keys.refuse_unless("swiglu_alpha", 1.702)
+    keys.refuse_unless("is_causal", True)
     if not (arch.optional_qk_norm or arch.qk_norm or arch.own_head_norms):
         keys.refuse_unless("use_qk_norm", False)
     if arch.unweighted:  # what its layer norms add is written out in transformers
@@ -54,14 +57,14 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         config.setdefault("partial_rotary_factor", keys.integer("rotary_dim") / head_dim)
     parallel = arch.may_be_parallel and keys.flag("use_parallel_residual", False)
     own_positions = arch.full_every and not arch.still_every
-    positions = config
+    positions = {**config, "rope_scaling": None} if arch.by_layer else config  # which its class does not read
     if own_positions or arch.by_layer:  # of the latter's full layers: see hf_layers
-        positions = split_positions(config, arch.window_base)[int(arch.by_layer)]
+        positions = split_positions(positions, arch.window_base, where)[int(arch.by_layer)]
     turned = latent.rope if latent else head_dim
     if arch.sorted:
         rope, _ = hf_ropes(arch, keys, head_dim, context)
     else:
-        rope = hf_rope(positions, arch.rotated, turned, context, where)
+        rope = hf_rope(positions, arch.rotated, turned, context, where, alpha=arch.turned_norms)
     made = ModelConfig(
         architecture=arch.name,
         n_layers=n_layers,
@@ -73,7 +76,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         if arch.sorted or (experts and all(map(experts.are_in, range(n_layers))))
         else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
-        norm_eps=keys.real(_name_eps(arch, config), span=EPSILONS),
+        norm_eps=keys.real(_name_eps(arch), span=EPSILONS),
         context=context,
         rope=_pair(arch, keys, rope),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
@@ -83,7 +86,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         gated=bool(arch.delta),
         delta=hf_delta(keys, n_layers) if arch.delta else None,
         conv=hf_conv(keys, n_layers) if arch.conv else None,
-        own_head_norms=arch.own_head_norms and any(keys.flag(key, False) for key in _HEAD_NORMS),
+        own_head_norms=arch.own_head_norms and keys.flag(_HEAD_NORMS[arch.name], False),
         clamp=keys.factor("clip_qkv") if arch.clamped else 0.0,
         **arch.declared | ({"parallel": True} if parallel else {}),
     )
@@ -95,10 +98,11 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     return check_config(arch, hf_numbers(arch, keys, made), where)
 
 
-def _name_eps(arch: Architecture, config: dict[str, Any]) -> str:
+def _name_eps(arch: Architecture) -> str:
+    """Its classes have one each, which they have a value for."""
     if not arch.centred:
         return "norm_eps" if arch.conv else "rms_norm_eps"
-    return next((name for name in _EPSILONS if config.get(name) is not None), _EPSILONS[0])
+    return next(name for name in _EPSILONS if name in arch.defaults)
 
 
 def count_hf_drafters(config: dict[str, Any], where: str) -> int:
@@ -107,10 +111,11 @@ def count_hf_drafters(config: dict[str, Any], where: str) -> int:
 
 
 def _sliding_window(arch: Architecture, config: dict[str, Any], keys: Keys) -> int:
-    """Tokens of the window, 0 for none. Qwen files state one that `use_sliding_window` switches off."""
+    """Tokens of the window, 0 for none. Qwen files state one that `use_sliding_window` switches on."""
     kinds = config.get("layer_types")
     full = isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds)
-    if config.get("use_sliding_window") is False or full:
+    listed = isinstance(kinds, list) and arch.still_every  # by which SmolLM3 goes then
+    if full or (config.get("use_sliding_window") is False and not listed):
         return 0
     has_one = arch.window_every > 1 or arch.full_every or config.get("sliding_window") is not None
     return keys.integer("sliding_window") if has_one else 0

@@ -14,8 +14,8 @@ from pshard.models.stored import ANOTHER
 
 def position_keys(config: Mapping[str, Any], where: str) -> Keys:
     """What a folder says of positions. Raises UserError."""
-    # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    # transformers 5 keeps everything in rope_parameters, in place of which it takes rope_scaling where both are there
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(name) or {}
     if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
         raise UserError(f"{where}: {name} differs from layer to layer, which is not supported yet; {ANOTHER}")
@@ -25,18 +25,25 @@ def position_keys(config: Mapping[str, Any], where: str) -> Keys:
     return Keys({**beside, **given}, f"{where}: {name}")
 
 
-def split_positions(config: Mapping[str, Any], window_base: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings for layers with full attention and for those with a window, where these differ in positions.
-    window_base: of the latter where a folder does not say; 0: as of the others."""
-    given, base = config.get("rope_parameters"), window_base or config.get("rope_theta")
-    if isinstance(given, dict) and "full_attention" in given:
-        local = {"rope_theta": base, "rope_parameters": of_kind(given, "sliding_attention")}
-        full = of_kind(given, "full_attention")
-        return {**config, "rope_parameters": full}, {**config, "rope_scaling": None, **local}
-    if not window_base:  # transformers' Olmo3Config goes by rope_theta where it does not say what is of which layers
-        config = {**config, "rope_parameters": None}
-    base = config.get("rope_local_base_freq") or base
-    return dict(config), {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": base}
+def split_positions(config: Mapping[str, Any], window_base: float, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings for layers with full attention and for those with a window, where these differ in positions: each
+    sort's own rope_parameters, with which rope_scaling is joined for the former. What rope_parameters say of all layers
+    at once is not read, as in transformers. window_base: of the latter where a folder does not say. Raises UserError.
+    """
+    given, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
+    given = given if isinstance(given, dict) else {}
+    full, local = (of_kind(given, kind) or {} for kind in ("full_attention", "sliding_attention"))
+    if not all(isinstance(one, dict) for one in (full, local, scaling)):
+        raise UserError(f"{where}: rope_parameters or rope_scaling is no list of settings; {ANOTHER}")
+    if "type" in scaling and not scaling.get("rope_type"):
+        raise UserError(f"{where}: rope_scaling has type, where models of this family have rope_type; {ANOTHER}")
+    own = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+    rest = {key: value for key, value in config.items() if key not in own}
+    bases = config.get("rope_theta"), config.get("rope_local_base_freq") or window_base
+    return (
+        {**rest, "rope_theta": bases[0], "rope_parameters": {**full, **scaling}},
+        {**rest, "rope_theta": bases[1], "rope_parameters": local},
+    )
 
 
 def of_kind(given: Mapping[str, Any], kind: str) -> Any:
@@ -46,8 +53,11 @@ def of_kind(given: Mapping[str, Any], kind: str) -> Any:
     return {**found, "truncate": given.get("truncate", True)} if isinstance(found, dict) and found else found
 
 
-def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: int, where: str) -> Rope:
-    """How heads of so many numbers are rotated. Raises UserError that names the key."""
+def hf_rope(
+    config: Mapping[str, Any], rotated: float, head_dim: int, context: int, where: str, alpha: bool = False
+) -> Rope:
+    """How heads of so many numbers are rotated. alpha: models of the family scale bases by it, as Hunyuan's do. Raises
+    UserError that names the key."""
     keys = position_keys(config, where)
     kind = keys.get("rope_type") or keys.get("type") or "default"
     share, base = keys.real("partial_rotary_factor", rotated), keys.real("rope_theta", 10000.0, BASES)
@@ -58,7 +68,9 @@ def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: i
         return Rope(dims, base, "halves")
     if kind == "dynamic" and not keys.get("alpha"):  # the same within a model's context, and texts have no more
         return Rope(dims, base, "halves")
-    if kind == "dynamic" and keys.get("alpha"):  # HunYuan's: of a fixed factor, whatever a text's length
+    if kind == "dynamic":  # of a fixed factor, whatever a text's length
+        if not alpha:
+            keys.refuse("alpha", "is of Hunyuan's models, and those of this family have none")
         if dims <= 2:
             keys.refuse("alpha", f"scales the base of heads of which {dims} numbers are rotated")
         return Rope(dims, base * keys.real("alpha", span=FACTORS) ** (dims / (dims - 2)), "halves")

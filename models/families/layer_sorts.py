@@ -224,8 +224,9 @@ def hf_ropes(arch: Architecture, keys: Keys, head_dim: int, context: int) -> tup
     turned = {kind: arch.rotated if found[kind].get("rope_type", "default") == "default" else 1.0 for kind in here}
     if lacking or not here:
         keys.refuse("rope_parameters", f"says nothing of layers with {' and '.join(sorted(lacking or {_FULL}))}")
+    beside = {} if arch.limited else {"partial_rotary_factor": keys.values.get("partial_rotary_factor")}
     ropes = {
-        kind: hf_rope({"rope_parameters": of_kind(found, kind)}, turned[kind], head_dim, context, keys.where)
+        kind: hf_rope({**beside, "rope_parameters": of_kind(found, kind)}, turned[kind], head_dim, context, keys.where)
         for kind in here
     }
     one = next(iter(ropes.values()))

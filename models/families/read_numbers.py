@@ -96,9 +96,10 @@ def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConf
     if arch.full_every and not arch.still_every:
         if not config.sliding_window:
             return config
-        local = hf_rope(
-            split_positions(keys.values, arch.window_base)[1], arch.rotated, config.head_dim, config.context, keys.where
-        )
+        _, of_windows = split_positions(keys.values, arch.window_base, keys.where)
+        local = hf_rope(of_windows, arch.rotated, config.head_dim, config.context, keys.where)
+        if local.dims != config.rope.dims:
+            keys.refuse("rope_parameters", f"turns {local.dims} numbers of heads in layers with a window")
         return replace(config, window_rope=replace(local, pairing=config.rope.pairing))
     positions = position_keys(keys.values, keys.where)
     if arch.warmed and positions.get("llama_4_scaling_beta"):
@@ -140,14 +141,25 @@ def _place_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelC
     """The config with windows, and heads that are not turned, in the layers that config.json lists. Raises UserError
     that names the key for a list of another length, or windows whose length nothing says."""
     check_layers(keys, config.n_layers)
+    config = _place_still(arch, keys, _place_windows(arch, keys, config))
+    if config.sliding_window and any(config.has_window(i) and config.is_still(i) for i in range(config.n_layers)):
+        keys.refuse("layer_types", "has windows in layers that are not rotated, which is not supported yet")
+    return config
+
+
+def _place_windows(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     windows = _list_windows(arch, keys, config)
     if windows:
         if any(windows) and not keys.values.get("sliding_window"):
             keys.refuse("layer_types", "has layers with windows, but sliding_window does not say how long these are")
         if windows != tuple(map(config.has_window, range(config.n_layers))) or arch.folder_windows:
             length = config.sliding_window if any(windows) else 0
-            still = tuple(not seen for seen in windows) if arch.still_every else ()
-            config = replace(config, sliding_window=length, windows_in=windows, still_in=still)
+            still = tuple(not seen for seen in windows) if arch.full_every and arch.still_every else ()
+            return replace(config, sliding_window=length, windows_in=windows, still_in=still)
+    return config
+
+
+def _place_still(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
     turned = keys.values.get("no_rope_layers")
     if not arch.still_every or (turned is None and keys.get("no_rope_layer_interval") is None):
         return config
