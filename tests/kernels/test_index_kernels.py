@@ -22,7 +22,7 @@ PARTS = {
     "one token": [(1, 0)],
     "tokens": [(1, 700), (1, 63), (1, 127), (1, 3)],
     "some": [(5, 126), (2, 0), (4, 191)],
-    "prompts": [(70, 0), (90, 333)],
+    "prompts": [(70, 0), (10 if INTERPRETED else 90, 380)],  # which goes on within a block, and begins another
 }
 
 if INTERPRETED:
