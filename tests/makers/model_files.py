@@ -8,6 +8,7 @@ all experts are used.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -163,26 +164,47 @@ def _write_gguf(
     alignment: int | None,
     sizes: Shape,
 ) -> Path:
-    rng = np.random.default_rng(seed)
     writer = _start_writer(path, arch, sizes)
     _add_metadata(writer, {"tokenizer.ggml.model": "none", **(metadata or {})})
     if alignment:
         writer.add_custom_alignment(alignment)
-    for name, dims in sizes.tensors(arch, tied):
-        role = name.split(".", 2)[2] if name.startswith("blk.") else name
-        if name in omit or name in extra:
-            continue
-        if len(dims) == 1 or name.endswith(".bias"):
-            writer.add_tensor(name, random_vector(name, prod(dims), rng).reshape(dims))
+    for name, array, kind in _draw_tensors(
+        arch, qtype, tuple((qtypes or {}).items()), tied, seed, (*omit, *extra), sizes
+    ):
+        if kind:
+            _add_encoded(writer, name, array, kind)
         else:
-            kind = (qtypes or {}).get(role, qtype)
-            kind = "F32" if role == "ffn_gate_inp.weight" else kind
-            wide = _width_for_routing(role, dims[-1]) if arch in (*MOE, OSS) else 1.0
-            encoded = random_matrix(prod(dims[:-1]), dims[-1], kind, rng, wide)
-            _add_encoded(writer, name, encoded.reshape(*dims[:-1], -1), kind)
+            writer.add_tensor(name, array)
     for name, array in extra.items():
         writer.add_tensor(name, array.astype(np.float32))
     return _finish(writer, path)
+
+
+@lru_cache(maxsize=8)
+def _draw_tensors(
+    arch: str,
+    qtype: str,
+    qtypes: tuple[tuple[str, str], ...],
+    tied: bool,
+    seed: int,
+    without: tuple[str, ...],
+    sizes: Shape,
+) -> tuple[tuple[str, np.ndarray, str], ...]:
+    """Names, numbers and quant types ("" of vectors) of a file's tensors: kept, as many files differ in keys alone."""
+    rng, drawn = np.random.default_rng(seed), list[tuple[str, np.ndarray, str]]()
+    for name, dims in sizes.tensors(arch, tied):
+        role = name.split(".", 2)[2] if name.startswith("blk.") else name
+        if name in without:
+            continue
+        if len(dims) == 1 or name.endswith(".bias"):
+            drawn.append((name, random_vector(name, prod(dims), rng).reshape(dims), ""))
+        else:
+            kind = dict(qtypes).get(role, qtype)
+            kind = "F32" if role == "ffn_gate_inp.weight" else kind
+            wide = _width_for_routing(role, dims[-1]) if arch in (*MOE, OSS) else 1.0
+            encoded = random_matrix(prod(dims[:-1]), dims[-1], kind, rng, wide)
+            drawn.append((name, encoded.reshape(*dims[:-1], -1), kind))
+    return tuple(drawn)
 
 
 def _width_for_routing(role: str, cols: int) -> float:
