@@ -439,7 +439,14 @@ ARCHITECTURES = (
         routing=Routing(scores="sigmoid", normed=False, choice_bias=True, shared=True),
     ),
     Architecture("deepseek_v2", "deepseek2", "adjacent", latent=True, routing=Routing(normed=False, shared=True)),
-    Architecture("deepseek_v3", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
+    Architecture(
+        "deepseek_v3",
+        "deepseek2",
+        "adjacent",
+        latent=True,
+        routing=_DEEPSEEK_V3,
+        defaults=_defaults(routed_scaling_factor=2.5),
+    ),
     Architecture("kimi_k2", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
     Architecture("glm4_moe_lite", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3, defaults=_GLM_LITE),
     Architecture(

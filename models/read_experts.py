@@ -11,7 +11,7 @@ from pshard.models.stored import ANOTHER
 
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # llama.cpp's numbers of gating functions; 0: as the architecture
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # transformers 5 writes others
-_USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+_USED = ("top_k_experts", "num_experts_per_tok", "moe_k", "moe_topk")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor", "moe_router_scaling_factor")
 _STEPS = ("moe_layer_interval", "interleave_moe_layer_step")

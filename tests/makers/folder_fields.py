@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from family_files import _HF, hf_settings
 from gemma4_files import GEMMAS
@@ -18,15 +19,24 @@ from gemma4_files import hf_settings as gemma4_settings
 from hybrid_files import hf_settings as hybrid_settings
 from latent_files import FLASH, LIKE, Q_RANK, ROPE, SIZES
 from model_files import HF_CLASSES, OSS_ROPE, Shape, _hf_expert_settings
+from qwen4exp_files import Recipe
+from qwen4exp_folder import hf_settings as qwen4exp_settings
 
 VOCAB, GONE = 320, "gone"  # the latter in place of a key's value: without the key
 FULL, SEEN = "full_attention", "sliding_attention"
 Keys = dict[str, Any]
 
-_HYBRIDS = {"next": "Qwen3Next", "dense": "Qwen3_5Text", "moe": "Qwen3_5MoeText"}
+_HYBRIDS = ("next", "dense", "moe")
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss")
 _LATENT = {"deepseek_v2": LIKE["lite"], "deepseek_v3": LIKE["v3"], "glm4_moe_lite": FLASH}
-FOLDERS = (*_HF, *_PLAIN, *_LATENT, *(f"gemma4-{name}" for name in GEMMAS), *(f"hybrid-{name}" for name in _HYBRIDS))
+FOLDERS = (
+    *_HF,
+    *_PLAIN,
+    *_LATENT,
+    *(f"gemma4-{name}" for name in GEMMAS),
+    *(f"hybrid-{name}" for name in _HYBRIDS),
+    "qwen4exp",
+)
 
 
 class Family(NamedTuple):
@@ -97,6 +107,9 @@ def _find(name: str) -> tuple[Any, Any, Keys]:
 
     if name in _HF:
         return *(getattr(transformers, kind) for kind in _HF[name]), hf_settings(name)
+    if name == "qwen4exp":
+        models = pytest.importorskip("transformers.models.qwen4_exp", reason="this transformers does not know it")
+        return models.Qwen4ExpTextConfig, models.Qwen4ExpForCausalLM, qwen4exp_settings(Recipe())
     kind, _, form = name.partition("-")
     if kind == "gemma4":
         return transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, gemma4_settings(GEMMAS[form])
@@ -196,7 +209,7 @@ def list_fields(text: Keys) -> dict[str, list[Any]]:
         "gating": ["per-head", "per-element"], "num_attention_heads_per_layer": [[heads] * n],
         "num_nextn_predict_layers": [1], "per_layer_config": [{"0": {"head_dim": 16}}], "attention_dropout": [0.5],
         "activation_function": ["relu"], "mlp_hidden_act": ["relu2"], "position_embedding_type": ["alibi"],
-        "use_rope": [False], "rotary_pct": [0.5],
+        "use_rope": [False], "rotary_pct": [0.5], "indexer_budget": [8, 32], "ple_layer_ids": [[3], []],
     }  # fmt: skip
 
 
@@ -280,6 +293,7 @@ _SIZES = (  # whose defaults are those of large models
     *("shared_expert_intermediate_size", "share_expert_dim", "intermediate_size_mlp", "vocab_size_per_layer_input"),
     *("num_attention_heads_per_layer", "num_sliding_attention_heads", "max_position_embeddings", "model_type"),
     *("global_head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("ngram_vocab_size_base", "ple_embed_dim", "hc_lowrank", "indexer_n_heads", "indexer_head_dim", "heads_per_ngram"),
     *("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"),
 )
 

@@ -230,6 +230,39 @@ def test_what_a_folder_says_and_is_not_computed_is_refused(
         open_model(write_bare_folder(tmp_path / "hf", like, settings | keys))
 
 
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen3vlmoe", {"routed_scaling_factor": 3.0, "moe_layers": [1], "moe_k": 1}),
+        ("olmo3", {"sliding_window_pattern": 2, "use_sliding_window": False, "original_max_position_embeddings": 9}),
+        ("cohere2", {"no_rope_layers": [1, 1, 0, 0], "no_rope_layer_interval": 2, "qk_layernorm": True}),
+        ("hunyuan-moe", {"num_shared_experts": 2, "first_k_dense_replace": 1, "num_dense_layers": 1}),
+        ("nemotron", {"layer_norm_eps": 0.01, "norm_epsilon": 0.01, "rotary_dim": 8}),
+        ("gemma", {"query_pre_attn_scalar": 16, "n_group": 2}),
+        ("dots1", {"topk_method": "greedy", "router_scaling_factor": 2.0, "decoder_sparse_step": 2}),
+        ("mimo2", {"use_expert_bias": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_keys_that_the_class_of_a_family_does_not_read_say_nothing(family: str, keys: dict[str, Any]) -> None:
+    settings = published(family)
+    settings = settings.get("text_config", settings)
+    arch = find_hf_architecture(settings["model_type"], "config.json")
+    assert hf_config(arch, settings | keys, "config.json") == hf_config(arch, settings, "config.json")
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma3"])
+def test_scaling_of_transformers_4_counts_beside_what_5_says(family: str) -> None:
+    """In place of it, or joined with that of layers with full attention."""
+    settings = published(family)
+    arch = find_hf_architecture(settings["model_type"], "config.json")
+    config = hf_config(arch, settings | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, "config.json")
+    assert (config.rope.scaling, config.rope.factor) == ("linear", 3.0)
+    if family == "gemma3":
+        assert config.window_rope and config.window_rope.factor == 1.0
+        with pytest.raises(UserError, match="rope_scaling has type"):
+            hf_config(arch, settings | {"rope_scaling": {"type": "linear", "factor": 3.0}}, "config.json")
+
+
 @pytest.mark.parametrize("family", REMOTE)
 def test_a_folder_with_code_of_its_own_is_refused_by_name(family: str, tmp_path: Path) -> None:
     folder = write_bare_folder(tmp_path / "hf", family, published(family))

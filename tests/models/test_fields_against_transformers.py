@@ -31,7 +31,6 @@ from pshard.models.families.text_part import take_text_settings
 from pshard.models.hf_config import hf_config
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_gelu")]
 
 IDS = [(7 * i * i + 3 * i + 5) % VOCAB for i in range(100)]
 
@@ -101,6 +100,7 @@ class Compared:
         return apart(got, expected) > self.within
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_key_counts_as_transformers_reads_it_or_is_named(name: str, tmp_path: Path) -> None:
     family = find_family(name)
