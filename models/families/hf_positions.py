@@ -34,14 +34,15 @@ def split_positions(config: Mapping[str, Any], window_base: float, where: str) -
     given = given if isinstance(given, dict) else {}
     full, local = (of_kind(given, kind) or {} for kind in ("full_attention", "sliding_attention"))
     if not all(isinstance(one, dict) for one in (full, local, scaling)):
-        raise UserError(f"{where}: rope_parameters or rope_scaling is no list of settings; {ANOTHER}")
+        raise UserError(f"{where}: rope_parameters or rope_scaling has others than keys and values; {ANOTHER}")
     if "type" in scaling and not scaling.get("rope_type"):
         raise UserError(f"{where}: rope_scaling has type, where models of this family have rope_type; {ANOTHER}")
     own = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
     rest = {key: value for key, value in config.items() if key not in own}
     bases = config.get("rope_theta"), config.get("rope_local_base_freq") or window_base
+    rounded = {"truncate": given.get("truncate", True)}  # see of_kind
     return (
-        {**rest, "rope_theta": bases[0], "rope_parameters": {**full, **scaling}},
+        {**rest, "rope_theta": bases[0], "rope_parameters": {**full, **scaling, **rounded}},
         {**rest, "rope_theta": bases[1], "rope_parameters": local},
     )
 
