@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import zlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,19 +76,24 @@ class Family(NamedTuple):
         with torch.no_grad():
             named = (*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "_bias" in n))
             for name, weight in named:
-                weight.copy_(_draw(name, weight))
+                own = _draw(name, weight.shape)
+                weight.copy_(weight + own if weight.dim() < 2 and not name.endswith(_DRAWN) else own)
         return model
 
 
-def _draw(name: str, weight: torch.Tensor) -> torch.Tensor:
-    own = torch.randn(weight.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-    if "correction_bias" in name or "expert_bias" in name:
-        return 0.2 * own
-    if name.endswith(("sinks", "A_log")):
-        return 0.5 * own
-    if weight.dim() < 2:
-        return weight + 0.3 * own
-    return own if "embed_tokens" in name else own * weight.shape[-1] ** -0.5
+_DRAWN = ("correction_bias", "expert_bias", "sinks", "A_log")  # vectors that are drawn whole, others vary
+
+
+@lru_cache(maxsize=512)
+def _draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    own = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    if len(shape) < 2:
+        return own * {"correction_bias": 0.2, "expert_bias": 0.2, "sinks": 0.5, "A_log": 0.5}.get(_ending(name), 0.3)
+    return own if "embed_tokens" in name else own * shape[-1] ** -0.5
+
+
+def _ending(name: str) -> str:
+    return next((end for end in _DRAWN if name.endswith(end)), "")
 
 
 def find_family(name: str) -> Family:
@@ -298,6 +304,14 @@ _SIZES = (  # whose defaults are those of large models
 )
 
 
+_UNUSED = (  # by what computes logits
+    *("transformers_version", "use_cache", "initializer_range", "attention_dropout", "output_router_logits"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "router_aux_loss_coef", "architectures", "dtype"),
+)
+
+
 def list_missing(text: Keys) -> list[Keys]:
-    """Without each key that transformers has a value for, but those of sizes."""
-    return [{key: GONE} for key in text if key not in _SIZES and key != "rope_parameters"]
+    """Without each key that transformers has a value for, but those of sizes; without those that are for nothing."""
+    kept = (*_SIZES, *_UNUSED, "rope_parameters")
+    unused = {key: GONE for key in _UNUSED if key in text and "ple_layer_ids" not in text}  # whose texts end at a token
+    return [unused, *({key: GONE} for key in text if key not in kept)]
