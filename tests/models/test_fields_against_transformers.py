@@ -32,6 +32,7 @@ from pshard.models.hf_config import hf_config
 
 pytest.importorskip("transformers")
 
+PART = 6  # so much of the settings is tried, another part in each family: 1 tries all, which takes five minutes
 IDS = [(7 * i * i + 3 * i + 5) % VOCAB for i in range(100)]
 
 
@@ -109,7 +110,7 @@ def test_a_key_counts_as_transformers_reads_it_or_is_named(name: str, tmp_path: 
     fields = {key: values for key, values in list_fields(family.text).items() if family.text.get(key, "") not in values}
     known = [{key: value} for key, values in fields.items() if family.reads(key) for value in values]
     tried = (*known, *list_missing(family.text), *list_pairs(family.text), *list_positions(family.text))
-    wrong = [keys for keys in tried if compared.differs(keys)]
+    wrong = [keys for keys in tried[list(FOLDERS).index(name) % PART :: PART] if compared.differs(keys)]
 
     strange = {key: values[0] for key, values in fields.items() if not family.reads(key)}
     found = theirs(family, family.with_keys(strange))
