@@ -32,7 +32,7 @@ from pshard.models.hf_config import hf_config
 
 pytest.importorskip("transformers")
 
-PART = 6  # so much of the settings is tried, another part in each family: 1 tries all, which takes five minutes
+PART = 16  # so much of the settings is tried, another part in each family: 1 tries all, which takes five minutes
 IDS = [(7 * i * i + 3 * i + 5) % VOCAB for i in range(100)]
 
 
