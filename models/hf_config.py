@@ -37,6 +37,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         config["sliding_window"] = Keys(config, where).integer("attention_chunk_size", arch.window_unsaid)
     config = adjust_step(config, where) if arch.limited else config
     config = name_layers_as_published(config) if arch.streamed else config
+    if arch.by_layer:
+        config["rope_scaling"] = None  # which its class does not read
     arch, keys = arch.of_windows(config.get("sliding_window")), Keys(config, where)
     for key in ("hidden_act", "hidden_activation"):
         keys.refuse_unless(key, *_ACTIVATIONS[arch.activation])
@@ -57,9 +59,9 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         config.setdefault("partial_rotary_factor", keys.integer("rotary_dim") / head_dim)
     parallel = arch.may_be_parallel and keys.flag("use_parallel_residual", False)
     own_positions = arch.full_every and not arch.still_every
-    positions = {**config, "rope_scaling": None} if arch.by_layer else config  # which its class does not read
+    positions = config
     if own_positions or arch.by_layer:  # of the latter's full layers: see hf_layers
-        positions = split_positions(positions, arch.window_base, where)[int(arch.by_layer)]
+        positions = split_positions(config, arch.window_base, where)[int(arch.by_layer)]
     turned = latent.rope if latent else head_dim
     if arch.sorted:
         rope, _ = hf_ropes(arch, keys, head_dim, context)

@@ -95,7 +95,7 @@ def hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfi
         keys.refuse("layer_types", f"does not say of each of {layers} layers if it has sliding or full attention")
     windows = tuple(kind == _WINDOWED for kind in kinds)
     dims, kv = _hf_heads(keys, windows)
-    full, local = split_positions({**keys.values, "rope_scaling": None}, arch.window_base, keys.where)
+    full, local = split_positions(keys.values, arch.window_base, keys.where)
     rope = _hf_rope(full, dims[0], config.context, keys.where)
     windowed = hf_rope(local, arch.rotated, dims[1], config.context, keys.where)
     config = _with_borrowers(keys, "num_kv_shared_layers", replace(config, windows_in=windows))

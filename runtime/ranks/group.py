@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.collectives import PUSHED, fastest_collective, wire_type
+from pshard.collectives import BY_ROWS, MANY_ROWS, PUSHED, fastest_collective, wire_type
 from pshard.errors import UserError
 from pshard.machine import CollectiveTiming
 from pshard.runtime.devices.numa import bind_memory, place_rank, read_nodes, read_pci_node, read_siblings
@@ -230,8 +230,8 @@ class TorchGroup(Group):
             return "nccl"
         if (rows, columns) not in self._chosen:
             ways = self.algorithms(rows, columns)
-            if "many-rows" in ways:  # spares others' work, a norm and adding up experts: no timing of a sum shows that
-                ways = ("many-rows", "nccl")
+            if MANY_ROWS in ways:  # spares others' work, a norm and adding up experts: no timing of a sum shows that
+                ways = (MANY_ROWS, "nccl")
             wire, nbytes = self._wire_on_gpu(rows), 4 * rows * columns
             fastest = fastest_collective(self._timings, self.size, nbytes, wire, among=ways)
             self._chosen[rows, columns] = fastest[0] if fastest else ways[0]
@@ -250,14 +250,14 @@ class TorchGroup(Group):
         return torch.bfloat16 if rounds and self._wire_on_gpu(rows) == "bf16" else torch.float32
 
     def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
-        return self._peers if self.algorithm(rows, columns) in ("rows", "many-rows") else None
+        return self._peers if self.algorithm(rows, columns) in (BY_ROWS, MANY_ROWS) else None
 
     def pushes(self, part: torch.Tensor) -> bool:
         rows, columns = part.shape
         if rows > 1 or self.wire(part) != "f32":
             return False
         if columns not in self._pushed:
-            fastest = fastest_collective(self._timings, self.size, part.nbytes, among=("rows", PUSHED))
+            fastest = fastest_collective(self._timings, self.size, part.nbytes, among=(BY_ROWS, PUSHED))
             self._pushed[columns] = fastest is not None and fastest[0] == PUSHED
         return self._pushed[columns]
 

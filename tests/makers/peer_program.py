@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from interpreted import mend_interpreter
+from rank_program import inner_norm
 
 from pshard.runtime.ranks.group import Group
 
@@ -79,18 +80,16 @@ def norms(exchange: Any, out: Path) -> None:
     from pshard.runtime.ranks.sum_norm import NO_SUM_NORM
 
     found, weight = list[torch.Tensor](), summand(9, (96,), 2)
-    for within in (NO_SUM_NORM, inner_norm(96)):
+    for within in (NO_SUM_NORM, inner_norm(inner_weight(96))):
         part, hidden, normed = summand(exchange.rank, (3, 96), 0), summand(9, (3, 96), 1), torch.zeros(3, 128)
         exchange.sum_rows(part, hidden, "f32", True, (weight, 1e-5, normed[:, :96]), within=within)
         found += [hidden, normed]
     torch.save(found, out / f"norms-{exchange.rank}.pt")
 
 
-def inner_norm(cols: int) -> Any:
-    """How a sum is normalised before it is added."""
-    from pshard.runtime.ranks.sum_norm import SumNorm
-
-    return SumNorm(summand(9, (cols,), 4), torch.full((1,), 0.75))
+def inner_weight(cols: int) -> torch.Tensor:
+    """Of `inner_norm`."""
+    return summand(9, (cols,), 4)
 
 
 MANY = [(7, 96, "f32", torch.float32), (5, 2000, "bf16", torch.bfloat16), (9, 1500, "bf16", torch.float32)]
@@ -124,7 +123,7 @@ def many(exchange: Any, out: Path) -> None:
         exchange.sum_many_rows(made, from_made, wire, True, norm)
         exchange.sum_many_rows(part, from_pairs, wire, True, norm, pairs=pairs)
         inner = summand(9, (rows, cols), seed), torch.zeros(rows, cols)
-        exchange.sum_many_rows(part, inner[0], wire, True, (*norm[:2], inner[1]), within=inner_norm(cols))
+        exchange.sum_many_rows(part, inner[0], wire, True, (*norm[:2], inner[1]), within=inner_norm(inner_weight(cols)))
         results.append((hidden, normed, rounded, alone, in_place, from_pairs, from_made, *inner))
     torch.save(results, out / f"many-{exchange.rank}.pt")
 
@@ -170,7 +169,7 @@ def slices(exchange: Any, out: Path) -> None:
         counts.share_memory_()
     triton_row_sum.MAX_COLS = triton_row_sum.SLICE  # of a launch: one program for each row
     row_of = interpreter_builder.create_get_program_id
-    for seed, within in ((0, NO_SUM_NORM), (3, inner_norm(cols))):
+    for seed, within in ((0, NO_SUM_NORM), (3, inner_norm(inner_weight(cols)))):
         part, children = summand(exchange.rank, (2, cols), seed), []
         for piece in range(programs):
             children.append(os.fork())

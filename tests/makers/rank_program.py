@@ -10,7 +10,6 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.ranks import group as parallel
 from pshard.runtime.ranks import watch
 from pshard.runtime.ranks.group import Group, init_group
+from pshard.runtime.ranks.sum_norm import NO_SUM_NORM, SumNorm
 
 
 def partial(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -30,6 +30,16 @@ def partial(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
 def normalise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Its RMS norm, float64."""
     return x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def inner_norm(weight: torch.Tensor) -> SumNorm:
+    """How a sum is normalised before it is added."""
+    return SumNorm(weight, torch.full((1,), 0.75, device=weight.device))
+
+
+def add_normalised(hidden: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What a sum of parts makes of hidden by `inner_norm`, float64."""
+    return (hidden.double() + normalise(part, weight)) * 0.75
 
 
 def sums(group: Group, out: Path) -> None:
@@ -158,14 +168,13 @@ def gpu_norms(group: Group, out: Path) -> None:
     normed)]; what is handed over quantised is."""
     from pshard.runtime.kernels.api import PendingSum
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
-    from pshard.runtime.ranks.sum_norm import NO_SUM_NORM
 
     kernels, found = CudaKernels("cuda", 64), []
     for shape in ((1, 5120), (32, 8192), (4, 768), (1, 5120)):
         exchange = group.row_exchange(*shape)
         assert exchange is not None
         weight = partial(8, shape[1:]).cuda()
-        for norm in (NO_SUM_NORM, NO_SUM_NORM, *2 * [inner_norm(shape[1])]):
+        for norm in (NO_SUM_NORM, NO_SUM_NORM, *2 * [inner_norm(partial(7, shape[1:]).cuda())]):
             hidden, normed = partial(9, shape).cuda(), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
             sums = PendingSum(exchange, partial(group.rank, shape).cuda(), "f32", norm)
             kernels.sum_rms_norm(sums, hidden, weight, 1e-5, normed)
@@ -176,25 +185,19 @@ def gpu_norms(group: Group, out: Path) -> None:
     torch.save(found, out / f"gpu_norms-{group.rank}.pt")
 
 
-def inner_norm(cols: int) -> Any:
-    """How a sum is normalised before it is added."""
-    from pshard.runtime.ranks.sum_norm import SumNorm
-
-    return SumNorm(partial(7, (cols,)).cuda(), torch.full((1,), 0.75, device="cuda"))
-
-
 def gpu_many_rows(group: Group, out: Path) -> None:
     """Sums of whole rows of prompts with their norm, from parts of both types, added as they are and normalised before:
     [(hidden, normed, rounded)]."""
     from pshard.runtime.kernels.api import PendingSum
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
-    from pshard.runtime.ranks.sum_norm import NO_SUM_NORM
 
     kernels, found = CudaKernels("cuda", 64), []
     for shape in ((65, 2048), (300, 2880), (4096, 2048), (700, 4096)):
         exchange, weight = group.row_exchange(*shape), partial(8, shape[1:]).cuda()
         assert exchange is not None and group.part_dtype(*shape) is torch.bfloat16
-        for dtype, norm in product((torch.float32, torch.bfloat16), (NO_SUM_NORM, inner_norm(shape[1]))):
+        for dtype, norm in product(
+            (torch.float32, torch.bfloat16), (NO_SUM_NORM, inner_norm(partial(7, shape[1:]).cuda()))
+        ):
             hidden, part = partial(9, shape).cuda(), partial(group.rank, shape).cuda().to(dtype)
             normed, rounded = torch.empty_like(hidden), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
             kernels.sum_rms_norm(PendingSum(exchange, part, "bf16", norm), hidden, weight, 1e-5, normed, rounded)

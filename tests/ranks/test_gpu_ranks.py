@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from head_files import write_headed
-from rank_program import normalise, partial
+from rank_program import add_normalised, normalise, partial
 from test_parallel_group import expect_wide_norms, processes_of, run_ranks
 
 from pshard.profile.timed.collective_times import measure_collectives
@@ -41,11 +41,6 @@ def test_norms_over_all_heads_are_of_sums_over_gpus(backend: str, tmp_path: Path
     expect_wide_norms(backend, tmp_path, rounded=2e-2)
 
 
-def add_normalised(hidden: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """What a sum of parts makes of hidden by `inner_norm` of the ranks' program, float64."""
-    return (hidden.double() + normalise(part, partial(7, part.shape[1:]))) * 0.75
-
-
 def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
     done = run_ranks("gpu_norms@peers", 2, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,7 +52,9 @@ def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
         if i % 4 < 2:
             assert torch.equal(hidden, before + part)
         else:
-            torch.testing.assert_close(hidden.double(), add_normalised(before, part), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                hidden.double(), add_normalised(before, part, partial(7, part.shape[1:])), rtol=1e-5, atol=1e-5
+            )
         wanted = normalise(hidden, partial(8, hidden.shape[1:]))
         assert float(((normed.double() - wanted) ** 2).sum() / (wanted**2).sum()) < 1e-5  # bfloat16
 
@@ -73,7 +70,9 @@ def test_sums_of_many_rows_normalise_as_they_go(tmp_path: Path) -> None:
         if i % 2 == 0:
             assert torch.equal(hidden, before + part)
         else:
-            torch.testing.assert_close(hidden.double(), add_normalised(before, part), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                hidden.double(), add_normalised(before, part, partial(7, part.shape[1:])), rtol=1e-5, atol=1e-4
+            )
         wanted = normalise(hidden, partial(8, hidden.shape[1:]))
         torch.testing.assert_close(normed.double(), wanted, rtol=1e-6, atol=1e-4)
         # a compiler may sum a row's squares once for each of the two types, in another order

@@ -10,8 +10,8 @@ import pytest
 import torch
 from engines import open_engine
 from model_files import write_gguf
-from peer_program import MANY, SUMS, inner_norm, summand
-from rank_program import normalise
+from peer_program import MANY, SUMS, inner_weight, summand
+from rank_program import add_normalised, normalise
 from warm_python import WarmProcess
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
@@ -78,16 +78,10 @@ def test_a_sum_may_add_and_normalise_at_once(left: Callable[[int], Path]) -> Non
     for rank in range(2):
         plain, normed, inner, normed_inner = torch.load(folder / f"norms-{rank}.pt")
         assert torch.equal(plain, before + part)
-        torch.testing.assert_close(inner.double(), add_normalised(before, part), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(inner.double(), add_normalised(before, part, inner_weight(96)), rtol=1e-5, atol=1e-5)
         for hidden, got in ((plain, normed), (inner, normed_inner)):
             torch.testing.assert_close(got[:, :96].double(), normalise(hidden, weight), rtol=1e-5, atol=1e-5)
             assert not got[:, 96:].any()
-
-
-def add_normalised(hidden: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """What a sum of parts makes of hidden by `inner_norm`, float64."""
-    weight, factor = inner_norm(part.shape[1])
-    return (hidden.double() + normalise(part, weight)) * factor
 
 
 def test_sums_of_many_rows_normalise_as_they_go(left: Callable[[int], Path]) -> None:
@@ -102,7 +96,7 @@ def test_sums_of_many_rows_normalise_as_they_go(left: Callable[[int], Path]) -> 
         cut = 2.0**-6 * max(p.abs().max() for p in parts) if dtype.itemsize > WIRES[wire].itemsize else 0.0
         assert all(torch.equal(one, other) for one, other in zip(found[0][seed], found[1][seed]))
         got, out, rounded, alone, in_place, from_pairs, from_made, inner, of_inner = found[0][seed]
-        wanted = add_normalised(before, parts[0] + parts[1])
+        wanted = add_normalised(before, parts[0] + parts[1], inner_weight(cols))
         torch.testing.assert_close(inner.double(), wanted, rtol=1e-5 + cut, atol=1e-5 + cut)
         torch.testing.assert_close(of_inner.double(), normalise(inner, weight), rtol=1e-5, atol=1e-5)
         assert torch.equal(alone, got)
@@ -124,7 +118,9 @@ def test_programs_of_a_row_share_its_norm(left: Callable[[int], Path]) -> None:
     shape = first[0].shape
     plain, inner = (summand(0, shape, seed) + summand(1, shape, seed) for seed in (0, 3))
     assert shape[1] > 1024
-    torch.testing.assert_close(first[0].double(), add_normalised(plain, inner), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        first[0].double(), add_normalised(plain, inner, inner_weight(shape[1])), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(first[1].double(), normalise(first[0], summand(9, shape[1:], 2)), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
