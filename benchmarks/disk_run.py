@@ -4,7 +4,8 @@
 
 Each disk has a plan of its own under --ram and --vram: for a prompt of the longest test and an answer of 256 tokens. A
 test is an answer, after tokens that fill slots and do not count, or a prompt, after one that does not count. Beside
-each rate stand the plan's prediction, what was read, and which share of the profile's rate of reading that was. The
+each rate stand the plan's prediction, the same had slots been expected to find as much as they did, what was read, and
+which share of the profile's rate of reading that was. The
 real disk is read cold: the file is written out and dropped from the page cache. A made-up disk takes as long as it
 says, and reads from the page cache, to which the file is brought before.
 
@@ -37,6 +38,7 @@ from parallel import run
 from pshard.commands.command_line import parse_ram
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
+from pshard.plan import Variant
 from pshard.planner.price.predict_published import Predictor
 from pshard.runtime.engine import Engine
 from pshard.runtime.memory.disk.fake_disk import VARIABLE
@@ -47,6 +49,7 @@ from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 from pshard.session.this_machine import environment_of
 from pshard.times.stolen_time import DISTURBED, count_all_cores, disturbed_share, read_core_time
+from pshard.units.moe.expert_cache import pack_hits
 
 LATE = "latency=100us"
 DISKS = {"real": ""} | {f"{rate} GB/s": f"fake:rate={rate}G,{LATE}" for rate in (7, 2, 1)}
@@ -170,9 +173,20 @@ def measure_disk(case: Case, name: str, end: float) -> Iterator[dict[str, Any]]:
                 continue
             expected = predict_seconds(predictor, test)
             found["tests"][test.name] = row = measure_test(engine, test, rate, expected, case.patience)
+            if row["slot_hits_expected"]:
+                variant = expect_as_found(opened.variant, row["slot_hits"] / row["slot_hits_expected"])
+                again = predict_seconds(Predictor([opened.file.spec], opened.profile, variant), test)
+                row["predicted_as_found"] = row["predicted"] * expected / again
             found["memory"] = asdict(engine.memory()) | {"process_now": measure_process(), "ram": case.ram << 20}
             print(describe(name, test, row), flush=True)
             yield found
+
+
+def expect_as_found(variant: Variant, times: float) -> Variant:
+    """The variant whose slots are expected to find so many times as many choices."""
+    (rank,) = variant.ranks
+    caches = [replace(c, hits=pack_hits([times * share for share in c.hits_by_place])) for c in rank.caches]
+    return replace(variant, ranks=(replace(rank, caches=tuple(caches)),))
 
 
 def plan(case: Case, name: str) -> Opened:
@@ -315,7 +329,9 @@ def describe(disk: str, test: BenchTest, row: dict[str, Any]) -> str:
     """A line: measured, predicted, the goal of that, what was read and how fast."""
     off, goal = row["predicted"] / row["rate"] - 1, GOALS[disk]
     verdict = "" if abs(off) <= goal else ", MISSED"
-    hits = f"; slots found {row['slot_hits']:.0%}" if row["slot_hits"] is not None and test.n_gen else ""
+    hits = ""
+    if test.n_gen and "predicted_as_found" in row:
+        hits = f"; slots found {row['slot_hits']:.0%} (with that predicted {row['predicted_as_found']:.4g})"
     others = mean(one["disturbed"] for one in row["samples"])
     return (
         f"{disk}, {test.name}: {row['rate']:.4g} tok/s (at best {row['at_best']:.4g}), predicted "
