@@ -3,11 +3,11 @@
     python benchmarks/disk_run.py -m qwen3-30b-a3b.gguf --seconds 360 -o disk-run.json
 
 Each disk has a plan of its own under --ram and --vram: for a prompt of the longest test and an answer of 256 tokens. A
-test is an answer, after tokens that fill slots and do not count, or a prompt, after one that does not count. Beside
-each rate stand the plan's prediction, the same had slots been expected to find as much as they did, what was read, and
-which share of the profile's rate of reading that was. The
-real disk is read cold: the file is written out and dropped from the page cache. A made-up disk takes as long as it
-says, and reads from the page cache, to which the file is brought before.
+test is an answer, after tokens that fill slots and do not count, or a few prompts, all unlike, after one that does not
+count. Beside each rate stand the plan's prediction, the same had slots been expected to find as much as they did, what
+was read, and which share of the profile's rate of reading that was. The real disk is read cold: the file is written out
+and dropped from the page cache. A made-up disk takes as long as it says, and reads from the page cache, to which the
+file is brought before.
 
 Other programs slow what is measured. So each sample says which share of the cores these had, and quiet samples count
 alone where there are some. With --patience a sample waits for a quiet moment first. Beside the rate stands the best one
@@ -173,7 +173,7 @@ def measure_disk(case: Case, name: str, end: float) -> Iterator[dict[str, Any]]:
                 continue
             expected = predict_seconds(predictor, test)
             found["tests"][test.name] = row = measure_test(engine, test, rate, expected, case.patience)
-            if row["slot_hits_expected"]:
+            if row["slot_hits"] is not None and row["slot_hits_expected"]:
                 variant = expect_as_found(opened.variant, row["slot_hits"] / row["slot_hits_expected"])
                 again = predict_seconds(Predictor([opened.file.spec], opened.profile, variant), test)
                 row["predicted_as_found"] = row["predicted"] * expected / again
@@ -281,9 +281,10 @@ def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float, 
         hits = engine.hits_by_rank()
         runs = [[token] for token in count_ids(engine, test.n_gen, UNCOUNTED)]
     else:
-        prompt = count_ids(engine, test.n_prompt, 0)
-        engine.forward(prompt)
-        runs = [prompt] * max(1, min(MOST_SAMPLES, round(SAMPLE_SECONDS / expected)))
+        prompts = 1 + max(1, min(MOST_SAMPLES, round(SAMPLE_SECONDS / expected)))
+        uncounted, *runs = (count_ids(engine, test.n_prompt, i * test.n_prompt) for i in range(prompts))
+        engine.forward(uncounted)
+        hits = engine.hits_by_rank()
     read, end, samples = engine.memory().read, time.monotonic() + patience, list[Sample]()
     for ids in runs:
         if test.n_prompt:
@@ -330,7 +331,7 @@ def describe(disk: str, test: BenchTest, row: dict[str, Any]) -> str:
     off, goal = row["predicted"] / row["rate"] - 1, GOALS[disk]
     verdict = "" if abs(off) <= goal else ", MISSED"
     hits = ""
-    if test.n_gen and "predicted_as_found" in row:
+    if "predicted_as_found" in row:
         hits = f"; slots found {row['slot_hits']:.0%} (with that predicted {row['predicted_as_found']:.4g})"
     others = mean(one["disturbed"] for one in row["samples"])
     return (
