@@ -527,7 +527,7 @@ def _stage_as(task: RankTask, candidate: Candidate) -> RankTask:
     if task.costs[0].tables.profile.lockable_bytes is None or not task.plan_needed:
         return task
     costs = stage_under(candidate, task.costs)
-    return replace(task, costs=costs, classes=group_units(task.room.spec, costs[0].staged), twin=None)
+    return replace(task, costs=costs, classes=group_units(task.room.spec, costs), twin=None)
 
 
 def choose_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> tuple[Candidate, ...]:

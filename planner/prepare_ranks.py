@@ -140,7 +140,7 @@ class Part:
         """Its task, without bounds."""
         spec, workload = self.room.spec, self.room.workload
         costs = tuple(tier_costs(spec, self.tables, n, workload, self.ranks, self.staged) for n in loads)
-        return RankTask(self.rank, self.share, self.room, group_units(spec, self.staged), costs, (), True)
+        return RankTask(self.rank, self.share, self.room, group_units(spec, costs), costs, (), True)
 
 
 def take_parts(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> Iterator[Part]:

@@ -52,6 +52,7 @@ from pshard.units.operations import (
 )
 from pshard.units.quantised import find_runs, list_quantised
 from pshard.units.rewrites import EnterStreams, enter_once
+from pshard.units.unit import Unit
 
 # tokens of a prompt whose cells are read together: rows of GPU tiles (runtime/kernels/gpu/tiles/attention_tiles.py);
 # plain torch takes as many as a window of 128 has
@@ -62,7 +63,8 @@ ATTENDED_AT_ONCE = 128
 class OneSide:
     """Who computes what: "acc" or "host" by the tables, `rows` of the micro-batch `load` over keys of `kv_type`, of
     experts by their `uses`, as so many unrelated tokens (`distinct`; None: the
-    rows) use them. ready: what the unit before has left quantised for products of few rows."""
+    rows) use them. ready: what the unit before has left quantised for products of few rows. unit: whose operations
+    they are, where that matters (see `Unit.stays_in_bf16`)."""
 
     side: str
     tables: Tables
@@ -72,6 +74,7 @@ class OneSide:
     uses: Uses = ()
     distinct: float | None = None
     ready: Rows | None = None
+    unit: Unit | None = None
 
     @property
     def apart(self) -> float:
@@ -143,8 +146,8 @@ def price_operation(operation: Operation | EnterStreams, by: OneSide) -> list[Te
             return [(Order.OTHER, _elementwise(by, "rope", operation.width)), *_beside_rotation(operation, by)]
         case Attend():
             return [(Order.OTHER, _attention(by, operation))]
-        case HeadProducts(stack):  # as many bytes and products as of one matrix as tall as all heads' together
-            return _products(by, (stack,))
+        case HeadProducts(stack):  # as of one matrix as tall as all heads' together; its kernel knows no int8
+            return _products(replace(by, tables=by.tables.in_bf16), (stack,))
         case StoreLatent():  # which normalises the latent as it goes
             return [(Order.OTHER, _elementwise(by, "rope", operation.width))]
         case AttendLatent():
@@ -227,7 +230,9 @@ def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
 
 
 def _matmul(by: OneSide, matrix: TensorSpec) -> float:
-    return by.tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
+    never_int8 = by.unit is not None and by.unit.stays_in_bf16(matrix)
+    tables = by.tables.in_bf16 if never_int8 else by.tables
+    return tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
 
 
 def _untimed_delta(by: OneSide, net: DeltaNet) -> float:

@@ -19,11 +19,12 @@ from pshard.machine import MEMORIES, CollectiveTiming, Contention, MachineProfil
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
-from pshard.planner.price.prompt_math import price_math
+from pshard.planner.price.prompt_math import price_math, uses_int8
 from pshard.planner.price.scattered_reads import ScatteredReads
 from pshard.quant import packed_nbytes
 from pshard.times.curves import Curve, interpolate, interpolate_evenly
 from pshard.times.curves import curve_through as _curve
+from pshard.times.gpu_tiles import BF16
 from pshard.units.operations import Attend
 
 UNHINDERED = 0.95  # of what copies and CPU kernels reach alone: memory has room for both
@@ -60,10 +61,7 @@ class Tables:
             by[device, kv_type].setdefault(heads, {})[count] = _curve(points)
         self.routed, self.deltas, self.scattered = ExpertTables(own), DeltaTables(profile), ScatteredReads(profile)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
-        copies = (c for c in profile.copies if c.device == "acc")
-        timed = [((c.direction, c.memory), c.nbytes, c.seconds) for c in copies]
-        timed += [((READ.timed, "pinned"), d.nbytes, d.seconds) for d in profile.unit_reads]
-        self._copies = _grouped(timed)
+        self._copies = _group_copies(profile)
         for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
             if not table:
                 raise UserError(f"the machine profile has no {what} timings; run pshard-profile again")
@@ -81,6 +79,11 @@ class Tables:
         other = copy(self)
         other.correction, other._others, other.divided = correction, {}, {}
         return other
+
+    @cached_property
+    def in_bf16(self) -> "Tables":
+        """The tables of products that are never made in int8, whatever is asked for; these ones where none is."""
+        return Tables(replace(self.profile, prompt_math=BF16), self.correction) if uses_int8(self.profile) else self
 
     def of_accelerator(self, index: int) -> "Tables":
         """The tables of accelerator `index`; these ones where it was not timed apart from the first."""
@@ -304,6 +307,13 @@ def _read_cells(curve: Curve, alike: float, cells: float, on_host: bool) -> floa
 def count_pairs(tokens: int, context: int) -> float:
     """Pairs of a new token and a cell that it attends to (causal), `context` cells in all."""
     return tokens * max(0, context - tokens) + tokens * (tokens + 1) / 2
+
+
+def _group_copies(profile: MachineProfile) -> dict:
+    copies = (c for c in profile.copies if c.device == "acc")
+    timed = [((c.direction, c.memory), c.nbytes, c.seconds) for c in copies]
+    timed += [((READ.timed, "pinned"), d.nbytes, d.seconds) for d in profile.unit_reads]
+    return _grouped(timed)
 
 
 def _grouped(rows) -> dict:

@@ -59,6 +59,11 @@ def _scale(choices: Choices, profile: MachineProfile, key: tuple[str, str, str],
     return scale_math(counts[choose_bucket(counts, tokens)], profile.prompt_math) if counts else 1.0
 
 
+def uses_int8(profile: MachineProfile) -> bool:
+    """Whether an accelerator makes any products of many tokens in int8."""
+    return any(c.is_int8 and c.tile != LIBRARY for c in settle_math(profile.tiles, profile.prompt_math))
+
+
 def describe_math(spec: ModelSpec, profile: MachineProfile) -> str:
     """Which of a model's products of many tokens a GPU makes in int8; "" where it was not timed or asked for."""
     if not any(choice.is_int8 for choice in profile.tiles):

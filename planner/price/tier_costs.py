@@ -1,5 +1,6 @@
 """TierCosts: everything that simulating or solving one tier needs to know about time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp
@@ -71,12 +72,16 @@ class TierCosts:
         """Whether streamed units of the kind are read in place."""
         return self.in_place and kind.parts is not None
 
+    def likeness(self, unit: Unit) -> tuple:
+        """Units for which this is equal cost the same wherever they are."""
+        return unit.likeness, unit.name in self.staged, self.setting.is_unlike(unit)
+
     @cached_property
     def stand_ins(self) -> dict[str, str]:
         """By unit, the first that costs the same wherever it is, and after which ranks sum alike."""
         first: dict[tuple, str] = {}
-        sets = self.staged, set(self.spec.onto_parts.values()), self._normed, self.spec.demanded(1)
-        keys = {u.name: (u.likeness, *(u.name in names for names in sets)) for u in self.spec.units}
+        sets = set(self.spec.onto_parts.values()), self._normed, self.spec.demanded(1)
+        keys = {u.name: (*self.likeness(u), *(u.name in names for names in sets)) for u in self.spec.units}
         return {name: first.setdefault(key, name) for name, key in keys.items()}
 
     def over_link(self, kind: UnitKind, cost: UnitCost | DividedCost) -> float:
@@ -118,9 +123,10 @@ class TierCosts:
         """Cost of the unit of that name divided so."""
         if (name, share) not in self._divided:
             unit = self.spec.unit(name)
-            if (unit.likeness, share) not in self._worked_out:
-                self._worked_out[unit.likeness, share] = divided_cost(unit, share, self._setting_of_parts)
-            cost = self._worked_out[unit.likeness, share]
+            key = unit.likeness, self.setting.is_unlike(unit), share
+            if key not in self._worked_out:
+                self._worked_out[key] = divided_cost(unit, share, self._setting_of_parts)
+            cost = self._worked_out[key]
             self._divided[name, share] = stage_cost(cost) if name in self.staged else cost
         return self._divided[name, share]
 
@@ -252,13 +258,21 @@ def tier_costs(
     memory."""
     setting = Setting(spec, tables, load, workload, ranks)
     costs: dict[str, UnitCost] = {}
-    for alike in spec.alike:
+    for alike in _list_equal(setting):
         cost = unit_cost(alike[0], setting)
         aside = stage_cost(cost)
         costs |= {u.name: aside if u.name in staged else cost for u in alike}
     units = {u.name: costs[u.name] for u in spec.units}
     in_place = spec.ways_to_read(load.tokens)[0]
     return TierCosts(load, units, tables, spec, workload, ranks, staged, in_place)
+
+
+def _list_equal(setting: Setting) -> Iterator[list[Unit]]:
+    """Units that cost the same, but for what is staged."""
+    for alike in setting.spec.alike:
+        for unlike in (False, True):
+            if units := [u for u in alike if setting.is_unlike(u) == unlike]:
+                yield units
 
 
 def restage(costs: TierCosts, staged: frozenset[str]) -> TierCosts:

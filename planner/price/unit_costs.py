@@ -34,14 +34,21 @@ class Setting:
     workload: Workload
     ranks: int = 1
 
-    def side(self, name: str, rows: int | None = None, unit: Unit | None = None) -> OneSide:
+    def side(self, name: str, unit: Unit | None = None, rows: int | None = None, begins: bool = True) -> OneSide:
         """One side's view of the micro-batch; `rows`: of its tokens. A GPU computes more of them where drafts are
-        verified, up to the next size that kernels are made for. unit: whose operations begin."""
+        verified, up to the next size that kernels are made for. unit: whose operations these are, and whether it
+        begins with them."""
         rows = self.load.tokens if rows is None else rows
         if self.load.verifies and name == "acc" and not self.waits and rows <= SMALL_BATCH:
             rows = next_rung(rows)
-        ready = CHOSEN if unit is not None and unit.name in self.spec.behind_routers else None
-        return OneSide(name, self.tables, self.load, rows, self.workload.type_k, self.uses, self.apart, ready)
+        ready = CHOSEN if begins and unit is not None and unit.name in self.spec.behind_routers else None
+        cells = self.workload.type_k
+        return OneSide(name, self.tables, self.load, rows, cells, self.uses, self.apart, ready=ready, unit=unit)
+
+    def is_unlike(self, unit: Unit) -> bool:
+        """Whether a unit takes longer than those of equal likeness: its products stay in bfloat16, theirs do not."""
+        apart = self.tables.in_bf16 is not self.tables and self.load.tokens > SMALL_BATCH
+        return apart and any(map(unit.stays_in_bf16, unit.matrices))
 
     @cached_property
     def apart(self) -> float:
@@ -190,7 +197,7 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     on_host, copying = setting.shares
     rows = load.logit_rows if unit.kind.gives_logits else load.tokens
     operations = unit.operations(spec.config)
-    acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows, unit)) for s in ("acc", "host"))
+    acc_seconds, host_seconds = (price_operations(operations, setting.side(s, unit, rows)) for s in ("acc", "host"))
     acc_seconds += setting.telling_choices(unit)
     row = sum(o.each * o.table.cols for o in operations if isinstance(o, LookUp))
     reads = load.tokens * row * 4 if unit.kind.is_looked_up else setting.reads(unit)
@@ -224,7 +231,7 @@ def _share_begins(
     if not unit.ports.between:
         return 0.0, 0.0
     before = halve(operations)[0]
-    acc, host = (price_operations(before, setting.side(side)) for side in ("acc", "host"))
+    acc, host = (price_operations(before, setting.side(side, unit)) for side in ("acc", "host"))
     return acc / seconds[0], host / seconds[1]
 
 
@@ -274,16 +281,16 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
     reads = 0
     work = divide_operations(unit, share, spec.config)
     if parts.on_cpu is None:
-        on_acc = acc * (price_operations(work.on_acc, setting.side("acc", unit=unit)) * slower + step)
+        on_acc = acc * (price_operations(work.on_acc, setting.side("acc", unit)) * slower + step)
     else:
         on_acc, rest = (
-            acc * (price_operations(operations, setting.side("acc", unit=begun)) * slower + step)
-            for operations, begun in ((work.on_acc, unit), (work.after, None))
+            acc * (price_operations(operations, setting.side("acc", unit, begins=begins)) * slower + step)
+            for operations, begins in ((work.on_acc, True), (work.after, False))
         )
         more, less = setting.weigh_slots(unit, parts.on_cpu.first)
         on_acc *= more
         reads = used_nbytes(parts.on_cpu.unit, spec.config, setting.apart, setting.outside(unit), parts.on_cpu.first)
-        cpu = less * price_operations(work.on_cpu, setting.side("host"))
+        cpu = less * price_operations(work.on_cpu, setting.side("host", unit, begins=False))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)
     return DividedCost(

@@ -1,9 +1,11 @@
 """Units that are alike form one class: the integer program counts them instead of naming them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.model import ModelSpec
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.routing.expert_uses import count_last
 from pshard.units.divide_unit import list_shares
 from pshard.units.share import Share
@@ -41,12 +43,11 @@ class UnitClass:
         return list_shares(self.units[0], SIXTEENTHS, self.on_cpu)
 
 
-def group_units(spec: ModelSpec, staged: frozenset[str] = frozenset()) -> tuple[UnitClass, ...]:
-    """Classes in order of first appearance, named `ffn0`, `ffn1`, ...; units in `staged` are unlike the others."""
-    groups: dict[tuple[int, bool], list[Unit]] = {}
-    like = {u.name: i for i, units in enumerate(spec.alike) for u in units}
+def group_units(spec: ModelSpec, costs: Sequence[TierCosts] = ()) -> tuple[UnitClass, ...]:
+    """Classes in order of first appearance, named `ffn0`, `ffn1`, ...; units of one cost the same in all tiers."""
+    groups: dict[tuple, list[Unit]] = {}
     for unit in spec.units:
-        groups.setdefault((like[unit.name], unit.name in staged), []).append(unit)
+        groups.setdefault((unit.likeness, *(c.likeness(unit) for c in costs)), []).append(unit)
     seen: dict[str, int] = {}
     classes = []
     for units in groups.values():

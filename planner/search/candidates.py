@@ -77,7 +77,7 @@ def rank_candidates(
     candidates = place_best_baselines(room, classes, whole)
     candidates += _solve_and_improve(room, classes, costs, bounds, time_limit, programs)
     if costs[0].staged:
-        candidates += _solve_and_improve(room, group_units(room.spec), whole, bounds, time_limit, programs)
+        candidates += _solve_and_improve(room, group_units(room.spec, whole), whole, bounds, time_limit, programs)
     if not candidates and room.host is not None:
         why = (
             f"no plan found for {room.spec.name} that keeps at most {room.host >> 20} MiB of weights and KV cache in "

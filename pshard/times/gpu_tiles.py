@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-AUTO = "auto"
-PROMPT_MATHS = (AUTO, "bf16", "int8")  # how products of more than SMALL_BATCH rows are multiplied; auto: the faster
+AUTO, BF16 = "auto", "bf16"
+PROMPT_MATHS = (AUTO, BF16, "int8")  # how products of more than SMALL_BATCH rows are multiplied; auto: the faster
 INT8_KERNEL = "int8"  # products of more than SMALL_BATCH rows; what they are beside is a library's in bfloat16
 INT8_GATED = "int8 gated"  # the same, of gate and up of an FFN with their activation function
 INT8_EXPERTS = "int8 experts"  # a layer's experts of many tokens; `tokens` are pairs of a tile in bfloat16

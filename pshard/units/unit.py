@@ -214,9 +214,14 @@ class Unit:
             at += align(tensor.packed_nbytes, TENSOR_ALIGN)
         return table
 
+    def stays_in_bf16(self, matrix: TensorSpec) -> bool:
+        """Whether products of many tokens with one of its matrices are never made in int8: what a model's first layer
+        rounds reaches all others. Of stacks of experts they may be."""
+        return self.layer == 0 and not matrix.parts
+
     @cached_property
     def likeness(self) -> tuple:
-        """Units with equal likeness cost the same and belong to one class of the integer program."""
+        """Units with equal likeness are of equal sizes and do the same; see `Setting.is_unlike` for what they cost."""
         tensors = (*self._elsewhere, *self.tensors)
         return (self.kind.name, self.own_ports, tuple((t.role, t.qtype, t.shape, t.parts) for t in tensors))
 

@@ -98,12 +98,11 @@ def view_brought(portion: Portion, blob: torch.Tensor) -> UnitWeights:
 
 def _view(unit: Unit, tensors: Iterable[tuple[int, TensorSpec]], blob: torch.Tensor) -> UnitWeights:
     matrices, vectors = {}, {}
-    first = unit.layer == 0  # what it rounds reaches all others: docs/runtime.md, "Prompts in int8"
     for at, tensor in tensors:
         data = blob[at : at + tensor.packed_nbytes]
         if len(tensor.shape) == 2:
-            dense = not tensor.parts
-            matrices[tensor.role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols, never_int8=first and dense)
+            never_int8 = unit.stays_in_bf16(tensor)
+            matrices[tensor.role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols, never_int8)
         else:
             vectors[tensor.role] = data.view(torch.float32)
     return UnitWeights(matrices, vectors)

@@ -10,13 +10,7 @@ from typing import Any, cast
 
 import pytest
 from engines import open_engine
-from family_files import RECIPES, write_family
-from gemma4_files import GEMMAS, make_gemma4, write_gemma4
-from hybrid_files import random_hybrid, write_hybrid_gguf
-from latent_files import random_tensors, write_latent_gguf
-from model_files import write_gguf
-from qwen4exp_files import RECIPES as SEVERAL_STREAMS
-from qwen4exp_files import make_weights, write_qwen4exp
+from tiny_files import LIKE, write_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pshard.batch import Batch
@@ -110,22 +104,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     yield counted
 
 
-def write_like(path: Path, like: str, qtype: str = "Q4_0") -> None:
-    """A tiny file of a family, whose matrices are packed."""
-    if like in ("qwen3", "gpt-oss"):
-        write_gguf(path, like, qtype=qtype)
-    elif like in GEMMAS:
-        write_gemma4(path, GEMMAS[like], make_gemma4(GEMMAS[like]), qtype=qtype)
-    elif like in ("next", "delta dense"):
-        write_hybrid_gguf(path, like.split()[-1], random_hybrid(like.split()[-1]), qtype=qtype)
-    elif like == "qwen4exp":
-        write_qwen4exp(path, SEVERAL_STREAMS["plain"], make_weights(SEVERAL_STREAMS["plain"]), qtype=qtype)
-    elif like in RECIPES:
-        write_family(path, like, qtype)
-    else:
-        write_latent_gguf(path, like, random_tensors(like), qtype=qtype)
-
-
 class OneEach:
     """Tables of a machine that takes a second for whatever was timed by itself: a price then counts calls."""
 
@@ -144,6 +122,10 @@ class OneEach:
         return 1.0
 
     attention = decode_attention = has_attention = matmul
+
+    @property
+    def in_bf16(self) -> "OneEach":
+        return self
 
 
 def count_priced(unit: Unit, spec: ModelSpec) -> float:
@@ -179,7 +161,6 @@ def list_beside_calls(operation: Operation) -> list[str]:
 
 
 QUICK = ("next", "mixed")
-LIKE = ("qwen3", "gpt-oss", *GEMMAS, "next", "delta dense", "qwen4exp", "v3", "lite", *RECIPES)
 
 
 @pytest.mark.parametrize("like", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in LIKE])

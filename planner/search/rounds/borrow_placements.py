@@ -185,7 +185,7 @@ class Borrower:
         return max(busy, link)
 
     def _time_least(self, unit: Unit, place: Place, way: TierCosts) -> tuple[float, float]:
-        key = unit.likeness, unit.name in way.staged, place, way.in_place
+        key = way.likeness(unit), place, way.in_place
         if key not in self._least:
             self._least[key] = least_times(unit, place, way)
         return self._least[key]

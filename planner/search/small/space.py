@@ -31,8 +31,8 @@ class Space:
         self.room, self.costs, self.units = room, costs, room.spec.units
         self.tiers = [TierWays(room, cost, list_ways(room, classes, cost, divides)) for cost in costs]
         numbers: dict[tuple, int] = {}
-        staged = costs[0].staged
-        self.likeness = [numbers.setdefault((u.likeness, u.name in staged), len(numbers)) for u in self.units]
+        kinds = (tuple(cost.likeness(u) for cost in costs) for u in self.units)
+        self.likeness = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
         hidden = 4 * room.spec.config.d_model
         self.handed = np.array(
             [(c.handoff("acc", hidden * c.load.tokens) + c.handoff("cpu", hidden * c.load.tokens)) / 2 for c in costs]

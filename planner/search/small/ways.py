@@ -62,7 +62,7 @@ class TierWays:
 
     def number(self, unit: Unit, place: Place) -> int:
         """The number of a way, which is a new one where nobody asked for it before."""
-        key = unit.likeness, unit.name in self._costs.staged, place
+        key = self._costs.likeness(unit), place
         if key not in self._numbers:
             self._numbers[key] = len(self.all)
             self.all.append(self._make(unit, place))
