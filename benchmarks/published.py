@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from planner import make_spec
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.planner.make_plan import plan_variant
-from pshard.planner.price.datasheet import Rates, profile_from_datasheet
+from pshard.planner.price.datasheet import SHAPES as SHAPES_TIMED
+from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.kernel_rates import RTX_5080
 from pshard.planner.price.predict_published import Predictor
+from pshard.times.gpu_tiles import INT8_KERNEL, LEAST_GAIN, Tile, TileChoice
 from pshard.workload import Workload
 
 SHEET = MACHINES["rtx5080-xeon-w5-3425"]
@@ -49,21 +53,39 @@ PUBLISHED = {
 # what else the prompt's products could be, and what a kernel would reach: docs/published.md says by which source
 OURS = "int8, ours"
 INT8_SHARES = {"Q4_0": 0.453, "Q6_K": 0.251}  # of plain int8, as sm_86: h100-int8-products-0141.json
-# of a layer's products: `down` is 27%, and Q6_K in every eighth layer; the first of 64 layers stays in bfloat16
-Q6_K_PRODUCTS, BF16_PRODUCTS, BF16_SHARE = 0.27 / 8, 1 / 64, 0.25
+TILE = Tile(64, 1, 4, 1, tokens=128)  # of products in int8; prices do not ask which
 
 
-def mean_share() -> float:
-    """Of the card's int8 rate, what products of a whole model reach: most weights are Q4_0, some Q6_K or bfloat16."""
-    parts = {INT8_SHARES["Q6_K"]: Q6_K_PRODUCTS, BF16_SHARE: BF16_PRODUCTS}
-    return 1 / (sum(part / share for share, part in parts.items()) + (1 - sum(parts.values())) / INT8_SHARES["Q4_0"])
+def sheet_with_int8() -> MachineProfile:
+    """The sheet's profile as if products in int8 had been timed beside those in bfloat16."""
+    profile = profile_from_datasheet(SHEET)
+    for qtype, share in INT8_SHARES.items():
+        int8 = replace(SHEET, acc_flops=share * 4 * RTX_5080.tensor, acc_unpack=0.0)
+        profile = _take_faster(profile, profile_from_datasheet(int8), qtype)
+    return profile
+
+
+def _take_faster(profile: MachineProfile, int8: MachineProfile, qtype: str) -> MachineProfile:
+    """The profile with a type's products as `int8` has them, for numbers of tokens for which these are faster."""
+    both = [(m, n) for m, n in zip(profile.matmuls, int8.matmuls, strict=True) if (m.device, m.qtype) == ("acc", qtype)]
+    choices = tuple(
+        TileChoice("acc", INT8_KERNEL, qtype, m.tokens, TILE, n.seconds, m.seconds)
+        for m, n in both
+        if m.tokens > SMALL_BATCH and (m.rows, m.cols) == SHAPES_TIMED[-1]
+    )
+    faster = {choice.tokens for choice in choices if choice.gain > LEAST_GAIN}
+    taken = {m: n for m, n in both if m.tokens in faster}
+    matmuls = tuple(taken.get(m, m) for m in profile.matmuls)
+    return replace(profile, matmuls=matmuls, tiles=(*profile.tiles, *choices))
 
 
 KERNELS = {
-    OURS: replace(SHEET, acc_flops=mean_share() * 4 * RTX_5080.tensor, acc_unpack=0.0),
-    "fp16 sums": replace(SHEET, acc_flops=0.88 * 2 * RTX_5080.tensor),
-    "int8 as published": replace(SHEET, acc_flops=0.33 * 4 * RTX_5080.tensor, acc_unpack=0.0),
-    "int8 at half its peak": replace(SHEET, acc_flops=0.5 * 4 * RTX_5080.tensor, acc_unpack=0.0),
+    OURS: sheet_with_int8(),
+    "fp16 sums": profile_from_datasheet(replace(SHEET, acc_flops=0.88 * 2 * RTX_5080.tensor)),
+    "int8 as published": profile_from_datasheet(replace(SHEET, acc_flops=0.33 * 4 * RTX_5080.tensor, acc_unpack=0.0)),
+    "int8 at half its peak": profile_from_datasheet(
+        replace(SHEET, acc_flops=0.5 * 4 * RTX_5080.tensor, acc_unpack=0.0)
+    ),
 }
 
 
@@ -98,9 +120,10 @@ def list_rows() -> Iterator[Row]:
                 yield Row(model, context, users, first_token, rate)
 
 
-def predict(row: Row, rates: Rates = SHEET) -> tuple[float, float]:
+def predict(row: Row, profile: MachineProfile | None = None) -> tuple[float, float]:
     """Seconds to the first token of the last user, and tokens per second of all. Raises NoPlan where nothing fits."""
-    spec, workload, profile = make_spec(row.model, *SHAPES[row.model]), row.workload, profile_from_datasheet(rates)
+    spec, workload = make_spec(row.model, *SHAPES[row.model]), row.workload
+    profile = profile or profile_from_datasheet(SHEET)
     predictor = Predictor([spec], profile, plan_variant(spec, profile, workload))
     seconds = predictor.decode(ANSWER, row.users, workload.prompt)
     return predictor.prefill(workload.prompt, row.users), ANSWER * row.users / seconds
@@ -118,7 +141,7 @@ def predict_rows() -> Iterator[dict[str, Any]]:
     """Every row with its predictions."""
     for row in list_rows():
         first_token, rate = predict(row)
-        others = {name: round(predict(row, rates)[0], 2) for name, rates in KERNELS.items()}
+        others = {name: round(predict(row, profile)[0], 2) for name, profile in KERNELS.items()}
         yield {
             "model": row.model, "context": row.context, "users": row.users, "row": row.name,
             "first_token": [row.first_token, round(first_token, 2)], "rate": [row.rate, round(rate, 3)],
