@@ -165,12 +165,14 @@ class Residents:
         weights = block.prepare(Laid(unit, self._spec.config, self.weights_of(step, carved), device, here, step.wave))
         weights, opens = context.slots.attach(tokens, step, weights), unit.opens_with_norm(self._spec.config)
         opens = opens and step.part != AFTER
+        ends = None if is_partial or begins else lambda work: block.inner_norm(work, weights)
         if not step.is_divided:
             state = self._state_of(step, carved)
             norm = block.first_norm(weights) if opens else None
             leaves = block.ends_in_product(weights) and not (is_partial or begins)
             return BoundUnit(
-                lambda work, residual: block.run(work, weights, state, residual), is_partial, begun, opens, norm, leaves
+                lambda work, residual: block.run(work, weights, state, residual),
+                *(is_partial, begun, opens, norm, leaves, ends),
             )
         stage = self._host.rows if step.on == "cpu" else carved.row_stage
         width = joined_width(unit, step.share, self._spec.config)
@@ -181,6 +183,7 @@ class Residents:
                 ),
                 is_partial,
                 begun,
+                ends=ends,
             )
         if step.on == "acc":
             return BoundUnit(

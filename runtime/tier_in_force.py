@@ -12,7 +12,7 @@ from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.runtime.blocks.block import Residual, Side, Work, make_side
 from pshard.runtime.devices.device import Device
-from pshard.runtime.kernels.api import Kernels, OpenNet, RowIndex, Segment, SequenceRows
+from pshard.runtime.kernels.api import InnerNorm, Kernels, OpenNet, RowIndex, Segment, SequenceRows
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import Recordings
 from pshard.runtime.kernels.row_index import fill_rows, fill_sequences
@@ -68,7 +68,7 @@ class IndexView:
 class BoundUnit:
     """A step's unit with its weights and state where they lie in this tier. `is_partial`: a rank's part of a sum;
     `begun`: which the unit before has begun. opens: `Unit.opens_with_norm`. norm, leaves: `Block.first_norm` and
-    `Block.ends_in_product`, of a unit that is whole."""
+    `Block.ends_in_product`, of a unit that is whole. ends: `Block.inner_norm`, of a unit that is no part of a sum."""
 
     run: Callable[[Work, Residual], None]
     is_partial: bool
@@ -76,6 +76,7 @@ class BoundUnit:
     opens: bool = False
     norm: torch.Tensor | None = None
     leaves: bool = False
+    ends: Callable[[Work], InnerNorm | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,16 @@ from pshard.model_config import Experts
 from pshard.profile.timed.operands import random_record
 from pshard.profile.timed.time_kernels import NORM_EPS, index_rows
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
-from pshard.runtime.kernels.api import DeltaWeights, ExpertWeights, Kernels, LayerKV, Packed, RopeTable, Routes
+from pshard.runtime.kernels.api import (
+    DeltaWeights,
+    ExpertWeights,
+    InnerNorm,
+    Kernels,
+    LayerKV,
+    Packed,
+    RopeTable,
+    Routes,
+)
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
 from pshard.runtime.memory.kv_cache import KV_DTYPES
 from pshard.runtime.memory.workspace import view_buffers
@@ -60,6 +69,7 @@ def list_cases() -> Iterator[KernelCase]:
         yield KernelCase("rope and store", cells, partial(_rope_store, cells))
     for tokens in (1, MANY):
         yield KernelCase("norm", f"{_say(tokens)}", partial(_normalise, tokens))
+        yield KernelCase("two norms", f"{_say(tokens)}", partial(_normalise_twice, tokens))
     yield KernelCase("look-up", "Q6_K", _look_up)
     yield from _list_expert_cases()
     for cells in ("bf16", "q8_0"):
@@ -160,6 +170,19 @@ def _normalise(tokens: int, kernels: Kernels, device: torch.device) -> Made:
     hidden, weight = _random(device, tokens, 1024), _random(device, 1024, seed=1)
     out = _empty(kernels, device, tokens, 1024)
     return lambda: kernels.rms_norm(hidden, weight, NORM_EPS, out), out.float
+
+
+def _normalise_twice(tokens: int, kernels: Kernels, device: torch.device) -> Made:
+    made = [_random(device, tokens, 1024, seed=n) for n in range(3)]
+    weights = [_random(device, 1024, seed=3 + n) for n in range(4)]
+    inner = InnerNorm(made[0].clone(), weights[0], NORM_EPS, None, ((made[0], weights[1]), (made[1], weights[2])))
+    hidden, out = made[2].clone(), _empty(kernels, device, tokens, 1024)
+
+    def call() -> None:
+        hidden.copy_(made[2])
+        kernels.add_normed(inner, hidden, (weights[3], NORM_EPS, out))
+
+    return call, lambda: torch.cat([hidden, out.float()], 1)
 
 
 def _look_up(kernels: Kernels, device: torch.device) -> Made:

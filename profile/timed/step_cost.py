@@ -85,7 +85,7 @@ class NoKernels:
 
     def __init__(self, real: Kernels, reads: Reads | None = None) -> None:
         self.act_dtype, self.repeatable, self.recordable = real.act_dtype, real.repeatable, real.recordable
-        self.fills, self.leaves_norms = real.fills, real.leaves_norms
+        self.fills, self.leaves_norms, self.fuses_norms = real.fills, real.leaves_norms, real.fuses_norms
         self._reads = reads
 
     @property

@@ -3,13 +3,15 @@
 A list means the same with and without each of these. `FUSED` says which are done; tests leave one out at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from pshard.units.operands import Rows
+from pshard.units.operands import STREAM, Rows
 from pshard.units.operations import (
     GatedProduct,
     InjectStream,
+    Norm,
     NormStreams,
     Operation,
     Product,
@@ -19,8 +21,9 @@ from pshard.units.operations import (
 
 GATE_UP, WHOLE_FFN = "gate and up", "whole FFN"
 ENTER_STREAMS = "streams and their norms"
+END_NORMS = "inner norms and norm"  # of one unit, and of two: see UnitRuns
 SUM_NORM, LEFT_NORM = "sum and norm", "product and norm"  # of two units: see UnitRuns
-FUSED = frozenset((GATE_UP, WHOLE_FFN, ENTER_STREAMS, SUM_NORM, LEFT_NORM))
+FUSED = frozenset((GATE_UP, WHOLE_FFN, ENTER_STREAMS, END_NORMS, SUM_NORM, LEFT_NORM))
 
 
 def fuses(what: str) -> bool:
@@ -85,7 +88,32 @@ class EnterStreams:
         return *self.begin.writes, *self.norm.writes
 
 
-Step = Operation | Gate | Ffn | EnterStreams
+@dataclass(frozen=True)
+class EndNorms:
+    """How a unit ends that normalises what it adds to the residual stream, by `last`. parts: what makes that of several
+    results, each normalised by itself; none where it is one. The unit that follows may make all of them with the norm
+    by which it begins."""
+
+    last: Norm
+    parts: tuple[Norm, ...] = ()
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """All of them, in their order."""
+        return *self.parts, self.last
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """Its operands."""
+        return *(part.x for part in self.parts), *self.last.reads
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """What it leaves."""
+        return self.last.writes
+
+
+Step = Operation | Gate | Ffn | EnterStreams | EndNorms
 
 
 def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
@@ -107,7 +135,22 @@ def rewrite(operations: Iterable[Operation]) -> tuple[Step, ...]:
             found[-1] = entered
         else:
             found.append(operation)
-    return tuple(found)
+    return _end_once(found) if fuses(END_NORMS) else tuple(found)
+
+
+def end_norms(operations: Sequence[Step]) -> EndNorms | None:
+    """The norms by which a list ends, where these are of what it adds to the residual stream."""
+    last = operations[-1] if operations else None
+    if not isinstance(last, Norm) or not last.adds or last.out != STREAM or last.count > 1:
+        return None
+    parts = takewhile(lambda step: isinstance(step, Norm) and step.out == last.x, reversed(operations[:-1]))
+    found = tuple(part for part in parts if isinstance(part, Norm))[::-1]
+    return EndNorms(last, found) if len(found) in (0, 2) else EndNorms(last)
+
+
+def _end_once(steps: list[Step]) -> tuple[Step, ...]:
+    ended = end_norms(steps)
+    return tuple(steps) if ended is None else (*steps[: -len(ended.norms)], ended)
 
 
 def _join_entry(before: Step | None, operation: Operation) -> EnterStreams | None:

@@ -13,6 +13,7 @@ import torch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig
 from pshard.runtime.kernels.api import (
+    InnerNorm,
     Kernels,
     NormKernels,
     OpenNet,
@@ -41,14 +42,16 @@ class Residual:
     entering: what it adds to hidden before it reads it. part: [M, D], see `Group.part_dtype`, where its result goes
     when it is a rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes
     it. begun: the unit before has left its own part there, to which it is added. following: weights of the norm by
-    which the unit that follows begins, where the product that adds to hidden may leave it.
+    which the unit that follows begins, where the product that adds to hidden may leave it. postpones: the unit that
+    follows makes the norms by which this one ends, see `Block.inner_norm`.
     """
 
-    entering: PendingSum | None = None
+    entering: PendingSum | InnerNorm | None = None
     part: torch.Tensor | None = None
     leaving: PendingSum | None = None
     begun: bool = False
     following: torch.Tensor | None = None
+    postpones: bool = False
 
     def target(self, side: "Side", n: int) -> tuple[torch.Tensor, bool]:
         """Where the result of n tokens goes, float32 [n, D], and whether it is added to what is there."""
@@ -153,6 +156,11 @@ class Block:
         """Whether `run` ends in a product that is added to hidden, and takes `Residual.following`."""
         return False
 
+    def inner_norm(self, work: Work, weights: Any) -> InnerNorm | None:
+        """What `run` and `run_rest` add to hidden by the norms in which they end, if they do; with
+        `Residual.postpones` they leave that to the unit that follows."""
+        return None
+
     def run(self, work: Work, weights: Any, state: Any, residual: Residual) -> None:
         """The whole unit."""
         raise NotImplementedError
@@ -181,11 +189,13 @@ def normalise(
     out, rounded = (normed, None) if out is None else (out, normed if n > SMALL_BATCH else None)
     if side.config.centred:
         side.kernels.centre_rows(hidden)
-    if (sums := residual.entering) is None:
-        side.kernels.rms_norm(hidden, weight, eps, out, rounded=rounded)
-    else:
-        kernels = cast(SumKernels, side.kernels)
-        kernels.sum_rms_norm(sums, hidden, weight, eps, out, rounded)
+    match residual.entering:
+        case None:
+            side.kernels.rms_norm(hidden, weight, eps, out, rounded=rounded)
+        case InnerNorm() as inner:
+            side.kernels.add_normed(inner, hidden, (weight, eps, out), rounded)
+        case sums:
+            cast(SumKernels, side.kernels).sum_rms_norm(sums, hidden, weight, eps, out, rounded)
     return out
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from pshard.runtime.blocks.block import Block, Laid, Residual, Work, leave, normalise, take
-from pshard.runtime.kernels.api import DeltaWeights, Packed, RowIndex, Scoring
+from pshard.runtime.blocks.block import ALONE, Block, Laid, Residual, Work, leave, normalise, take
+from pshard.runtime.kernels.api import DeltaWeights, InnerNorm, Packed, RowIndex, Scoring
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import SCORES, TEMPERATURE
 from pshard.units.delta_net import OPEN as OPEN_NETS
@@ -47,7 +47,7 @@ from pshard.units.operations import (
     Take,
     TimesRows,
 )
-from pshard.units.rewrites import EnterStreams, Ffn, Gate, Step, rewrite
+from pshard.units.rewrites import EndNorms, EnterStreams, Ffn, Gate, Step, rewrite
 from pshard.units.short_conv import OPEN as OPEN_CONVS
 
 
@@ -67,6 +67,10 @@ class ListedBlock(Block):
 
     def prepare(self, laid: Laid) -> Listed:
         return Listed(rewrite(laid.operations), laid.weights)
+
+    def inner_norm(self, work: Work, weights: Listed) -> InnerNorm | None:
+        last = weights.steps[-1]
+        return Course(work, weights, None, ALONE).inner_norm(last) if isinstance(last, EndNorms) else None
 
     def run(self, work: Work, weights: Listed, state: Any, residual: Residual) -> None:
         Course(work, weights, state, residual).run(weights.steps)
@@ -133,6 +137,23 @@ class Course:
             scale = None if norm.scale is None else self.vector(norm.scale.role)
             eps = norm.eps_by * side.config.inner_eps
             side.kernels.rms_norm(x, weight, eps, out, accumulate=norm.adds, scale=scale)
+
+    def end(self, step: EndNorms) -> None:
+        side = self.work.side
+        if self.residual.postpones:
+            return
+        if step.parts and side.kernels.fuses_norms:
+            side.kernels.add_normed(self.inner_norm(step), self.at(step.last.out))
+            return
+        for norm in step.norms:
+            self.norm(norm)
+
+    def inner_norm(self, step: EndNorms) -> InnerNorm:
+        """What the step adds to the residual stream."""
+        last, vectors = step.last, [self.vector(norm.weight.role) for norm in step.norms if norm.weight]
+        parts = tuple((self.at(part.x), weight) for part, weight in zip(step.parts, vectors))
+        factor = None if last.scale is None else self.vector(last.scale.role)
+        return InnerNorm(self.at(last.x), vectors[-1], self.work.side.config.inner_eps, factor, parts)
 
     def take(self, operation: Take) -> None:
         if operation.out == NORMED:
@@ -358,6 +379,7 @@ def _add_grams(course: Course, add: AddGrams) -> None:
 
 ACTS: dict[type, Callable[[Course, Any], None]] = {
     Norm: Course.norm,
+    EndNorms: Course.end,
     Take: Course.take,
     Product: Course.multiply,
     ProductGroup: Course.multiply_group,

@@ -253,6 +253,22 @@ class RopeTable:
     pairing: str
 
 
+@dataclass(frozen=True)
+class InnerNorm:
+    """What is added to the residual stream of how a unit ends: x [M, D], RMS-normalised by weight [D]; the stream is
+    multiplied by factor [1] then. float32, row strides of x free.
+
+    parts: two results with weights, each RMS-normalised by its own; their sum is to be x, whose numbers may become
+    anything.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    factor: torch.Tensor | None = None
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+
 class RowKernels(Protocol):
     """What moves or scales rows of activations."""
 
@@ -522,6 +538,7 @@ class Kernels(RowKernels, StateKernels, StreamKernels, IndexKernels, Protocol):
     fills: bool  # rows that only fill a micro-batch may be among theirs, see RowIndex
     fuses_sums: bool  # whether these are `SumKernels`
     leaves_norms: bool  # whether these are `NormKernels`
+    fuses_norms: bool  # whether `add_normed` is less than the norms that it is made of
     recordable: bool  # their calls of the C++ library may be written down, and made again as one
 
     def forget(self) -> None:
@@ -544,6 +561,17 @@ class Kernels(RowKernels, StateKernels, StreamKernels, IndexKernels, Protocol):
         hidden, weight float32; out float32 or act_dtype, and not hidden. rounded: where `place` will put `out`, of more
         than SMALL_BATCH rows that are not added: it may be done by then.
         """
+        ...
+
+    def add_normed(
+        self,
+        inner: InnerNorm,
+        hidden: torch.Tensor,
+        norm: "tuple[torch.Tensor, float, torch.Tensor] | None" = None,
+        rounded: torch.Tensor | None = None,
+    ) -> None:
+        """hidden[M, D], float32, as `rms_norm` of `inner` with accumulate leaves it; then, of norm (weight, eps, out),
+        `rms_norm` of hidden into out. rounded: as there."""
         ...
 
     def linear(

@@ -21,6 +21,7 @@ from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_chunks, choose_experts
 from pshard.runtime.kernels.plain_index import PlainIndex, spell_seen
 from pshard.runtime.kernels.plain_latent import PlainLatent
+from pshard.runtime.kernels.plain_norms import PlainNorms
 from pshard.runtime.kernels.plain_rows import bend_gate, gate_of, head_norm, product, resize_heads, rotate
 from pshard.runtime.kernels.plain_streams import PlainStreams
 from pshard.runtime.kernels.plain_windows import attend_seen
@@ -30,7 +31,7 @@ from pshard.units.kv_cells import window_start
 LOOKUP_IDS = 64  # looked up at once, as whole records are unpacked: bounds the temporaries
 
 
-class PlainKernels(PlainLatent, PlainDelta, PlainStreams, PlainIndex):
+class PlainKernels(PlainNorms, PlainLatent, PlainDelta, PlainStreams, PlainIndex):
     """Implements `api.Kernels` on float32 with torch operators; slow, and allocates while it runs."""
 
     act_dtype = torch.float32
@@ -38,6 +39,7 @@ class PlainKernels(PlainLatent, PlainDelta, PlainStreams, PlainIndex):
     fills = True
     fuses_sums = False
     leaves_norms = False
+    fuses_norms = True  # it changes nothing
     recordable = False
 
     def forget(self) -> None:
@@ -56,21 +58,6 @@ class PlainKernels(PlainLatent, PlainDelta, PlainStreams, PlainIndex):
             values = unpack(Packed(records, table.qtype, together * part.numel(), table.cols))
             each = torch.arange(part.numel(), device=part.device)
             rows_out.copy_(values.view(part.numel(), together, -1)[each, part % together])
-
-    def rms_norm(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        out: torch.Tensor,
-        accumulate: bool = False,
-        rounded: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-    ) -> None:
-        normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight
-        out.copy_(out + normed if accumulate else normed)
-        if scale is not None:
-            out.mul_(scale)
 
     def linear(
         self,

@@ -7,13 +7,13 @@ import torch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import SUM_NORMS
 from pshard.runtime.blocks.block import ALONE, Residual, Side, Work
-from pshard.runtime.kernels.api import PendingSum
+from pshard.runtime.kernels.api import InnerNorm, PendingSum
 from pshard.runtime.ranks.sum_norm import NO_SUM_NORM, SumNorm
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import BoundUnit, RunContext, TierInForce
 from pshard.steps.step import AllReduce, Compute
 from pshard.units.ports import SQUARES
-from pshard.units.rewrites import LEFT_NORM, SUM_NORM, fuses
+from pshard.units.rewrites import END_NORMS, LEFT_NORM, SUM_NORM, fuses
 
 
 class UnitRuns:
@@ -43,21 +43,22 @@ class UnitRuns:
     def run(
         self,
         step: Compute,
-        entering: PendingSum | None = None,
+        entering: PendingSum | InnerNorm | None = None,
         leaving: PendingSum | None = None,
         following: torch.Tensor | None = None,
         part: torch.Tensor | None = None,
+        postpones: bool = False,
     ) -> None:
-        """The unit's kernels. entering, leaving, following: see Residual. part: where a part of a sum goes, if not to
-        `branch` as float32."""
+        """The unit's kernels. entering, leaving, following, postpones: see Residual. part: where a part of a sum goes,
+        if not to `branch` as float32."""
         unit = self.bind(step)
         work = self._work[step.on]
         if unit.is_partial:
             part = work.side.space.rows("branch", work.rows.tokens) if part is None else part
             unit.run(work, Residual(entering, part, leaving, unit.begun))
         else:
-            alone = entering is None and following is None
-            unit.run(work, ALONE if alone else Residual(entering, following=following))
+            alone = entering is None and following is None and not postpones
+            unit.run(work, ALONE if alone else Residual(entering, following=following, postpones=postpones))
         picks = self._context.host.picks
         wanted = picks is not None and picks.wants(self._tier.tokens)
         if picks is not None and wanted and self._context.spec.unit(step.unit).kind.routes:
@@ -65,10 +66,11 @@ class UnitRuns:
 
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """Steps on the accelerator, or on the CPU without their sums; a sum goes with the norm of the unit that follows
-        it where there is a kernel for both."""
+        it where there is a kernel for both, and so do norms by which a unit ends."""
         if self._context.device.kind == "cpu":
             self._context.meanwhile.begin()
-        entering = part = None
+        entering: PendingSum | InnerNorm | None = None
+        part = None
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):
                 summed = isinstance(following, AllReduce) and not following.port
@@ -76,8 +78,9 @@ class UnitRuns:
                 leaving = None if part is None else self._sum_for(second, step.unit, part)
                 if leaving is not None and not self._may_leave(leaving.part):
                     leaving = None
-                self.run(step, entering, leaving, self._norm_after(step, following), part)
-                entering = None
+                inner = self._inner_norm(step, following)
+                self.run(step, entering, leaving, self._norm_after(step, following), part, inner is not None)
+                entering = inner
             elif step.port:
                 self.sum_on("acc", step)
             else:
@@ -102,6 +105,15 @@ class UnitRuns:
             return part
         dtype = self._context.group.part_dtype(*part.shape)
         return part.flatten().view(dtype)[: part.numel()].view(part.shape)
+
+    def _inner_norm(self, step: Compute, following: Compute | AllReduce | None) -> InnerNorm | None:
+        """What `following` is to add of the step's unit as it normalises; None where the unit adds all itself."""
+        if not isinstance(following, Compute) or following.on != step.on or not fuses(END_NORMS):
+            return None
+        work, ends = self._work[step.on], self.bind(step).ends
+        if ends is None or not work.side.kernels.fuses_norms or not self.bind(following).opens:
+            return None
+        return ends(work)
 
     def _norm_after(self, step: Compute, following: Compute | AllReduce | None) -> torch.Tensor | None:
         """Weights of the norm that the step's last product may leave for the unit that follows."""

@@ -25,7 +25,16 @@ from pshard.profile.tuning.attention_cases import calls_of_experts
 from pshard.profile.tuning.compile_ahead import Request, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.kernels.api import AS_THEY_ARE, DeltaWeights, OpenNet, Packed, RopeTable, Scoring, Segment
+from pshard.runtime.kernels.api import (
+    AS_THEY_ARE,
+    DeltaWeights,
+    InnerNorm,
+    OpenNet,
+    Packed,
+    RopeTable,
+    Scoring,
+    Segment,
+)
 from pshard.runtime.kernels.gpu import triton_copy, triton_flags
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
@@ -68,7 +77,7 @@ DECODING = {
     "decode_combine_kernel", "decode_latent_kernel", "combine_latent_kernel", "delta_steps_kernel", "route_kernel",
     "conv_steps_kernel", "enter_streams_kernel", "mix_streams_kernel", "gate_grams_kernel", "add_grams_kernel",
     "keep_grams_kernel", "store_index_kernel", "score_cells_kernel", "choose_cells_kernel", "quantise_kernel",
-    "rms_norm_kernel", "rope_store_kernel",
+    "rms_norm_kernel", "add_normed_kernel", "rope_store_kernel",
 }  # fmt: skip
 
 
@@ -201,6 +210,8 @@ def _other_calls(bench: KernelBench) -> Iterator[Named]:
         yield f"streams, {count} tokens", partial(_mix_streams, bench, count)
         yield f"n-grams, {count} tokens", partial(_add_grams, bench, count)
         yield f"index, {count} tokens", partial(_choose_cells, bench, count)
+        for width in (2816, 8192):
+            yield f"norms of two results of {width}, {count} tokens", partial(_add_normed, bench, width, count)
     flags = torch.zeros(2, dtype=torch.int32)
     yield "flags", lambda: (triton_flags.tell_kernel[(1,)](flags, num_warps=1),
                             triton_flags.await_kernel[(1,)](flags, num_warps=1))  # fmt: skip
@@ -232,6 +243,12 @@ def _multiply_in_int8(bench: KernelBench, kernel: str, qtype: str, tile: Tile) -
             bench.kernels, TileCase(kernel, qtype, 128, ((4096, 4096),)), weights, bench.activations(128, 4096)
         )
     call(0)
+
+
+def _add_normed(bench: KernelBench, width: int, tokens: int) -> None:
+    rows, weight, out = torch.zeros(tokens, width), torch.ones(width), bench.activations(tokens, width)
+    inner = InnerNorm(rows, weight, 1e-6, torch.ones(1), ((rows, weight), (rows, weight)))
+    bench.kernels.add_normed(inner, torch.zeros(tokens, width), (weight, 1e-6, out))
 
 
 def _attend_window(

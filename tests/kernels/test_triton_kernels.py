@@ -20,7 +20,7 @@ READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
 
 from pshard.quant import QUANT_TYPES  # noqa: E402
-from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
+from pshard.runtime.kernels.api import InnerNorm, LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.gpu import attend, cuda  # noqa: E402
 from pshard.runtime.kernels.gpu.products import few_rows  # noqa: E402
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells  # noqa: E402
@@ -350,6 +350,42 @@ def test_rms_norm(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
     assert error(stream, before + expected) < 1e-6
     kernels.rms_norm(hidden, weight, 1e-5, stream, True, scale=torch.tensor([0.7], device=DEVICE))
     assert error(stream, 0.7 * (before + 2 * expected)) < 1e-6
+
+
+@needs_kernels
+@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize("shape", [(1, 5376), (3, 1000), (4, 96), (70, 96)])
+def test_inner_norms_and_the_norm_that_follows(kernels: cuda.CudaKernels, shape: tuple[int, int], parts: int) -> None:
+    """As the norms apart, of plain kernels; what is left quantised too."""
+
+    def random(seed: int, *size: int) -> torch.Tensor:
+        return random_tensor(*size, seed=seed, dtype=torch.float32)
+
+    (tokens, cols), eps, factor = shape, 1e-5, torch.tensor([0.7], device=DEVICE)
+    both = tuple((random(90 + i, tokens, 2 * cols)[:, :cols], random(92 + i, cols)) for i in range(parts))
+    x = poisoned(*shape, dtype=torch.float32) if parts else random(94, *shape)
+    stream, before, normed = random(96, *shape), random(96, *shape), poisoned(*shape)
+    wide, rounded = poisoned(*shape, dtype=torch.float32), poisoned(*shape)
+    for scale in (None, factor):
+        inner = InnerNorm(x.clone(), random(95, cols), eps, scale, both)
+        following = random(97, cols), 1e-3
+        kernels.add_normed(inner, stream, (*following, normed))
+        PlainKernels().add_normed(inner, before, (*following, wide))
+        assert error(stream, numpy64(before)) < 1e-6 and error(normed, numpy64(wide)) < 0.005
+        if cols % 32 == 0 and tokens <= 64:
+            assert kernels._activations.ready is not None and kernels._activations.ready[0] is normed
+            weight, out = random_weight("Q4_0", 32, cols, seed=98)[0], poisoned(tokens, 32, dtype=torch.float32)
+            kernels.linear(normed, weight, out, NO_TILE)
+            fresh = poisoned(tokens, 32, dtype=torch.float32)
+            kernels.linear(normed.clone(), weight, fresh, NO_TILE)
+            assert torch.equal(out, fresh)
+    stream.copy_(before)
+    kernels.add_normed(inner, stream, (*following, wide), rounded)
+    PlainKernels().add_normed(inner, before)
+    assert error(stream, numpy64(before)) < 1e-6 and error(rounded, numpy64(wide)) < 0.005
+    kernels.add_normed(inner, stream)
+    PlainKernels().add_normed(inner, before)
+    assert error(stream, numpy64(before)) < 1e-6
 
 
 POOL = 14  # blocks of the caches below

@@ -12,9 +12,12 @@ import torch
 from engines import open_engine
 from family_files import write_family
 from family_forward import family_logits
+from gemma4_files import GEMMAS, make_gemma4, write_gemma4
 from interpreted import expect_interpreted_to_pass, mend_interpreter
 from qwen4exp_files import RECIPES as STREAMS
 from qwen4exp_files import make_weights, qwen4exp_logits, read_tensors, write_qwen4exp
+
+from pshard.units import rewrites
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 READY = os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,11 +54,11 @@ def kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def read(path: Path) -> np.ndarray:
+def read(path: Path, each: tuple[int, ...] = PARTS) -> np.ndarray:
     """Logits of a prompt, of a few tokens, and of single ones."""
     with open_engine(path, context=128, tokens=(1, 64), kernels="fast", kv_types=("bf16", "bf16")) as engine:
         reading = iter(IDS)
-        parts = [[next(reading) for _ in range(n)] for n in PARTS]
+        parts = [[next(reading) for _ in range(n)] for n in each]
         return torch.cat([engine.forward(part, all_logits=True) for part in parts]).double().numpy()
 
 
@@ -82,3 +85,15 @@ def test_streams_index_and_n_grams_give_those_of_theirs(tmp_path: Path) -> None:
     recipe, weights = STREAMS["plain"], make_weights(STREAMS["plain"])
     path = write_qwen4exp(tmp_path / "m.gguf", recipe, weights, "BF16")
     assert difference(read(path), qwen4exp_logits(recipe, read_tensors(path), IDS)) < 0.1
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("kernels_of_gpus")
+def test_norms_that_the_next_unit_makes_are_those_of_launches_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind attention, and behind experts with an FFN beside them, whose results have norms of their own."""
+    write_gemma4(tmp_path / "m.gguf", GEMMAS["mixed"], make_gemma4(GEMMAS["mixed"]), "Q8_0")
+    together = read(tmp_path / "m.gguf", (2, 1))
+    monkeypatch.setattr(rewrites, "FUSED", rewrites.FUSED - {rewrites.END_NORMS})
+    assert difference(together, read(tmp_path / "m.gguf", (2, 1))) < 0.02

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from engines import open_engine
+from family_files import write_family
+from gemma4_files import GEMMAS, make_gemma4, write_gemma4
 from model_files import write_gguf
 
 from pshard.models import open_model
@@ -14,7 +16,7 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.units import rewrites
 from pshard.units.ffn import DOWN, GATE, UP
 from pshard.units.operations import GatedProduct, Product, ProductGroup
-from pshard.units.rewrites import GATE_UP, LEFT_NORM, WHOLE_FFN, Ffn, Gate, rewrite
+from pshard.units.rewrites import END_NORMS, GATE_UP, LEFT_NORM, WHOLE_FFN, EndNorms, Ffn, Gate, rewrite
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 
@@ -108,3 +110,34 @@ def note_norms(monkeypatch: pytest.MonkeyPatch, name: str, told: list[str]) -> N
         kernel(self, *arguments[:place], **keywords)
 
     monkeypatch.setattr(PlainKernels, name, call)
+
+
+@pytest.mark.quick("mixed")
+@pytest.mark.parametrize("like", ["mixed", "dense", "small", "olmo2", "glm4"])
+def test_a_unit_leaves_norms_by_which_it_ends_to_the_next_unless_that_is_left_out(
+    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose units begin with no norm makes them all itself."""
+    path = tmp_path / "m.gguf"
+    if like in GEMMAS:
+        write_gemma4(path, GEMMAS[like], make_gemma4(GEMMAS[like]))
+    else:
+        write_family(path, like)
+    made = watch(monkeypatch, PlainKernels, "add_normed")
+    first = talk(path, "plain")
+    assert bool(made) == (like != "olmo2")
+    made.clear()
+    leave_out(monkeypatch, END_NORMS)
+    assert torch.equal(talk(path, "plain"), first) and not made
+
+
+def test_a_list_shows_the_norms_by_which_a_unit_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gemma4(tmp_path / "m.gguf", GEMMAS["mixed"], make_gemma4(GEMMAS["mixed"]))
+    with open_model(tmp_path / "m.gguf") as file:
+        spec = file.spec
+    found = {unit.kind.name: rewrite(unit.operations(spec.config)) for unit in spec.units}
+    counts = {kind: len(steps[-1].norms) for kind, steps in found.items() if isinstance(steps[-1], EndNorms)}
+    assert counts.pop("blend") == 3 and set(counts.values()) == {1} and all("attention" in kind for kind in counts)
+    leave_out(monkeypatch, END_NORMS)
+    for unit in spec.units:
+        assert not any(isinstance(step, EndNorms) for step in rewrite(unit.operations(spec.config)))

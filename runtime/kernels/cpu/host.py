@@ -108,6 +108,7 @@ class HostKernels(HostRows, StreamsOnHost):
     act_dtype = torch.float32
     fills = False  # rows are not skipped here, and more of them cost a CPU more
     recordable = True
+    fuses_norms = False
 
     def __init__(self, exact: bool = False) -> None:
         self._exact = exact

@@ -53,7 +53,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu
     fills = True
     fuses_sums = True
     recordable = False
-    leaves_norms = True
+    leaves_norms = fuses_norms = True
 
     def __init__(
         self,

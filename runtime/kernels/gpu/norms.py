@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from pshard.runtime.kernels.api import NextNorm
+from pshard.runtime.kernels.api import InnerNorm, NextNorm
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
 from pshard.runtime.kernels.gpu.default_tiles import row_warps
@@ -67,3 +67,27 @@ class NormsOnGpu:
             num_warps=row_warps(block),
         )  # fmt: skip
         self._placed = None if rounded is None else (out, rounded)
+
+    def add_normed(
+        self,
+        inner: InnerNorm,
+        hidden: torch.Tensor,
+        norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
+        rounded: torch.Tensor | None = None,
+    ) -> None:
+        """See `Kernels.add_normed`."""
+        (tokens, cols), (weight, eps, out) = hidden.shape, norm or (None, 0.0, None)
+        self._activations.ready = self._left = self._placed = None
+        ready = None if out is None else self._activations.hand_over(out)
+        quantised: tuple[torch.Tensor | None, ...] = ready or NOT_QUANTISED
+        (x, own), (beside, its) = inner.parts or ((inner.x, None), (None, None))
+        block = triton.next_power_of_2(cols)
+        triton_rows.add_normed_kernel[(tokens,)](
+            x, x.stride(0), own=own, beside=beside, beside_stride=0 if beside is None else beside.stride(0), its=its,
+            inner=inner.weight, inner_eps=inner.eps, times=inner.factor, hidden=hidden, hidden_stride=hidden.stride(0),
+            weight=weight, out=out, out_stride=0 if out is None else out.stride(0), cols=cols, eps=eps,
+            words=quantised[0], scale=quantised[1], sums=quantised[2], again=rounded,
+            again_stride=0 if rounded is None else rounded.stride(0), BLOCK=block, QUANTISE=ready is not None,
+            num_warps=row_warps(block),
+        )  # fmt: skip
+        self._placed = None if out is None or rounded is None else (out, rounded)

@@ -39,6 +39,47 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def add_normed_kernel(
+    x, x_stride, own, beside, beside_stride, its, inner, inner_eps, times, hidden, hidden_stride, weight, out,
+    out_stride, cols, eps, words, scale, sums, again, again_stride, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """Program m: hidden[m] = (hidden[m] + norm(x[m]) * inner) * times, where norm is as in `rms_norm_kernel`; then out,
+    `again` and what is quantised of norm(hidden[m]) * weight, all as there. weight None: none of these.
+
+    beside: instead of x[m] it is norm(x[m]) * own + norm(beside[m]) * its. All are read before the first sum.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < cols
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0)
+    before = tl.load(hidden + m * hidden_stride + column, mask=mask, other=0.0)
+    within = tl.load(inner + column, mask=mask, other=0.0)
+    if beside is not None:
+        second = tl.load(beside + m * beside_stride + column, mask=mask, other=0.0)
+        first_weight = tl.load(own + column, mask=mask, other=0.0)
+        second_weight = tl.load(its + column, mask=mask, other=0.0)
+    if weight is not None:
+        following = tl.load(weight + column, mask=mask, other=0.0)
+    if beside is not None:
+        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / cols + inner_eps) * first_weight
+        value += second * tl.rsqrt(tl.sum(second * second, axis=0) / cols + inner_eps) * second_weight
+    value = before + value * tl.rsqrt(tl.sum(value * value, axis=0) / cols + inner_eps) * within
+    if times is not None:
+        value *= tl.load(times)
+    tl.store(hidden + m * hidden_stride + column, value, mask=mask)
+    if weight is not None:
+        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / cols + eps) * following
+        rounded = value.to(out.dtype.element_ty)
+        tl.store(out + m * out_stride + column, rounded, mask=mask)
+        if again is not None:
+            tl.store(again + m * again_stride + column, value.to(again.dtype.element_ty), mask=mask)
+        if QUANTISE:
+            chunk = tl.arange(0, BLOCK // 32)
+            tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
+            store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
+
+
+@triton.jit
 def centre_rows_kernel(x, x_stride, cols, BLOCK: tl.constexpr):
     """Program m: x[m] -= mean(x[m]). BLOCK >= cols."""
     row = x + tl.program_id(0).to(tl.int64) * x_stride + tl.arange(0, BLOCK)
