@@ -185,13 +185,13 @@ class ElementwiseTiming:
     """Seconds of what a unit does beside matmuls and attention.
 
     `what`: "norm" (RMSNorm of [tokens, width]), "residual" (add), "rope" (rotate and store KV; width = all q and k
-    columns), "silu_mul" (SwiGLU product), "embed" (rows looked up on the host); "streams" (what blocks give goes into
-    several, and their norms) and "mix" of these, width = all of them; "index" (a choice of cells; width = numbers of
-    keys, for each head of the queries). With tokens = width = 1 what a step
-    costs the host: "step" (a unit, on either side), "copy" (to start a copy and to wait for it on the GPU), "run" (to
-    begin a run of units), "launch" (of a unit's kernels for a prompt one by one); all but "step" not on CPUs.
-    "verify": how much longer a step takes that verifies drafts; "draft" and "follow": what the first draft of another
-    program and each further one take beside its units.
+    columns), "silu_mul" (SwiGLU product), "embed" (rows looked up on the host); "two norms" (of what is added, and of
+    what it is added to, in one launch); "streams" (what blocks give goes into several, and their norms) and "mix" of
+    these, width = all of them; "index" (a choice of cells; width = numbers of keys, for each head of the queries). With
+    tokens = width = 1 what a step costs the host: "step" (a unit, on either side), "copy" (to start a copy and to wait
+    for it on the GPU), "run" (to begin a run of units), "launch" (of a unit's kernels for a prompt one by one); all but
+    "step" not on CPUs. "verify": how much longer a step takes that verifies drafts; "draft" and "follow": what the
+    first draft of another program and each further one take beside its units.
     """
 
     device: str

@@ -15,6 +15,7 @@ from pshard.units.moe.expert_cache import ExpertCache, miss_uses
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.moe.popularity import Popularity
 from pshard.units.ports import HIDDEN, IDS, LOGITS, PRIOR
+from pshard.units.rewrites import end_norms
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
 
@@ -152,6 +153,15 @@ class ModelSpec:
     def behind_routers(self) -> frozenset[str]:
         """Units that come right behind a router, whose result nothing has touched yet."""
         return frozenset(after.name for before, after in pairwise(self.units) if before.kind.routes)
+
+    @cached_property
+    def behind_norms(self) -> frozenset[str]:
+        """Units whose first norm comes right behind norms by which the unit before ends, of what it adds."""
+        one_each = [units[0] for units in self.alike]
+        ending = {u.likeness for u in one_each if end_norms(u.operations(self.config))}
+        opening = {u.likeness for u in one_each if u.opens_with_norm(self.config)}
+        pairs = pairwise(self.units)
+        return frozenset(b.name for a, b in pairs if a.likeness in ending and b.likeness in opening)
 
     def states(self, shape: StateShape) -> dict[str, State]:
         """The laws of the states that units keep, also of those that stand, by unit; looked up once for each shape."""

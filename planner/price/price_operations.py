@@ -1,6 +1,6 @@
 """What operations cost: one formula for each noun of `pshard.units.operations`, from the profile's tables."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -51,7 +51,7 @@ from pshard.units.operations import (
     WeighRows,
 )
 from pshard.units.quantised import find_runs, list_quantised
-from pshard.units.rewrites import EnterStreams, enter_once
+from pshard.units.rewrites import EnterStreams, end_norms, enter_once
 from pshard.units.unit import Unit
 
 # tokens of a prompt whose cells are read together: rows of GPU tiles (runtime/kernels/gpu/tiles/attention_tiles.py);
@@ -64,7 +64,8 @@ class OneSide:
     """Who computes what: "acc" or "host" by the tables, `rows` of the micro-batch `load` over keys of `kv_type`, of
     experts by their `uses`, as so many unrelated tokens (`distinct`; None: the
     rows) use them. ready: what the unit before has left quantised for products of few rows. unit: whose operations
-    they are, where that matters (see `Unit.stays_in_bf16`)."""
+    they are, where that matters (see `Unit.stays_in_bf16`). behind_norms: the last norms of the unit before are made
+    with the first one here."""
 
     side: str
     tables: Tables
@@ -75,6 +76,7 @@ class OneSide:
     distinct: float | None = None
     ready: Rows | None = None
     unit: Unit | None = None
+    behind_norms: bool = False
 
     @property
     def apart(self) -> float:
@@ -106,12 +108,27 @@ def price_operations(operations: Iterable[Operation], by: OneSide) -> float:
     terms = [term for step in enter_once(operations) for term in price_operation(step, by)]
     if not by.on_host and by.rows <= SMALL_BATCH:
         terms += [(Order.OTHER, _quantise(by, cols)) for cols in list_quantised(operations, by.ready)]
+    terms += [(Order.SAVED, -seconds) for seconds in _list_saved_by_norms(operations, by)]
     seconds = 0.0
     for kind in (Order.PRODUCT, Order.SAVED, Order.NORM, Order.RESIDUAL):
         seconds += sum(s for k, s in terms if k is kind)
     for kind, s in terms:
         seconds += s if kind is Order.OTHER else 0.0
     return seconds
+
+
+def _list_saved_by_norms(operations: tuple[Operation, ...], by: OneSide) -> Iterator[float]:
+    """What a GPU saves that makes norms by which units end in one launch, and the next unit's first norm in the same:
+    what two norms apart take longer, and of further ones all but what they read."""
+    first, ends = operations[0] if operations else None, end_norms(operations)
+    if by.on_host:
+        return
+    if by.behind_norms and isinstance(first, Norm) and (timed := _elementwise(by, "two norms", first.width)):
+        norm, added = _elementwise(by, "norm", first.width), _elementwise(by, "residual", first.width)
+        yield min(norm, max(0.0, 2 * norm + added - timed))
+    if ends is not None and _elementwise(by, "two norms", ends.last.width):
+        for part in ends.parts:
+            yield by.tables.elementwise(by.side, "norm", 1, part.width)
 
 
 def price_operation(operation: Operation | EnterStreams, by: OneSide) -> list[Term]:

@@ -42,8 +42,15 @@ class Setting:
         if self.load.verifies and name == "acc" and not self.waits and rows <= SMALL_BATCH:
             rows = next_rung(rows)
         ready = CHOSEN if begins and unit is not None and unit.name in self.spec.behind_routers else None
-        cells = self.workload.type_k
-        return OneSide(name, self.tables, self.load, rows, cells, self.uses, self.apart, ready=ready, unit=unit)
+        behind = begins and unit is not None and unit.likeness in self._behind_norms
+        given = self.tables, self.load, rows, self.workload.type_k, self.uses, self.apart
+        return OneSide(name, *given, ready=ready, unit=unit, behind_norms=behind)
+
+    @cached_property
+    def _behind_norms(self) -> frozenset[tuple]:
+        """Likenesses of units that come behind norms. One of all may not, as the first of a model, and one of two may
+        be on the other side: that is a launch among hundreds."""
+        return frozenset(self.spec.unit(name).likeness for name in self.spec.behind_norms)
 
     def is_unlike(self, unit: Unit) -> bool:
         """Whether a unit takes longer than those of equal likeness: its products stay in bfloat16, theirs do not."""

@@ -95,7 +95,7 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
     yield from _stream_jobs(side, effort, shapes, few)
     for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
         run = partial(time_elementwise, d_model=d_model, d_ffn=d_ffn, shape=heads, tokens=few)
-        expected = (3 * fill + 6 * each) * len(few)
+        expected = (3 * fill + 7 * each) * len(few)
         yield (d_model, d_ffn), Job(side, f"{name} norm, rope, activation", expected, False, run)
     for qtype, width in shapes.embedding:
         run = partial(time_embedding, qtype=qtype, width=width, tokens=few)

@@ -12,7 +12,7 @@ from pshard.buffers import DEQUANT_BYTES
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timing_loop import Pace, graph_seconds, mean_seconds, median_seconds, replay_seconds
-from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.api import InnerNorm, Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.steps.graph_runs import LAUNCH_BOUND
@@ -193,7 +193,8 @@ def _time_attention(
 def time_elementwise(
     bench: KernelBench, d_model: int, d_ffn: int, shape: Attend, tokens: Sequence[int]
 ) -> list[ElementwiseTiming]:
-    """Norm, residual add, RoPE with KV store, and SwiGLU product for each number of tokens."""
+    """Norm, residual add, RoPE with KV store, and SwiGLU product for each number of tokens; where one launch makes a
+    norm of what is added and the norm that follows, that too."""
     rope_width = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
     kinds: tuple[tuple[str, int, Callable[[int], float]], ...] = (
         ("norm", d_model, lambda count: _time_norm(bench, d_model, count)),
@@ -201,6 +202,8 @@ def time_elementwise(
         ("rope", rope_width, lambda count: _time_rope(bench, shape, count)),
         ("silu_mul", d_ffn, lambda count: _time_silu_mul(bench, d_ffn, count)),
     )
+    if bench.kernels.fuses_norms:
+        kinds += (("two norms", d_model, lambda count: _time_two_norms(bench, d_model, count)),)
     rows = [
         ElementwiseTiming(bench.side, what, count, width, seconds)
         for what, width, seconds_of in kinds
@@ -247,6 +250,13 @@ def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:
     hidden, normed = bench.activations(tokens, d_model).float(), bench.activations(tokens, d_model)
     weight = torch.ones(d_model, device=bench.device)
     return bench.seconds(lambda i: bench.kernels.rms_norm(hidden, weight, NORM_EPS, normed), tokens)
+
+
+def _time_two_norms(bench: KernelBench, d_model: int, tokens: int) -> float:
+    hidden, normed = bench.activations(tokens, d_model).float(), bench.activations(tokens, d_model)
+    weight = torch.ones(d_model, device=bench.device)
+    inner = InnerNorm(hidden.clone(), weight, NORM_EPS)
+    return bench.seconds(lambda i: bench.kernels.add_normed(inner, hidden, (weight, NORM_EPS, normed)), tokens)
 
 
 def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:

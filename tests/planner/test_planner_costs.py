@@ -1,5 +1,6 @@
 """Costs: what the profile timed comes back, what it did not is scaled from the nearest, and gaps are named."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -31,7 +32,7 @@ from pshard.planner.remedies.better_machine import double_link
 from pshard.steps.step import AllReduce, Gather
 from pshard.tensor import TensorSpec
 from pshard.units.ffn import FFN
-from pshard.units.operands import STREAM
+from pshard.units.operands import BRANCH, STREAM, Rows
 from pshard.units.operations import Norm, Product, Take
 from pshard.units.quantised import find_runs
 from pshard.units.share import Share
@@ -127,6 +128,32 @@ def test_what_nobody_left_quantised_takes_a_launch_more_of_a_gpus_small_batches(
     assert more(1, *rows) == pytest.approx(2e-6) and more(1, *rows, timed) == pytest.approx(4e-6)
     assert more(65, *rows, timed) == pytest.approx(0.0, abs=1e-12)
     assert more(1, *rows, timed, side="host") == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_gpu_makes_norms_by_which_units_end_with_the_norm_that_follows():
+    """What two norms take together is the price of the last of the one unit and the first of the next; of further norms
+    at the end, what they take beyond a launch. Where that was not timed, all are apart."""
+    width, weight = 1024, TensorSpec("blk.0.n", "F32", (1024,))
+    first, last = Norm(weight, width), Norm(weight, width, adds=True, x=BRANCH, out=STREAM)
+    parts = Norm(weight, width, x=Rows("a"), out=BRANCH), Norm(weight, width, adds=True, x=Rows("b"), out=BRANCH)
+    rows = [ElementwiseTiming("acc", what, n, width, n * s)
+            for what, s in (("norm", 2e-6), ("residual", 5e-7)) for n in (1, 100)]  # fmt: skip
+    timed = [ElementwiseTiming("acc", "two norms", n, width, n * 3e-6) for n in (1, 100)]
+
+    def seconds(operations: Sequence[Norm], tokens: int, own: list[ElementwiseTiming], side: str = "acc") -> float:
+        tables, load = Tables(replace(PROFILE, elementwise=tuple(own))), TierLoad(Batch.even(tokens, 1))
+        behind = operations[0] is first
+        return price_operations(operations, OneSide(side, tables, load, tokens, "bf16", behind_norms=behind))
+
+    both = (last,), (first,)
+    assert sum(seconds(one, 1, rows) for one in both) == pytest.approx(4.5e-6)
+    assert sum(seconds(one, 1, rows + timed) for one in both) == pytest.approx(3e-6)
+    assert sum(seconds(one, 100, rows + timed) for one in both) == pytest.approx(3e-4)
+    assert seconds((*parts, last), 1, rows) == pytest.approx(7e-6)
+    assert seconds((*parts, last), 1, rows + timed) == pytest.approx(3e-6)
+    assert seconds((*parts, last), 100, rows + timed) == pytest.approx(7e-4 - 2 * 2e-6)
+    on_host = [replace(row, device="host") for row in rows + timed]
+    assert sum(seconds(one, 1, on_host, "host") for one in both) == pytest.approx(4.5e-6)
 
 
 @pytest.mark.parametrize(("types", "launches"), [

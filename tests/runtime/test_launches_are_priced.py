@@ -4,6 +4,7 @@ they would start. Tables in which all takes a second count what is priced."""
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,10 +28,11 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.walks.unit_runs import UnitRuns
 from pshard.units.operands import CHOSEN, STREAM
 from pshard.units.operations import BendLogits, LookUp, Norm, Operation, PickRows, Rotate, Take
+from pshard.units.rewrites import end_norms
 from pshard.units.unit import Unit
 
 TOKENS = 80  # of a prompt, which is one micro-batch
-NORM = "rms_norm_kernel"
+NORM, INNER_NORMS = "rms_norm_kernel", "add_normed_kernel"
 # operators of torch that start nothing on a GPU
 VIEWS = {
     "view", "as_strided", "slice", "select", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute", "detach",
@@ -131,7 +133,8 @@ class OneEach:
 def count_priced(unit: Unit, spec: ModelSpec) -> float:
     """How many calls the price of a unit is of, for one token on a GPU."""
     load, ready = TierLoad(Batch.even(1, 1, 2)), CHOSEN if unit.name in spec.behind_routers else None
-    by = OneSide("acc", cast(Tables, OneEach()), load, 1, "f32", ready=ready)
+    behind = unit.name in spec.behind_norms
+    by = OneSide("acc", cast(Tables, OneEach()), load, 1, "f32", ready=ready, behind_norms=behind)
     return price_operations(unit.operations(spec.config), by)
 
 
@@ -140,12 +143,24 @@ def list_made(launches: Launches, unit: Unit, spec: ModelSpec) -> list[str]:
     made = [name for name in launches.found.get(unit.name, []) if name not in SECOND]
     operations = unit.operations(spec.config)
     opens = next((o for o in operations if not isinstance(o, PickRows | Take)), None)
-    norms = sum(isinstance(o, Norm) for o in operations)
-    if isinstance(opens, Norm) and opens.x == STREAM and made.count(NORM) == norms - 1:
+    ends = end_norms(operations)
+    norms = sum(isinstance(o, Norm) for o in operations) - (len(ends.norms) if ends else 0)
+    behind = unit.name in spec.behind_norms
+    if behind:
+        made.remove(INNER_NORMS)  # made here, priced with the unit before
+    if following := next((b for a, b in pairwise(spec.units) if a is unit), None):
+        made += [INNER_NORMS] * (following.name in spec.behind_norms)
+    if not behind and isinstance(opens, Norm) and opens.x == STREAM and made.count(NORM) == norms - 1:
         made.append(NORM)  # the product before has left this norm
     if any(isinstance(o, Rotate) and o.warms for o in operations) and "index_select" not in made:
         made += ["index_select", "mul_"]  # no position of so short a context has another temperature than 1
     return made
+
+
+def list_postponed(spec: ModelSpec) -> set[str]:
+    """Units that do nothing but what the next one does for them."""
+    found = [a for a, b in pairwise(spec.units) if b.name in spec.behind_norms]
+    return {u.name for u in found if (o := u.operations(spec.config)) and (end := end_norms(o)) and end.norms == o}
 
 
 def list_beside_calls(operation: Operation) -> list[str]:
@@ -183,4 +198,5 @@ def test_what_a_model_launches_is_what_is_priced(launches: Launches, tmp_path: P
             engine.forward([7 * n % 300 for n in range(TOKENS)])
         operations = [o for unit in spec.units for o in unit.operations(spec.config)]
         beside = Counter(name for o in operations for name in list_beside_calls(o))
-        assert +launches.outside == beside and len(launches.found) == len(spec.units)
+        launching = {unit.name for unit in spec.units} - list_postponed(spec)
+        assert +launches.outside == beside and set(launches.found) == launching
