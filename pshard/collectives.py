@@ -68,9 +68,14 @@ def fastest_collective(
 
 
 def elements_at_once(wire: str) -> int:
-    """Elements of a wire's type ("f32", "bf16", "f16") that a program exchanges at once: as many bytes of each. Ways by
-    rows that take whole ones take no longer ones."""
+    """Elements of a wire's type ("f32", "bf16", "f16") that a program exchanges at once: as many bytes of each."""
     return EXCHANGED // (4 if wire == "f32" else 2)
+
+
+def widest_row(wire: str) -> int:
+    """Columns of the longest rows that the way by many rows takes: twice of what programs of other ways exchange at
+    once; of float32, of which registers would not hold as many, just that."""
+    return elements_at_once(wire) * (1 if wire == "f32" else 2)
 
 
 def norm_seconds(
@@ -80,7 +85,7 @@ def norm_seconds(
     was not timed, or where another kernel does so after the sum. Other arguments as of `fastest_collective`."""
     nbytes = 4 * tokens * columns
     if tokens > SMALL_BATCH:  # a run takes that way wherever it fits
-        fits = columns <= elements_at_once(dtype)
+        fits = columns <= widest_row(dtype)
         along = fits and any(t.backend == MANY_ROWS and t.ranks == ranks for t in timings)
     else:
         fastest = fastest_collective(timings, ranks, nbytes, dtype)

@@ -116,14 +116,15 @@ class PeerExchange:
             pairs: what the part is to be made of.
         """
         (rows, cols), together = part.shape, many_rows.rows_at_once(part.shape[1], wire)
+        places, wide = many_rows.places_of_row(cols, wire), triton.next_power_of_2(cols)
         weight, eps, out = norm or (None, 0.0, None)
         made_of = {"ids": None, "ids_stride": 0, "weights": None, "weights_stride": 0, "addresses": None, "USED": 0}
-        many_rows.sum_many_rows_kernel[(min(kernels.LAUNCHED, triton.cdiv(rows, together)),)](
+        many_rows.sum_many_rows_kernel[(min(kernels.LAUNCHED // places, triton.cdiv(rows, together)),)](
             part if pairs is None else pairs.rows, target, *within, rows, cols, *self._common(), weight=weight, out=out,
             out_stride=0 if out is None else out.stride(0), rounded=rounded,
             rounded_stride=0 if rounded is None else rounded.stride(0), eps=eps,
             **(made_of if pairs is None else pairs.arguments()), PARTS=kernels.parts_at(self.size), RANKS=self.size,
-            RANK=self.rank, WIRE=WIRES[wire], ROWS=together, WIDE=triton.next_power_of_2(cols), ACCUMULATE=accumulate,
+            RANK=self.rank, WIRE=WIRES[wire], ROWS=together, WIDE=wide, PLACES=places, ACCUMULATE=accumulate,
             NORM=norm is not None, ROUND=rounded is not None,
             num_warps=kernels.warps_for(elements_at_once(wire)),
             maxnreg=many_rows.REGISTERS if pairs is None else many_rows.PAIRS_REGISTERS,

@@ -353,12 +353,14 @@ def _exchanges(bench: KernelBench) -> Iterator[Named]:
                 for way in exchange.algorithms(rows, cols, wire):
                     label = f"sum of {ranks} ranks, {wire}, {rows} rows: {way}"
                     yield label, partial(exchange.sum, part, target, way, wire, True)
-            low, weight = torch.zeros(512, 4096, dtype=torch.bfloat16), torch.ones(4096)
-            normed, own = (weight, 1e-6, torch.zeros(512, 4096, dtype=torch.bfloat16)), SumNorm(weight, torch.ones(1))
-            if triton_many_rows.rows_at_once(4096, wire):
-                sums = partial(exchange.sum_many_rows, low, torch.zeros(512, 4096), wire, True, normed)
-                yield f"sum and norm of {ranks} ranks, {wire}", sums
-                yield f"sum and two norms of {ranks} ranks, {wire}", partial(sums, within=own)
+            for cols in (cols for cols in (2048, 4096, 8192) if triton_many_rows.rows_at_once(cols, wire)):
+                low, weight = torch.zeros(512, cols, dtype=torch.bfloat16), torch.ones(cols)
+                normed = weight, 1e-6, torch.zeros(512, cols, dtype=torch.bfloat16)
+                sums = partial(exchange.sum_many_rows, low, torch.zeros(512, cols), wire, True, normed)
+                yield f"sum and norm of {ranks} ranks, {wire}, rows of {cols}", sums
+                own = SumNorm(weight, torch.ones(1))
+                yield f"sum and two norms of {ranks} ranks, {wire}, rows of {cols}", partial(sums, within=own)
+            weight, own = torch.ones(4096), SumNorm(torch.ones(4096), torch.ones(1))
             few = weight, 1e-6, torch.zeros(1, 4096, dtype=torch.bfloat16)
             sums = partial(exchange.sum_rows, torch.zeros(1, 4096), torch.zeros(1, 4096), wire, True, few)
             yield f"sum and norm of {ranks} ranks, {wire}, 1 row", sums

@@ -92,7 +92,10 @@ def inner_weight(cols: int) -> torch.Tensor:
     return summand(9, (cols,), 4)
 
 
-MANY = [(7, 96, "f32", torch.float32), (5, 2000, "bf16", torch.bfloat16), (9, 1500, "bf16", torch.float32)]
+MANY = [  # rows of two places come between rows of one
+    *((7, 96, "f32", torch.float32), (5, 2000, "bf16", torch.bfloat16)),
+    *((3, 5000, "bf16", torch.bfloat16), (9, 1500, "bf16", torch.float32)),
+]
 USED = 3  # experts of a token
 
 

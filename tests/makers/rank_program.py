@@ -192,7 +192,7 @@ def gpu_many_rows(group: Group, out: Path) -> None:
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
     kernels, found = CudaKernels("cuda", 64), []
-    for shape in ((65, 2048), (300, 2880), (4096, 2048), (700, 4096)):
+    for shape in ((65, 2048), (300, 2880), (4096, 2048), (700, 4096), (1100, 5376), (70, 8192), (4096, 2048)):
         exchange, weight = group.row_exchange(*shape), partial(8, shape[1:]).cuda()
         assert exchange is not None and group.part_dtype(*shape) is torch.bfloat16
         for dtype, norm in product(

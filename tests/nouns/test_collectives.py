@@ -76,7 +76,8 @@ def test_a_norm_goes_with_sums_by_rows_only() -> None:
     whole_rows = (*timed, CollectiveTiming("many-rows", 2, 1 << 20, 20e-6, "bf16"))
     assert norm_seconds(whole_rows, 2, 128, 1 << 11, "bf16") == 3e-6
     assert norm_seconds(whole_rows, 4, 128, 1 << 11, "bf16") is None  # only two ranks sum so
-    assert norm_seconds(whole_rows, 2, 128, 5376, "bf16") is None  # longer rows than a program takes
+    assert norm_seconds(whole_rows, 2, 128, 5376, "bf16") == pytest.approx(3e-6 * 4 * 128 * 5376 / (1 << 20))
+    assert norm_seconds(whole_rows, 2, 128, 12288, "bf16") is None  # longer rows than a program takes
     assert norm_seconds(TIMED, 2, 1, 1 << 12) is None  # a profile of before
 
 

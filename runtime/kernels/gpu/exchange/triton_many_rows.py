@@ -3,12 +3,14 @@
 Parts go to every rank at once as in `sum_one_shot_kernel`, through the same places and flags. A program takes whole
 rows, so that it can normalise what it has added while that is in registers. A part of experts may still be lying there
 as what each chosen expert gave: it is made as it leaves, while the link carries what left before.
+
+A row longer than a place takes those of two programs, which lie side by side.
 """
 
 import triton
 import triton.language as tl
 
-from pshard.collectives import elements_at_once
+from pshard.collectives import elements_at_once, widest_row
 from pshard.runtime.kernels.gpu.exchange.triton_exchange import add_parts, meet, push
 from pshard.runtime.kernels.gpu.experts.triton_grouped import sum_pairs
 
@@ -17,7 +19,12 @@ REGISTERS, PAIRS_REGISTERS = 64, 64  # of a thread, at most: two programs run be
 
 def rows_at_once(cols: int, wire: str) -> int:
     """Rows of so many columns that a program exchanges at once, in a wire's type; 0 where not even one fits."""
-    return elements_at_once(wire) // triton.next_power_of_2(cols)
+    return max(elements_at_once(wire) // triton.next_power_of_2(cols), int(cols <= widest_row(wire)))
+
+
+def places_of_row(cols: int, wire: str) -> int:
+    """How many places of the exchange memory a row of so many columns takes; 1 of several rows that share one."""
+    return max(1, triton.next_power_of_2(cols) // elements_at_once(wire))
 
 
 @triton.jit
@@ -43,20 +50,27 @@ def sum_many_rows_kernel(
     part, target, within, times, rows, cols, peers, state, late, patience, weight, out, out_stride, rounded,
     rounded_stride, eps, ids, ids_stride, weights, weights_stride, addresses,
     PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, USED: tl.constexpr, ACCUMULATE: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
+    WIDE: tl.constexpr, PLACES: tl.constexpr, USED: tl.constexpr, ACCUMULATE: tl.constexpr, NORM: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
     """target[m] (+)= sum of the ranks' part[m], float32. NORM: then out[m] = RMS norm of target[m] times weight.
 
     ROWS at once, of up to WIDE columns, a power of two. part, target contiguous. ROUND: out is left in `rounded` too.
-    USED: see `_load_part`. within, times: see `sum_rows_kernel`.
+    USED: see `_load_part`. within, times: see `sum_rows_kernel`. PLACES: of as many programs in a row, which are at
+    different epochs, it takes places, flags of the first and epochs from the last on. No rank may still read there from
+    an earlier launch: so all meet before anything is written.
     """
-    program = tl.program_id(0)
+    program = tl.program_id(0) * PLACES
     epoch = tl.load(state + program) + 1
-    start = program * ROWS
+    start = tl.program_id(0) * ROWS
     column = tl.arange(0, WIDE)[None, :]
     place = (tl.arange(0, ROWS) * WIDE)[:, None] + column
     value, there = _load_part(part, start, rows, cols, ids, ids_stride, weights, weights_stride, addresses, WIRE, ROWS,
                               WIDE, USED)  # fmt: skip
+    if PLACES > 1:
+        epoch = tl.max(tl.load(state + program + tl.arange(0, PLACES)), axis=0) + 1
+        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
+        epoch += 1
     push(value, place, there, peers, epoch, program, PARTS, RANKS, RANK, WIRE)
     while start < rows:
         following = start + tl.num_programs(0) * ROWS
@@ -89,4 +103,7 @@ def sum_many_rows_kernel(
         there = then
         epoch += 1
         start = following
-    tl.store(state + program, epoch - 1)
+    if PLACES > 1:
+        tl.store(state + program + tl.arange(0, PLACES), epoch - 1 + tl.zeros([PLACES], tl.int32))
+    else:
+        tl.store(state + program, epoch - 1)

@@ -4,6 +4,7 @@ import torch
 import triton
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.collectives import elements_at_once
 from pshard.model_config import LEAST_SUM, Experts
 from pshard.runtime.kernels.api import ExpertWeights, NextNorm, Packed, Routes
 from pshard.runtime.kernels.gpu.activations import Activations
@@ -112,9 +113,10 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
         part: torch.Tensor,
         scratch: dict[str, torch.Tensor],
     ) -> None:
-        """See `SumKernels.experts_part`."""
-        kinds = find_kinds(weights)
-        if kinds is None or x.shape[0] <= SMALL_BATCH:
+        """See `SumKernels.experts_part`. Of rows longer than a program's place the sum's registers would not hold what
+        is added up."""
+        kinds, longer = find_kinds(weights), part.shape[1] > elements_at_once("bf16")
+        if kinds is None or x.shape[0] <= SMALL_BATCH or longer:
             self.experts(x, routes, weights, rule, part, scratch, False)
         else:
             self._pairs = part, self._multiply_pairs(x, routes, weights, kinds, rule, scratch)
