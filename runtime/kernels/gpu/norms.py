@@ -3,11 +3,14 @@
 import torch
 import triton
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.kernels.api import InnerNorm, NextNorm
 from pshard.runtime.kernels.gpu import triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations, Quantised
 from pshard.runtime.kernels.gpu.default_tiles import row_warps
 from pshard.runtime.kernels.gpu.next_norm import Unscaled
+
+REGISTERS = 64  # of a thread, where rows are many: two programs or more run beside each other then
 
 
 class NormsOnGpu:
@@ -82,12 +85,13 @@ class NormsOnGpu:
         quantised: tuple[torch.Tensor | None, ...] = ready or NOT_QUANTISED
         (x, own), (beside, its) = inner.parts or ((inner.x, None), (None, None))
         block = triton.next_power_of_2(cols)
+        few, warps = tokens <= SMALL_BATCH, row_warps(block)
         triton_rows.add_normed_kernel[(tokens,)](
             x, x.stride(0), own=own, beside=beside, beside_stride=0 if beside is None else beside.stride(0), its=its,
             inner=inner.weight, inner_eps=inner.eps, times=inner.factor, hidden=hidden, hidden_stride=hidden.stride(0),
             weight=weight, out=out, out_stride=0 if out is None else out.stride(0), cols=cols, eps=eps,
             words=quantised[0], scale=quantised[1], sums=quantised[2], again=rounded,
             again_stride=0 if rounded is None else rounded.stride(0), BLOCK=block, QUANTISE=ready is not None,
-            num_warps=row_warps(block),
+            EARLY=few, num_warps=warps, maxnreg=None if few or block > 512 * warps else REGISTERS,
         )  # fmt: skip
         self._placed = None if out is None or rounded is None else (out, rounded)

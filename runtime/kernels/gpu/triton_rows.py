@@ -42,33 +42,47 @@ def rms_norm_kernel(
 def add_normed_kernel(
     x, x_stride, own, beside, beside_stride, its, inner, inner_eps, times, hidden, hidden_stride, weight, out,
     out_stride, cols, eps, words, scale, sums, again, again_stride, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program m: hidden[m] = (hidden[m] + norm(x[m]) * inner) * times, where norm is as in `rms_norm_kernel`; then out,
     `again` and what is quantised of norm(hidden[m]) * weight, all as there. weight None: none of these.
 
-    beside: instead of x[m] it is norm(x[m]) * own + norm(beside[m]) * its. All are read before the first sum.
+    beside: instead of x[m] it is norm(x[m]) * own + norm(beside[m]) * its. EARLY: weights are read before the first
+    sum, so that one wait is for all; that takes registers, and of many rows other programs compute meanwhile.
     """
     m = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < cols
     value = tl.load(x + m * x_stride + column, mask=mask, other=0.0)
     before = tl.load(hidden + m * hidden_stride + column, mask=mask, other=0.0)
-    within = tl.load(inner + column, mask=mask, other=0.0)
     if beside is not None:
         second = tl.load(beside + m * beside_stride + column, mask=mask, other=0.0)
-        first_weight = tl.load(own + column, mask=mask, other=0.0)
-        second_weight = tl.load(its + column, mask=mask, other=0.0)
-    if weight is not None:
-        following = tl.load(weight + column, mask=mask, other=0.0)
+    if EARLY:
+        within = tl.load(inner + column, mask=mask, other=0.0)
+        if beside is not None:
+            first_weight = tl.load(own + column, mask=mask, other=0.0)
+            second_weight = tl.load(its + column, mask=mask, other=0.0)
+        if weight is not None:
+            following = tl.load(weight + column, mask=mask, other=0.0)
     if beside is not None:
-        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / cols + inner_eps) * first_weight
-        value += second * tl.rsqrt(tl.sum(second * second, axis=0) / cols + inner_eps) * second_weight
-    value = before + value * tl.rsqrt(tl.sum(value * value, axis=0) / cols + inner_eps) * within
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / cols + inner_eps)
+        second *= tl.rsqrt(tl.sum(second * second, axis=0) / cols + inner_eps)
+        if not EARLY:
+            first_weight = tl.load(own + column, mask=mask, other=0.0)
+            second_weight = tl.load(its + column, mask=mask, other=0.0)
+        value = value * first_weight + second * second_weight
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / cols + inner_eps)
+    if not EARLY:
+        within = tl.load(inner + column, mask=mask, other=0.0)
+    value = before + value * within
     if times is not None:
         value *= tl.load(times)
     tl.store(hidden + m * hidden_stride + column, value, mask=mask)
     if weight is not None:
-        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / cols + eps) * following
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / cols + eps)
+        if not EARLY:
+            following = tl.load(weight + column, mask=mask, other=0.0)
+        value *= following
         rounded = value.to(out.dtype.element_ty)
         tl.store(out + m * out_stride + column, rounded, mask=mask)
         if again is not None:
