@@ -40,9 +40,10 @@ def test_norms_of_two_units_in_one_launch_give_the_numbers_of_launches_apart(
         kernel(self, inner, hidden, *rest)
 
     monkeypatch.setattr(CudaKernels, "add_normed", add_normed)
-    together = talk(open_engine(path, kernels="fast", context=CONTEXT, device=DEVICE))
+    how: dict[str, Any] = {"kernels": "fast", "context": CONTEXT, "tokens": (1, 128), "device": DEVICE}
+    together = talk(open_engine(path, **how))
     assert 1 in made and max(made) > SMALL_BATCH
     made.clear()
     monkeypatch.setattr(rewrites, "FUSED", rewrites.FUSED - {rewrites.END_NORMS})
-    apart = talk(open_engine(path, kernels="fast", context=CONTEXT, device=DEVICE))
+    apart = talk(open_engine(path, **how))
     assert not made and ((together - apart) ** 2).mean() < ROUNDED * (apart**2).mean()
