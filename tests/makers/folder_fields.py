@@ -8,6 +8,8 @@ import importlib
 import inspect
 import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,13 +74,23 @@ class Family(NamedTuple):
             part._attn_implementation = part._experts_implementation = "eager"
             part.dtype = None
         torch.manual_seed(0)
-        model = self.of_model(made).float().eval()
+        with _unfilled():
+            model = self.of_model(made).float().eval()
         with torch.no_grad():
             named = (*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "_bias" in n))
             for name, weight in named:
                 own = _draw(name, weight.shape)
                 weight.copy_(weight + own if weight.dim() < 2 and not name.endswith(_DRAWN) else own)
         return model
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Weights that are drawn here later are not drawn by transformers before, which takes longer than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("normal_", "uniform_"):
+            patch.setattr(torch.Tensor, name, lambda weight, *_, **__: weight.zero_())
+        yield
 
 
 _DRAWN = ("correction_bias", "expert_bias", "sinks", "A_log")  # vectors that are drawn whole, others vary

@@ -5,17 +5,24 @@ import json
 import os
 import re
 import sys
+import termios
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from cli_world import World, make_world, tokenizer_metadata
-from warm_python import run_warm
+from warm_python import WarmProcess, run_warm
 
 from pshard.commands.everyday.chat_commands import fit_status
 from pshard.commands.everyday.word_wrap import WordWrap, count_columns
 from pshard.commands.program import one_program
 
+AT_A_TERMINAL = """  # as a process that a terminal's shell has started
+import fcntl, os, runpy, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("pshard.commands.program.one_program", run_name="__main__", alter_sys=True)
+"""
 TURNS = "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}<s>a"
 
 
@@ -178,10 +185,14 @@ def test_lines_that_are_no_text_are_refused_in_one_line(
 @pytest.mark.parametrize("split", [[], ["--vram", "64,64", "-sm", "layer"]], ids=["one", "two"])
 def test_a_terminal_chats_stops_an_answer_and_goes_on(world: World, split: list[str]) -> None:
     pexpect = pytest.importorskip("pexpect", reason="plays the terminal")
-    env = os.environ | {"TERM": "xterm"}
-    words = ["-m", "pshard.commands.program.one_program", "run", str(world.model), "--temp", "0", "--logit-bias"]
-    words += ["257-inf", "-c", "512", *split]  # no answer ends by itself
-    child = pexpect.spawn(sys.executable, words, env=env, encoding="utf-8", timeout=60, dimensions=(30, 120))
+    from pexpect.fdpexpect import fdspawn
+
+    words = ["run", str(world.model), "--temp", "0", "--logit-bias", "257-inf", "-c", "512", *split]  # none ends itself
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (30, 120))
+    with open(theirs, "rb+", buffering=0) as end:
+        process = WarmProcess([sys.executable, "-c", AT_A_TERMINAL, *words], os.environ | {"TERM": "xterm"}, *[end] * 3)
+    child = fdspawn(ours, encoding="utf-8", timeout=60)
 
     def say(words: str) -> None:
         """Type at the next prompt, which asks the terminal where its cursor is."""
@@ -199,7 +210,7 @@ def test_a_terminal_chats_stops_an_answer_and_goes_on(world: World, split: list[
         child.expect("Ctrl-D ends the chat")
         say("More\r")
         child.expect(r"\?2004l.{20}")  # the answer has begun
-        child.sendintr()
+        child.send("\x03")
         child.expect("the 1 oldest turn of the chat went")
         child.expect_exact("(stopped)")
         say("")
@@ -208,6 +219,7 @@ def test_a_terminal_chats_stops_an_answer_and_goes_on(world: World, split: list[
         child.expect("so far")
         say("\x04")
         child.expect(pexpect.EOF)
+        assert process.wait(60) == 0
     finally:
-        child.close(force=True)
-    assert child.exitstatus == 0
+        process.kill()
+        child.close()
