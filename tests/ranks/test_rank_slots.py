@@ -50,7 +50,7 @@ def record_text() -> RoutingRecord:
     plan = run_here(plan_variant(FILE.spec, PROFILE, WORK))
 
     def read(engine) -> RoutingRecord:
-        text = write_text(600, 1, 0.6)
+        text = write_text(240, 1, 0.6)
         for at in range(0, len(text), 30):
             engine.reset()
             for token in text[at : at + 30]:
