@@ -43,7 +43,7 @@ def kernels() -> CudaKernels:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 11])
 @pytest.mark.parametrize("qtype", sorted(COLUMN_TYPES))
 def test_sums_of_every_type_are_those_of_the_weights_of_gguf(kernels: CudaKernels, qtype: str, tokens: int) -> None:
-    check_sums(kernels, qtype, tokens, 512)
+    check_sums(kernels, qtype, tokens, 512 if tokens == 3 else 256)  # two blocks of a row once
 
 
 @needs_kernels

@@ -155,9 +155,9 @@ def random_case(seed: int) -> tuple[ModelSpec, Workload, RoutingRecord]:
 
 
 @pytest.mark.slow
-def test_no_plan_with_slots_is_slower_than_without(share: float) -> None:
+def test_no_plan_with_slots_is_slower_than_without() -> None:
     better = 0
-    for seed in range(17, 17 + max(3, int(MANY * share))):
+    for seed in range(17, 17 + MANY // 2):
         spec, work, record = random_case(seed)
         try:
             without, variant = plan_both(spec, work, record)

@@ -289,9 +289,9 @@ def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_command_that_torchrun_started_alone_starts_its_ranks_itself(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python"]
-    program = command("gathers", 2, tmp_path)
-    done = subprocess.run([*torchrun, *program], env=environment(), capture_output=True, text=True, timeout=100)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    done = run_warm(command("gathers", 2, tmp_path), environment() | alone, tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "gathers-1.json").exists()
 

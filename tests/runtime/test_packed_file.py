@@ -19,6 +19,7 @@ from model_files import write_gguf
 from plan_samples import make_variant, with_workload
 from test_disk import on_disk
 from test_experts_on_disk import plan_by_hand
+from warm_python import WarmProcess
 
 import pshard
 from pshard.commands.everyday.cli_models import main as models
@@ -263,10 +264,9 @@ def test_two_processes_at_once_write_one_file(tmp_path: Path) -> None:
     (kept / f".{place.name}.x1.tmp").write_bytes(b"half")
     words = [sys.executable, "-P", "-m", "pshard.commands.everyday.cli_pack", str(path), "--disk-cache", str(kept)]
     env = os.environ | {"PSHARD_DISK": "fake:rate=1M"}
-    both = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env) for _ in range(2)]
-    said = [one.communicate()[1] for one in both]
-    assert [one.returncode for one in both] == [0, 0]
-    assert sum("packing" in text for text in said) == 1
+    both = [WarmProcess(words, env, stderr=subprocess.PIPE) for _ in range(2)]
+    assert [one.wait(60) for one in both] == [0, 0]
+    assert sum(b"packing" in one.stderr.read() for one in both if one.stderr) == 1
     assert list_files(kept) == [place]
     assert torch.equal(speak(path, None), speak(path, kept))
 
