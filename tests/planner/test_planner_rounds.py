@@ -29,10 +29,10 @@ from joint_gaps import WITHIN, measure_case
 
 
 @pytest.mark.quick("8")
-@pytest.mark.parametrize("seed", [8, 21, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 13, 143, 308))])
+@pytest.mark.parametrize("seed", [8, 21, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 13, 143))])
 @pytest.mark.usefixtures("whole_search")
 def test_no_mix_of_tiers_beats_the_plan_of_a_small_model_by_more_than_a_percent(seed: int) -> None:
-    """These were 1.02, 2.4, 10.3, 2.2, 1.6, 3.8 and 2.6% over. The oracle's clock says what the simulator says."""
+    """These were 1.02, 2.4, 10.3, 2.2, 1.6 and 3.8% over. The oracle's clock says what the simulator says."""
     case = measure_case(seed, 60_000 if seed == 4 else 20_000)
     assert case and case["over"] is not None and len(case["tiers"]) > 1
     assert case["over"] <= WITHIN
