@@ -290,7 +290,7 @@ def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_command_that_torchrun_started_alone_starts_its_ranks_itself(tmp_path: Path) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     done = run_warm(command("gathers", 2, tmp_path), environment() | alone, tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "gathers-1.json").exists()
