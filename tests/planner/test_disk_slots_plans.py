@@ -110,6 +110,7 @@ def test_beside_a_gpu_the_cpu_computes_from_slots_in_host_memory_and_prompts_lea
     assert experts.slots[0].likely and sum(layer.disk for layer in experts.tiers[0].layers) == 16 * len(cache.units)
 
 
+@pytest.mark.quick("46-cpu-32")
 @pytest.mark.parametrize(("mib", "kind", "followed"), [(20, "cuda", 16), (46, "cpu", 32)])
 def test_short_prompts_read_what_slots_lack_of_the_experts_that_they_use(
     monkeypatch: pytest.MonkeyPatch, mib: int, kind: str, followed: int

@@ -168,13 +168,8 @@ def test_the_oracle_finds_the_same_optimum_with_and_without_cutting():
     assert cut.fastest == whole.fastest and cut.simulated < whole.simulated
 
 
-@pytest.mark.parametrize(
-    ("layers", "seed"),
-    [
-        (6, 0),
-        pytest.param(12, 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "seed"), [(6, 0), (12, 1)])
 def test_more_search_unit_by_unit_gains_less_than_a_percent(layers, seed):
     """Too many placements to try them all: three more passes of random steps, from the plan, with other seeds."""
     spec, rates, workload = random_case(100 * layers + seed, layers)

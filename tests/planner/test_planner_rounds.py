@@ -136,6 +136,7 @@ def test_a_round_is_improved_or_left_as_it_is() -> None:
     assert again is better or again.tiers != better.tiers
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_roaming_finds_a_faster_round_than_descents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     task, found = place(18, layers=3)

@@ -133,7 +133,7 @@ def test_a_plan_with_splits_is_never_slower_than_the_one_without(cases: int) -> 
     try_cases(cases, expect_splits_no_slower, st.data())
 
 
-@pytest.mark.quick("3 layers")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "seed"),
     [

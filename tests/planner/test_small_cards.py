@@ -51,7 +51,6 @@ def refused(*kernels: str) -> MachineProfile:
         ("qwen3-2b", 4, (2500, 3500)),
         pytest.param("llama3-8b", 4, (2500, 3500), marks=pytest.mark.slow),
         pytest.param("llama3-8b", 8, (5000, 7000), marks=pytest.mark.slow),
-        pytest.param("qwen3-30b-a3b", 6, (2500, 5000), marks=pytest.mark.slow),
         pytest.param("qwen3.5-35b-a3b", 8, (2500, 7000), marks=pytest.mark.slow),
     ],
 )

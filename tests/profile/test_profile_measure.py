@@ -343,6 +343,7 @@ def kinds(*names: str) -> tuple[AcceleratorInfo, ...]:
     return tuple(AcceleratorInfo("cpu", i, name, 1 << 30) for i, name in enumerate(names))
 
 
+@pytest.mark.slow
 def test_every_unlike_accelerator_is_measured_once(monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: kinds("A", "A", "B", "B", "C"))
     asked, real = [], measure_accelerator
