@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from house.code_rules import FOLDERS, ROOT
+from house.code_rules import FOLDERS, ROOT, list_sources, nodes_of
 
 FOLDERS_WITH_PAGES = (".", "docs", "benchmarks", "registries")
 PAGES = sorted(page for folder in FOLDERS_WITH_PAGES for page in (ROOT / folder).glob("*.md"))
@@ -34,8 +34,8 @@ IMPORTED = {"nvidia-ml-py": "pynvml"}  # where the package is called otherwise
 def imports_by_file() -> dict[str, set[str]]:
     """Names of packages that each of our modules imports, by its path."""
     found = {}
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    for path in list_sources():
+        nodes = nodes_of(path)
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
         found[path.relative_to(ROOT).as_posix()] = {name.partition(".")[0] for name in names}

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from house.code_rules import ROOT, list_sources
+from house.code_rules import ROOT, list_sources, nodes_of
 
 RAISED = {"UserError", "NoPlan", "NotPlanned", "StaleRegistry"}
 # What follows the error in a sentence of its own, behind a colon or a semicolon: something to do, or what is allowed.
@@ -25,7 +25,7 @@ def list_errors() -> list[tuple[str, str]]:
     found = []
     for path in list_sources():
         name = path.relative_to(ROOT).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in RAISED and node.args:
                 text = write_out(node.args[0])
                 if text and not name.startswith(ELSEWHERE):

@@ -109,7 +109,7 @@ def write_body(prompt: str, kind: str) -> bytes:
 
 @pytest.mark.usefixtures("vectors_only")
 @pytest.mark.parametrize(
-    "count", [pytest.param(60, marks=pytest.mark.stand_in), pytest.param(200, marks=pytest.mark.slow)]
+    "count", [pytest.param(30, marks=pytest.mark.stand_in), pytest.param(200, marks=pytest.mark.slow)]
 )
 def test_nothing_is_lost_mixed_up_or_left_behind(count: int) -> None:
     rng = random.Random(3)

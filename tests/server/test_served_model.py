@@ -196,7 +196,7 @@ def test_a_router_that_finds_no_numbers_ends_its_own_request_and_no_other(serve,
 
 
 @pytest.mark.parametrize(
-    "jobs", [pytest.param(200, marks=pytest.mark.stand_in), pytest.param(600, marks=pytest.mark.slow)]
+    "jobs", [pytest.param(100, marks=pytest.mark.stand_in), pytest.param(600, marks=pytest.mark.slow)]
 )
 def test_jobs_with_cancels_and_slow_readers_are_not_mixed_up(serve, jobs):
     loader = EngineLoader(sequences=64, context=8192, tokens=(1, 16, 64, 256))
