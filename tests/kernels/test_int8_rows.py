@@ -229,7 +229,7 @@ def test_experts_in_int8_are_the_products_of_rounded_activations(
 ) -> None:
     inner = 96  # no whole tile of rows
     rule = Experts(4, 2, inner, "chosen", normed=False, activation=activation, biases=activation == "clamped")
-    width, tokens = 256 if "Q4_K" in qtypes else 64, 4 * tile.tokens + 20
+    width, tokens = 256 if "Q4_K" in qtypes else 64, 3 * tile.tokens + 20
     weights, values = make_experts(qtypes, rule, width)
     generator = torch.Generator().manual_seed(3)
     first = torch.randint(0, 2, (tokens,), generator=generator) * 3  # expert 1 is nobody's first choice

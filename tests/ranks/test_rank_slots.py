@@ -97,8 +97,8 @@ def check_walk(variant: Variant, walks: list[Walk]) -> None:
     assert any(rank.caches for rank in variant.ranks)
 
 
-@pytest.mark.parametrize(  # those of one case share a record
-    "ways", [("layers",), slow(("slices", "unequal slices", "a rank of zero", "a rank without layers"))]
+@pytest.mark.parametrize(  # those of one case share a record; unequal slices run in processes
+    "ways", [("layers",), slow(("slices", "a rank of zero", "a rank without layers"))]
 )
 def test_ranks_find_in_their_slots_what_a_replay_finds(ways: tuple[str, ...]) -> None:
     for variant in map(plan_way, ways):
