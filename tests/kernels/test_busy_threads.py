@@ -234,9 +234,7 @@ def test_a_helper_that_is_put_aside_is_not_waited_for_and_writes_nothing_later(k
     assert (out == SENTINEL).all()
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in ("linear", "experts", "attention") else pytest.param(k, marks=pytest.mark.slow) for k in CALLS]
-)
+@pytest.mark.parametrize("kind", [k if k == "experts" else pytest.param(k, marks=pytest.mark.slow) for k in CALLS])
 def test_a_helper_put_aside_by_the_system_at_any_instruction_changes_no_bit(kind: str) -> None:
     """Again and again it is moved, as it runs, to a processor that another program keeps busy."""
     torch.manual_seed(2)

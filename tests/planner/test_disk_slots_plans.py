@@ -151,6 +151,7 @@ def test_short_prompts_read_whole_layers_where_these_come_sooner() -> None:
     assert fewer == pytest.approx([tier_seconds(found)[16]] * 3, rel=0.05)
 
 
+@pytest.mark.slow
 def test_slots_too_few_for_a_layer_of_short_prompts_serve_decoding() -> None:
     spec = ExpertsFile(replace(RULE, count=64, d_expert=64), layers=4, d_model=128).spec
     (cache,) = plan_beside_gpu(8, 8, spec)[1].ranks[0].caches
@@ -176,7 +177,7 @@ def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
     assert benched == pytest.approx(first_token_seconds(found), rel=0.05)
 
 
-@pytest.mark.quick("cpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_table_whose_rows_can_be_read_makes_room_for_experts(kind: str) -> None:
     """Rows take a tenth of a millisecond a token; what slots lack takes tens."""
@@ -285,6 +286,7 @@ def test_slots_below_what_a_token_uses_are_not_planned_beside_a_gpu() -> None:
     assert not plan_beside_gpu(16, spec=spec)[1].ranks[0].caches
 
 
+@pytest.mark.slow
 def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     _, found = plan_beside_gpu(20, 24, prompt=32)
     last = found.ranks[0].tiers[-1]

@@ -120,9 +120,8 @@ def test_where_the_limit_binds_the_plan_without_it_would_not_have_loaded():
     assert kept_on_host((spec,), bound, "cuda") <= usable
 
 
-@pytest.mark.parametrize(
-    ("mode", "budgets"), [pytest.param("tensor", (200, 300), marks=pytest.mark.slow), ("layer", (250, 300))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "budgets"), [("tensor", (200, 300)), ("layer", (250, 300))])
 def test_ranks_share_the_memory_of_their_host(mode: str, budgets: tuple[int, ...]):
     spec = make_model(layers=48, d_model=2048, heads=16, d_ffn=4096)
     profile = profile_from_datasheet(replace(DESKTOP, ranks=2, collective_rate=1e10))

@@ -75,7 +75,7 @@ def check_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> Non
     assert from_json(Variant, to_json(variant)) == variant
 
 
-@pytest.mark.quick("slices", "a rank of zero")
+@pytest.mark.quick("slices")
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_has_slots_for_what_it_holds_and_all_take_less_time(way: str) -> None:
     without, variant = plan_way(way)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from followed_text import CONTEXT, FILE, PROMPT, TEXT, Walk, run_here, walk_text, write_text
 from planner_cases import DESKTOP, OWN
-from test_parallel_group import processes_of, run_ranks, slow
+from test_parallel_group import processes_of, run_ranks
 from thread_ranks import run_variant
 
 from pshard.cuts.rank_parts import cut_ranks
@@ -97,11 +97,10 @@ def check_walk(variant: Variant, walks: list[Walk]) -> None:
     assert any(rank.caches for rank in variant.ranks)
 
 
-@pytest.mark.parametrize(  # those of one case share a record; unequal slices run in processes
-    "ways", [("layers",), slow(("slices", "a rank of zero", "a rank without layers"))]
-)
-def test_ranks_find_in_their_slots_what_a_replay_finds(ways: tuple[str, ...]) -> None:
-    for variant in map(plan_way, ways):
+@pytest.mark.slow  # a quick case with slots by hand is in test_pipeline_engine.py
+def test_ranks_find_in_their_slots_what_a_replay_finds() -> None:
+    """Layers and unequal slices run as processes."""
+    for variant in map(plan_way, ("slices", "a rank of zero", "a rank without layers")):
         walks = run_variant(FILE, variant, walk_text, records=True)
         check_walk(variant, walks)
         courses = follow_hits(FILE.spec, variant, walks[0].record, "text")  # what a report draws
