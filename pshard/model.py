@@ -11,7 +11,7 @@ from math import prod
 
 from pshard.model_config import ModelConfig
 from pshard.units.divide_unit import count_shares
-from pshard.units.moe.expert_cache import ExpertCache, miss_uses
+from pshard.units.moe.expert_cache import ExpertCache
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.moe.popularity import Popularity
 from pshard.units.ports import HIDDEN, IDS, LOGITS, PRIOR
@@ -70,10 +70,18 @@ class ModelSpec:
         """How likely a token uses the expert at each place, in the mean of the layers; empty: all alike."""
         return self.popularity.uses if self.popularity else ()
 
-    def uses_outside(self, unit: str, tokens: int) -> tuple[float, ...]:
-        """How likely a token of a tier for so many uses the expert at each place of a unit and does not find it in a
-        slot; `uses` where no slots are."""
-        return self._outside.get(unit, self.uses) if tokens <= self.follow_tokens else self.uses
+    def hits_of(self, unit: str, tier: int, tokens: int) -> tuple[float, ...]:
+        """How likely the expert at each place of a unit is in a slot when micro-batches of so many tokens use it, under
+        a tier for `tier` tokens; empty: it uses no slots. On demand wider ones push out more: as many times as much as
+        where all experts are used alike."""
+        cache = next((cache for cache in self.caches if unit in cache.units), None)
+        if cache is None or tier > self.follow_tokens:
+            return ()
+        hits, rule = cache.hits_by_place, self.config.experts
+        if not hits or not rule or not cache.is_on_demand or tokens == cache.width:
+            return hits
+        there, here = (cache.find_alike(rule.used, len(hits), n) for n in (cache.width, tokens))
+        return tuple(min(1.0, hit * here / there) for hit in hits) if there else hits
 
     @property
     def follow_tokens(self) -> int:
@@ -102,15 +110,6 @@ class ModelSpec:
         way first. Tiers that use slots do, but where the CPU computes from these beside an accelerator."""
         follows = any(tokens <= cache.tokens and not cache.on_host for cache in self.caches)
         return (True,) if follows else ways_to_read(self.config, tokens)
-
-    @cached_property
-    def _outside(self) -> dict[str, tuple[float, ...]]:
-        rule, found = self.config.experts, dict[str, tuple[float, ...]]()
-        for cache in self.caches if rule else ():
-            if cache.hits and rule:
-                left = miss_uses(self.uses, cache.hits_by_place, rule.used / rule.count)
-                found |= dict.fromkeys(cache.units, left)
-        return found
 
     def unit(self, name: str) -> Unit:
         """The unit of that name. Raises KeyError."""

@@ -96,15 +96,15 @@ class Setting:
         Never less than a copy takes, which it is priced as by a profile that did not time it."""
         if unit.kind.parts is None or self.waits:
             return 0.0
-        nbytes = read_nbytes(unit, share, self.spec.config, self.apart, self.outside(unit))
+        nbytes = read_nbytes(unit, share, self.spec.config, self.apart, self.uses, self.hits(unit))
         timed = self.tables.routed.read(unit.packed_nbytes // count_shares(unit), nbytes, self.apart)
         return max(self.tables.copy("h2d", nbytes), timed or 0.0)
 
-    def outside(self, unit: Unit) -> Uses:
-        """How likely a token uses each expert of a unit that lies in no slot of the accelerator."""
+    def hits(self, unit: Unit) -> Uses:
+        """What share of choices of each expert of a unit finds it in a slot of the accelerator; empty without any."""
         if any(unit.name in cache.units for cache in self.spec.caches if cache.on_host):
-            return self.uses
-        return self.spec.uses_outside(unit.name, self.load.tokens)
+            return ()
+        return self.spec.hits_of(unit.name, self.load.tokens, self.load.tokens)
 
     def reads(self, unit: Unit) -> int:
         """Bytes of weights that whoever computes a unit is expected to read."""
@@ -114,12 +114,12 @@ class Setting:
         """What slots that follow use make of the times of a divided unit, whose parts from `first` on are the CPU's: by
         what those of the accelerator and of the CPU are to be multiplied. What is found in a slot is the
         accelerator's."""
-        outside = self.outside(unit)
-        if outside is self.uses or unit.kind.parts is None:
+        hits = self.hits(unit)
+        if not hits or unit.kind.parts is None:
             return 1.0, 1.0
         (chosen, of), tokens = unit.kind.parts(self.spec.config), self.apart
         on_acc = used_experts(range(first), chosen, of, tokens, self.uses)
-        on_cpu, left = (used_experts(range(first, of), chosen, of, tokens, uses) for uses in (self.uses, outside))
+        on_cpu, left = (used_experts(range(first, of), chosen, of, tokens, self.uses, found) for found in ((), hits))
         return (on_acc + on_cpu - left) / on_acc, left / on_cpu
 
     @property
@@ -296,7 +296,8 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
         )
         more, less = setting.weigh_slots(unit, parts.on_cpu.first)
         on_acc *= more
-        reads = used_nbytes(parts.on_cpu.unit, spec.config, setting.apart, setting.outside(unit), parts.on_cpu.first)
+        expected = setting.apart, setting.uses, parts.on_cpu.first, setting.hits(unit)
+        reads = used_nbytes(parts.on_cpu.unit, spec.config, *expected)
         cpu = less * price_operations(work.on_cpu, setting.side("host", unit, begins=False))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)
@@ -321,14 +322,15 @@ def _spread(unit: Unit, parts: DividedUnit, setting: Setting, seconds: tuple[flo
     if unit.kind.parts is None or parts.on_cpu is None or not seconds[0]:
         return 0.0
     (chosen, of), tokens, uses = unit.kind.parts(setting.spec.config), setting.apart, setting.uses
+    hits = setting.hits(unit)
     weights, by_slots = [], 0.0
     for portion, all_of_it, sign in ((parts.brought, seconds[0], 1), (parts.on_cpu, seconds[1], -1)):
         places = portion.parts
         expected = used_experts(places, chosen, of, tokens, uses)
         weight = sign * all_of_it / expected if expected else 0.0
         weights.append((places, weight))
-        if setting.outside(unit) is not uses and expected:  # of those that are used some are found in slots, by chance
-            left = used_experts(places, chosen, of, tokens, setting.outside(unit)) / expected
+        if hits and expected:  # of those that are used some are found in slots, by chance
+            left = used_experts(places, chosen, of, tokens, uses, hits) / expected
             by_slots += weight**2 * expected * (1 - left) / left if left else 0.0
     spread = used_spread(tuple(weights), chosen, of, tokens, uses)
     return (spread**2 + by_slots) ** 0.5 if by_slots else spread

@@ -40,6 +40,11 @@ class Pool:
     tokens: int = FOLLOW_TOKENS
 
     @property
+    def width(self) -> int:
+        """Tokens of a step of all texts."""
+        return self.together * self.rows
+
+    @property
     def experts(self) -> int:
         """How many there are in all its layers."""
         return sum(map(count_shares, self.units))
@@ -56,14 +61,16 @@ class Pool:
     def make_cache(self, slots: int, policy: str, admits: int) -> ExpertCache:
         """Slots of which nothing is promised yet."""
         names = tuple(unit.name for unit in self.units)
-        return ExpertCache(names, slots, self.slot_nbytes, policy, admits, tokens=self.tokens)
+        return ExpertCache(names, slots, self.slot_nbytes, policy, admits, tokens=self.tokens, width=self.width)
 
     def promise(self, cache: ExpertCache, eligible: np.ndarray) -> ExpertCache:
         """The cache with what is expected of it: what a replay finds in slots that begin empty. Where all are used
-        alike, slots find as many choices as experts that stay there would. eligible: bool [layers, experts], those
-        outside VRAM."""
+        alike, slots find as many choices as experts that stay there would: steps of several tokens, which bring what
+        they miss, find what `ExpertCache.find_alike` says. eligible: bool [layers, experts], those outside VRAM."""
         if self.record is None:
             hits, shares = min(1.0, cache.slots / max(1, eligible.sum())), eligible.mean()
+            if cache.is_on_demand and self.width > 1:
+                hits = cache.find_alike(self.used, eligible.shape[1], self.width)
             missed = float(shares * (1 - hits)) * self.used * len(self.units)
             packed = pack_hits([hits] * eligible.shape[1])
             admitted = missed if cache.is_on_demand else min(float(cache.admits), missed)

@@ -15,11 +15,15 @@ from pshard.units.unit import Unit
 Uses = tuple[float, ...]  # empty: all alike
 
 
-def used_experts(places: range, chosen: int, of: int, tokens: float, uses: Uses) -> float:
-    """How many of the experts at those places of a layer so many tokens are expected to use."""
-    if not uses:
+def used_experts(places: range, chosen: int, of: int, tokens: float, uses: Uses, hits: Uses = ()) -> float:
+    """How many of the experts at those places of a layer so many tokens are expected to use. hits: and not to find in a
+    slot, by what share of uses of the expert at each place finds it there; what is there is there for all of them."""
+    if not uses and not hits:
         return len(places) * used_share(chosen, of, tokens)
-    return sum(_find_chances(uses, tokens)[places.start : places.stop])
+    chances = _find_chances(uses, tokens) if uses else (used_share(chosen, of, tokens),) * len(hits)
+    if hits:
+        chances = tuple(chance * (1 - hit) for chance, hit in zip(chances, hits, strict=True))
+    return sum(chances[places.start : places.stop])
 
 
 @lru_cache(256)
@@ -86,26 +90,29 @@ def count_apart(tokens: int, chosen: int, of: int, uses: Uses, overlaps: tuple[f
     return high
 
 
-def used_nbytes(unit: Unit, config: ModelConfig, tokens: float, uses: Uses = (), first: int = 0) -> int:
+def used_nbytes(
+    unit: Unit, config: ModelConfig, tokens: float, uses: Uses = (), first: int = 0, hits: Uses = ()
+) -> int:
     """Bytes of a unit's weights, or of what one place has of it from part `first` on, that so many tokens are expected
-    to use."""
+    to use, and not to find in a slot: see `used_experts`."""
     stacks = [t for t in unit.tensors if t.parts]
     if unit.kind.parts is None or not stacks:
         return unit.packed_nbytes
     chosen, of = unit.kind.parts(config)
     here = range(first, first + stacks[0].parts)
-    unused = 1 - used_experts(here, chosen, of, tokens, uses) / len(here)
+    unused = 1 - used_experts(here, chosen, of, tokens, uses, hits) / len(here)
     return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in stacks))
 
 
-def missed_nbytes(unit: Unit, config: ModelConfig, tokens: float, uses: Uses) -> int:
-    """Bytes of a unit's experts that so many tokens are expected to use and to miss. uses: of those that are missed.
+def missed_nbytes(unit: Unit, config: ModelConfig, tokens: float, uses: Uses, hits: Uses) -> int:
+    """Bytes of a unit's experts that so many tokens are expected to use and not to find in a slot: see `used_experts`.
     What all experts share is always in memory."""
     shared = unit.packed_nbytes - sum(t.packed_nbytes for t in unit.tensors if t.parts)
-    return used_nbytes(unit, config, tokens, uses) - shared
+    return used_nbytes(unit, config, tokens, uses, hits=hits) - shared
 
 
-def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: float, uses: Uses = ()) -> int:
-    """Bytes that so many tokens are expected to read in place of what the accelerator streams of a unit."""
+def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: float, uses: Uses = (), hits: Uses = ()) -> int:
+    """Bytes that so many tokens are expected to read in place of what the accelerator streams of a unit, but for what
+    they find in slots: see `used_experts`."""
     brought = divide_unit(unit, share).brought
-    return used_nbytes(brought.unit, config, tokens, uses, brought.first)
+    return used_nbytes(brought.unit, config, tokens, uses, brought.first, hits)

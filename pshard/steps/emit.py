@@ -230,13 +230,13 @@ class StepEmitter:
         name, kind, tokens, stays = unit.name, unit.kind, self.shape.tokens, self._sums and not self.shape.sums_on_host
         on, source, reads = place.site.computer, form.find_source(slot), 0
         now = _Whereabouts(self.spec, tokens, stays, at)
-        uses = self.spec.uses_outside(name, tier.tokens)
+        hits = self.spec.hits_of(name, tier.tokens, tokens)
         if source == "link":
-            reads = _expect_read(unit, share, self.spec.config, self.shape.unrelated, uses)
+            reads = _expect_read(unit, share, self.spec.config, self.shape.unrelated, self.spec.uses, hits)
         elif source == DEMAND and kind.is_looked_up:
             reads = rows_nbytes(unit, self.spec.config, tokens)
         elif source == DEMAND:
-            reads = _expect_missed(unit, self.spec.config, self.shape.unrelated, uses)
+            reads = _expect_missed(unit, self.spec.config, self.shape.unrelated, self.spec.uses, hits)
         steps: list[Step] = []
         if share.cpu:
             steps += [*now.bring("acc", unit.ports), *now.bring("cpu", unit.ports, share=True)]

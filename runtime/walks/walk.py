@@ -220,8 +220,8 @@ class Walk:
         context, key = self._context, (step, self._tokens)
         if key not in self._tier.reads:
             unit = context.spec.unit(step.unit)
-            uses = context.spec.uses_outside(step.unit, self._tier.tokens)
-            self._tier.reads[key] = read_nbytes(unit, step.share, context.spec.config, self._tokens, uses)
+            known = context.spec.uses, context.spec.hits_of(step.unit, self._tier.tokens, self._tokens)
+            self._tier.reads[key] = read_nbytes(unit, step.share, context.spec.config, self._tokens, *known)
         return self._tier.reads[key]
 
     def _may_repeat(self) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from experts_file import ExpertsFile
 from routing_samples import make_drifting_record
@@ -33,7 +34,7 @@ from pshard.session.run_request import suggest_budget
 from pshard.speculation import Acceptance, Drafting
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import DEMAND, Compute, StepShape
-from pshard.units.moe.expert_cache import FOLLOW_TOKENS
+from pshard.units.moe.expert_cache import FOLLOW_TOKENS, ExpertCache
 from pshard.workload import Workload
 
 RULE = Experts(count=16, used=2, d_expert=256)
@@ -110,6 +111,19 @@ def test_beside_a_gpu_the_cpu_computes_from_slots_in_host_memory_and_prompts_lea
     assert experts.slots[0].likely and sum(layer.disk for layer in experts.tiers[0].layers) == 16 * len(cache.units)
 
 
+def replay_alike(cache: ExpertCache, tokens: int, answers: int) -> float:
+    """How many experts a micro-batch of so many tokens misses, each after so many of one token, as the runtime's slots
+    are filled; all of 16 are chosen alike, 2 by a token."""
+    rng, layers = np.random.default_rng(0), len(cache.units)
+    every = [(layer, expert) for expert in range(16) for layer in range(layers)]
+    follower, missed, turns = make_follower(cache, np.ones((layers, 16), bool), every), 0, 200
+    for count in (*(1,) * answers, tokens) * turns:
+        before = follower.counts.admitted
+        follower.observe(rng.random((count, layers, 16)).argsort(2)[:, :, :2])
+        missed += (follower.counts.admitted - before) * (count == tokens)
+    return missed / turns
+
+
 @pytest.mark.quick("46-cpu-32")
 @pytest.mark.parametrize(("mib", "kind", "followed"), [(20, "cuda", 16), (46, "cpu", 32)])
 def test_short_prompts_read_what_slots_lack_of_the_experts_that_they_use(
@@ -128,9 +142,8 @@ def test_short_prompts_read_what_slots_lack_of_the_experts_that_they_use(
     short = next(tier for tier in rank.tiers if tier.tokens == 16)
     steps = emit_steps(replace(spec, caches=rank.caches), short, StepShape(16, 0, 1))
     reads = sum(step.reads for step in steps.body if isinstance(step, Compute) and step.source == DEMAND)
-    lacking = 1 - cache.slots / (16 * len(cache.units))
-    missed = 16 * (1 - (1 - 2 / 16 * lacking) ** 16) * len(cache.units)  # each expert once, whoever misses it
-    assert reads == pytest.approx(missed * cache.slot_bytes, rel=0.02)
+    missed = replay_alike(cache, 16, answers=4)
+    assert reads == pytest.approx(missed * cache.slot_bytes, rel=0.08)
     for module in ("plan_disk_slots", "plan_host_slots"):
         monkeypatch.setattr(f"pshard.planner.routing.{module}.list_widths", lambda workload: ())
     narrow = plan()
@@ -161,7 +174,7 @@ def test_slots_too_few_for_a_layer_of_short_prompts_serve_decoding() -> None:
 
 def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
     rate, latency = 1e9, 1e-4
-    _, found = plan_beside_gpu(30, rate=rate)
+    _, found = plan_beside_gpu(24, rate=rate)
     (rank,) = found.ranks
     (cache,), prompt = rank.caches, rank.tiers[-1]
     far = [unit for unit in SMALL.units if prompt.placement(unit.name).where == "disk"]
@@ -169,7 +182,7 @@ def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
     lacks = {name: 1 - cache.slots / (16 * len(cache.units)) for name in cache.units}
     seconds = sum(latency + unit.packed_nbytes * lacks.get(unit.name, 1.0) / rate for unit in far)
     assert dict(prompt.prediction.busy)[READ.name] == pytest.approx(seconds, rel=0.001)
-    profile = make_machine(30 * MIB, rate, "cuda")
+    profile = make_machine(24 * MIB, rate, "cuda")
     (sheet,) = time_steps(replace(SMALL, caches=rank.caches), profile, found, prompt.tokens)
     reads = sum(step.nbytes for step in sheet.steps if step.lane == READ.name)
     assert reads == pytest.approx(sum(unit.packed_nbytes * lacks.get(unit.name, 1.0) for unit in far), rel=0.001)
@@ -288,12 +301,12 @@ def test_slots_below_what_a_token_uses_are_not_planned_beside_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, found = plan_beside_gpu(20, 24, prompt=32)
+    _, found = plan_beside_gpu(18, 28, prompt=32)
     last = found.ranks[0].tiers[-1]
     assert last.waves > 1 and last.buffers.slots * last.buffers.slot_bytes < 6 * MIB  # of a layer
     assert found.ranks[0].tiers[0].waves == 1  # answers find their experts in slots
     monkeypatch.setattr("pshard.planner.routing.plan_host_slots.WAVES", ())
-    _, whole = plan_anew(20, 24, SMALL, 1e9, 32)
+    _, whole = plan_anew(18, 28, SMALL, 1e9, 32)
     assert first_token_seconds(found) < 0.75 * first_token_seconds(whole)
     assert round_seconds(found) < 0.95 * round_seconds(whole)
 

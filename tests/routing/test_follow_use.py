@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_samples import make_drifting_record, make_record
 
+from pshard.routing.expert_uses import used_experts
 from pshard.routing.follow_use import DECAY, HitCounts, UseFollower
+from pshard.routing.followed import make_follower
 from pshard.routing.replay_slots import replay_run, replay_tokens
-from pshard.units.moe.expert_cache import ExpertCache, check_cache, miss_uses, pack_hits
+from pshard.units.moe.expert_cache import DEMAND, ExpertCache, check_cache, pack_hits
 
 LAYERS, EXPERTS, USED = 3, 6, 2
 
@@ -171,7 +173,29 @@ def test_what_no_plan_has_is_refused(fields: dict, message: str) -> None:
         check_cache(ExpertCache(**(good | fields)), "x")
 
 
-def test_hits_leave_their_share_of_uses_outside() -> None:
-    cache = ExpertCache(("a",), 1, 256, "lru", 1, pack_hits([0.0, 0.5, 1.0]))
-    assert miss_uses((0.9, 0.6, 0.5), cache.hits_by_place, 0.0) == pytest.approx((0.9, 0.3, 0.0), abs=2e-3)
-    assert miss_uses((), cache.hits_by_place, 0.25) == pytest.approx((0.25, 0.125, 0.0), abs=1e-3)
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_what_a_slot_has_is_there_for_all_tokens_that_use_it(tokens: int) -> None:
+    hits = ExpertCache(("a",), 1, 256, "lru", 1, pack_hits([0.0, 0.5, 1.0, 1.0])).hits_by_place
+    used = [1 - (1 - use) ** tokens for use in (0.9, 0.6, 0.25, 0.25)]
+    missed = [used_experts(range(i, i + 1), 2, 4, tokens, (0.9, 0.6, 0.25, 0.25), hits) for i in range(4)]
+    assert missed == pytest.approx([used[0], used[1] / 2, 0.0, 0.0], abs=2e-3)
+    alike = 1 - 0.5**tokens
+    assert used_experts(range(4), 2, 4, tokens, (), hits) == pytest.approx(1.5 * alike, abs=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots"), [(1, 192), (2, 192), (4, 192), (8, 96), (8, 192), (8, 288), (16, 96), (16, 192)]
+)
+def test_slots_on_demand_miss_of_experts_that_are_used_alike_what_is_promised(tokens: int, slots: int) -> None:
+    """From steps that all fit several times to such of which not even one does."""
+    layers, experts, used = 6, 64, 4
+    cache = ExpertCache(tuple(map(str, range(layers))), slots, 256, DEMAND, 0, tokens=16)
+    rng, every = np.random.default_rng(0), [(i, e) for e in range(experts) for i in range(layers)]
+    follower = make_follower(cache, np.ones((layers, experts), bool), every)
+    steps, before = 400 // tokens, 0
+    for step in range(2 * steps):
+        before = follower.counts.admitted if step == steps else before
+        follower.observe(rng.random((tokens, layers, experts)).argsort(2)[:, :, :used])
+    hits = (cache.find_alike(used, experts, tokens),) * experts
+    missed = layers * used_experts(range(experts), used, experts, tokens, (), hits)
+    assert missed == pytest.approx((follower.counts.admitted - before) / steps, rel=0.04)

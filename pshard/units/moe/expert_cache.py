@@ -7,6 +7,7 @@ from functools import cached_property
 
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.units.moe.in_place import ALWAYS_TOKENS, IN_PLACE_TOKENS
+from pshard.units.operations import used_share
 from pshard.units.unit import Unit
 
 # larger tiers leave the slots as they are: a prompt uses nearly all experts, and would throw out what decoding chose
@@ -32,6 +33,7 @@ class ExpertCache:
     experts the replay brings in for each token, in micro-batches as wide as the plan is for; `alone`: how many after a
     micro-batch of one token, where the plan is for wider ones. So many are not brought for each token then: a step of
     one token has as much time to fill as one of four.
+    `width`: tokens of the micro-batches that `hits` are of.
     """
 
     units: tuple[str, ...]
@@ -45,6 +47,7 @@ class ExpertCache:
     alone: float = 0.0
     tokens: int = FOLLOW_TOKENS
     on_host: bool = False
+    width: int = 1
 
     @property
     def is_on_demand(self) -> bool:
@@ -56,6 +59,26 @@ class ExpertCache:
         slots, or has brought them itself. One of more tokens misses no fewer."""
         expected = max(self.alone, self.admitted * tokens)
         return min(float(self.admits), expected) if tokens <= self.tokens else 0.0
+
+    def find_alike(self, chosen: int, of: int, tokens: int) -> float:
+        """What share of its uses an expert on demand is found in a slot, where all are used alike, in micro-batches of
+        so many tokens, of which each takes `chosen` of the `of` experts of each layer. See `DemandFollower`.
+
+        When a layer's turn comes, what it used a step ago is what was used longest ago but for earlier steps: it is
+        found if all layers' last step has room, and so on with the steps before. Where not even one has, what is missed
+        goes through the same slots, and all others keep what they have.
+        """
+        used, layers = used_share(chosen, of, tokens), len(self.units)
+        if self.slots >= layers * of:
+            return 1.0
+        if layers * of * used > self.slots:
+            return max(0.0, self.slots - of * used) / max(1.0, layers * of - of * used)
+        left = 1.0  # the share of experts that the last steps did not use
+        while layers * of * (1 - left * (1 - used)) <= self.slots:
+            left *= 1 - used
+        more = left * used  # that one more step used
+        part = self.slots - layers * of * (1 - left) - (layers - 1) * of * more
+        return 1 - left + max(0.0, part) / of
 
     @property
     def nbytes(self) -> int:
@@ -83,12 +106,6 @@ def slot_nbytes(unit: Unit) -> int:
     return sum(align(nbytes, TENSOR_ALIGN) for nbytes in part_sizes(unit).values())
 
 
-def miss_uses(uses: tuple[float, ...], hits: tuple[float, ...], evenly: float) -> tuple[float, ...]:
-    """How likely a token uses the expert at each place and does not find it in a slot. evenly: the likelihood where
-    nothing is known (`uses` is empty)."""
-    return tuple(use * (1 - hit) for use, hit in zip(uses or (evenly,) * len(hits), hits, strict=True))
-
-
 def check_cache(cache: ExpertCache, where: str) -> None:
     """Raise ValueError, which names the field, for what no plan has."""
     if not cache.units or len(set(cache.units)) != len(cache.units):
@@ -103,6 +120,8 @@ def check_cache(cache: ExpertCache, where: str) -> None:
         raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
     if not 1 <= cache.tokens <= MOST_FOLLOW_TOKENS:
         raise ValueError(f"{where}.tokens is {cache.tokens}, not 1 to {MOST_FOLLOW_TOKENS}")
+    if cache.width < 1:
+        raise ValueError(f"{where}.width is {cache.width}, but micro-batches have a token at least")
     if not 0 <= cache.found <= 1:
         raise ValueError(f"{where}.found is {cache.found}, no share of all choices")
     try:
