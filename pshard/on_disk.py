@@ -51,11 +51,17 @@ def may_move(unit: Unit) -> bool:
 
 def lies_as_used(file: Located, unit: Unit) -> bool:
     """Whether all its matrices lie in the file as they are used: of a table, of which rows are read, each row, without
-    a factor."""
+    a factor and in runs of whole records."""
     if unit.kind.is_looked_up:
-        return all(file.locate_rows(t.name) and "factor" not in plane_offsets(t.qtype, t.cols) for t in unit.matrices)
+        return all(_has_rows(file, tensor) for tensor in unit.matrices)
     stacks = [(t.name, part) for t in unit.matrices for part in (range(t.parts) if t.parts else (None,))]
     return all(file.locate(*place) is not None for place in stacks)
+
+
+def _has_rows(file: Located, tensor: TensorSpec) -> bool:
+    runs = file.locate_rows(tensor.name)
+    whole = not any(run.rows % _count_joined(tensor.qtype) for run in runs[:-1])
+    return bool(runs) and whole and "factor" not in plane_offsets(tensor.qtype, tensor.cols)
 
 
 def list_lookups(unit: Unit, config: ModelConfig) -> tuple[LookUp, ...]:
@@ -68,7 +74,12 @@ def rows_nbytes(unit: Unit, config: ModelConfig, tokens: int) -> int:
     return tokens * sum(o.each * o.table.row_nbytes for o in list_lookups(unit, config))
 
 
+def _count_joined(qtype: str) -> int:
+    """Rows that lie in one record of the packed layout."""
+    return ROW_BLOCK if QUANT_TYPES[qtype].planes else 1
+
+
 def piece_rows(tensor: TensorSpec) -> int:
     """Rows of a matrix, or of each part of a stack, that one read brings: whole records, one at least."""
-    block = ROW_BLOCK if QUANT_TYPES[tensor.qtype].planes else 1
+    block = _count_joined(tensor.qtype)
     return min(tensor.rows, max(1, PIECE // max(1, file_nbytes(tensor.qtype, block, tensor.cols))) * block)

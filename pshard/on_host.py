@@ -39,6 +39,18 @@ def list_beyond(spec: ModelSpec, plan: RankPlan, home: Home) -> tuple[Portion, .
     return tuple(portion for portion in kept if portion is not None)
 
 
+def list_whole(spec: ModelSpec, plan: RankPlan, home: Home) -> tuple[Portion, ...]:
+    """What of that comes to the accelerator as it is: all but tables that no tier has in VRAM."""
+    pinned = {place.unit for tier in plan.tiers for place in tier.placements if place.in_arena}
+    kept = list_beyond(spec, plan, home)
+    return tuple(p for p in kept if not p.unit.kind.is_looked_up or p.unit.name in pinned)
+
+
+def list_tables(spec: ModelSpec, plan: RankPlan, home: Home) -> tuple[Unit, ...]:
+    """The tables among it: where a tier has them not in VRAM, rows are read as they are looked up."""
+    return tuple(p.unit for p in list_beyond(spec, plan, home) if p.unit.kind.is_looked_up)
+
+
 def list_only_in_vram(spec: ModelSpec, plan: RankPlan) -> tuple[Portion, ...]:
     """What lies in VRAM under every tier and not in host memory, in pin order; what all parts of a unit share is in
     both."""

@@ -14,7 +14,7 @@ from math import log
 from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
 from pshard.collectives import fastest_collective
 from pshard.errors import UserError
-from pshard.homes import READ
+from pshard.homes import READ, Home
 from pshard.machine import MEMORIES, CollectiveTiming, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.delta_tables import DeltaTables
@@ -280,6 +280,11 @@ class Tables:
         link = 1 - lost * min(1.0, demand / both.cpu_with_link)
         alone = both.cpu_alone or max(demand, both.cpu_with_link)  # not measured: only what reads faster is held up
         return max(link, 0.05), 1 / (1 + demand * max(0.0, 1 / both.cpu_with_link - 1 / alone))
+
+
+def seconds_from(tables: Tables, home: Home, nbytes: int) -> float:
+    """Seconds of the slowest lane by which so many bytes come from a home."""
+    return max(tables.copy(lane.timed, nbytes) for lane in home.way_in)
 
 
 def runs_on_host(side: str, accelerator: str) -> bool:

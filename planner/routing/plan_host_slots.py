@@ -13,7 +13,7 @@ from itertools import count, product, takewhile
 from operator import attrgetter
 
 from pshard.errors import NoPlan, UserError
-from pshard.homes import ON_CPU, ON_DEMAND, ON_DISK, PINNED, READ, STREAMED
+from pshard.homes import DISK, ON_CPU, ON_DEMAND, ON_DISK, PINNED, STREAMED
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Placement, Sweep, TierPlan, Variant
@@ -22,7 +22,7 @@ from pshard.planner.make_plan import plan_variant, predict_again
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.host_limits import kept_bytes
-from pshard.planner.price.profile_tables import Tables, find_tables
+from pshard.planner.price.profile_tables import Tables, find_tables, seconds_from
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.slot_promises import Pool, gains_by_width, list_pools, list_widths, share_out
 from pshard.planner.search.residency_order import order_nested, spread
@@ -263,7 +263,7 @@ class _Way:
         pairs = zip(first.placements, last.placements)
         names = [here.unit for here, there in pairs if here.in_arena and there.site.is_beyond_host]
         nbytes = sum(self.search.spec.unit(name).packed_nbytes for name in names)
-        return self.search.tables.copy(READ.timed, nbytes)
+        return seconds_from(self.search.tables, DISK, nbytes)
 
 
 @dataclass(frozen=True)

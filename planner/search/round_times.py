@@ -1,12 +1,17 @@
 """Seconds of one round of the workload under a plan's tiers: micro-batches, and what comes into VRAM between them."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from pshard.homes import Home
 from pshard.plan import Placement, TierPlan
 from pshard.planner.price.draft import Room
+from pshard.planner.price.profile_tables import seconds_from
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.divide_unit import arena_portion
 from pshard.units.unit import Unit
+
+_Brought = tuple[Unit, Placement, Placement]  # where the unit is in VRAM, and where it is not
 
 
 def plan_seconds(room: Room, tiers: Sequence[TierPlan], seconds: Sequence[float], costs: Sequence[TierCosts]) -> float:
@@ -29,27 +34,25 @@ def switch_seconds(room: Room, tiers: Sequence[TierPlan], costs: Sequence[TierCo
     """Seconds of going from the largest tier that the round enters to the smallest and back once: pins brought in, used
     KV cells moved."""
     entered = [tier for tier, cost in zip(tiers, costs) if not cost.load.rare]
-    locked = staged = seconds = 0.0
+    brought, seconds = list[_Brought](), 0.0
     for unit, here, there in _unlike(room, entered[0], entered[-1]):
         if here.in_arena != there.in_arena:
-            nbytes = _held(unit, here if here.in_arena else there)
-            locked, staged = (locked, staged + nbytes) if unit.name in costs[0].staged else (locked + nbytes, staged)
+            brought.append((unit, here, there) if here.in_arena else (unit, there, here))
         if here.kv != there.kv:
             seconds += costs[0].units[unit.name].kv_fetch
-    return _copy_seconds(costs[0], locked, staged) + seconds
+    return _bring_seconds(costs[0], brought) + seconds
 
 
 def enter_seconds(room: Room, before: TierPlan, tier: TierPlan, cost: TierCosts) -> float:
     """Seconds of what comes into VRAM, or of KV leaves it, when a tier follows another: none of it under computing.
     What both have of a unit there is the same."""
-    locked = staged = seconds = 0.0
+    brought, seconds = list[_Brought](), 0.0
     for unit, old, new in _unlike(room, before, tier):
         if new.in_arena and not old.in_arena:
-            nbytes = _held(unit, new)
-            locked, staged = (locked, staged + nbytes) if unit.name in cost.staged else (locked + nbytes, staged)
+            brought.append((unit, new, old))
         if old.kv != new.kv:
             seconds += cost.units[unit.name].kv_fetch
-    return _copy_seconds(cost, locked, staged) + seconds
+    return _bring_seconds(cost, brought) + seconds
 
 
 def _unlike(room: Room, one: TierPlan, other: TierPlan) -> list[tuple[Unit, Placement, Placement]]:
@@ -61,11 +64,22 @@ def _unlike(room: Room, one: TierPlan, other: TierPlan) -> list[tuple[Unit, Plac
     ]
 
 
-def _held(unit: Unit, place: Placement) -> int:
+def held_nbytes(unit: Unit, place: Placement) -> int:
     """Bytes of a unit's weights in the arena."""
     portion = arena_portion(unit, place.where, place.share)
     return portion.nbytes if portion else 0
 
 
-def _copy_seconds(cost: TierCosts, locked: float, staged: float) -> float:
-    return locked / cost.tables.link_rate + (staged / cost.tables.staged_rate if staged else 0.0)
+def _bring_seconds(cost: TierCosts, brought: Iterable[_Brought]) -> float:
+    """Seconds of copies into the arena: over the link, or by the slowest lane from beyond host memory."""
+    locked, staged, far = 0, 0, Counter[Home]()
+    for unit, inside, outside in brought:
+        nbytes = held_nbytes(unit, inside)
+        if outside.site.is_beyond_host:
+            far[outside.weights_home] += nbytes
+        elif unit.name in cost.staged:
+            staged += nbytes
+        else:
+            locked += nbytes
+    reading = sum(seconds_from(cost.tables, home, nbytes) for home, nbytes in far.items())
+    return reading + locked / cost.tables.link_rate + (staged / cost.tables.staged_rate if staged else 0.0)

@@ -1,21 +1,22 @@
 """Seconds of any step of a server under a plan, and of switches between its tiers: looked up, nothing is planned."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pshard.batch import VERIFY, Batch
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.cuts.rank_parts import cut_ranks
+from pshard.homes import Home
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import Placement, Variant
+from pshard.plan import Variant
 from pshard.planner.price.predict_published import Predictor
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import Tables, seconds_from
 from pshard.planner.price.tier_loads import TierLoad, tier_loads
+from pshard.planner.search.round_times import held_nbytes
 from pshard.predicted_times import tier_seconds
 from pshard.speculation import PROGRAMS
-from pshard.units.divide_unit import arena_portion
-from pshard.units.unit import Unit
 
 Line = tuple[tuple[float, float], ...]  # (x, y), ascending in x
 
@@ -199,7 +200,7 @@ class _Mover:
 
     def __init__(self, spec: ModelSpec, profile: MachineProfile, variant: Variant, rank: int) -> None:
         w, self._tiers = variant.workload, variant.ranks[rank].tiers
-        self._rate = Tables(profile, variant.correction).of_accelerator(w.device + rank).link_rate
+        self._tables = Tables(profile, variant.correction).of_accelerator(w.device + rank)
         self._units = [spec.unit(place.unit) for place in self._tiers[0].placements]
         cells = min(w.context, w.sequences * (w.prompt + w.generated // 2))
         states = [unit.state(spec.config, w.state_shape) for unit in self._units]
@@ -208,15 +209,14 @@ class _Mover:
     def seconds(self, before: int, after: int) -> float:
         """From the tier at one place of the list to that at another."""
         there, here = self._tiers[before].placements, self._tiers[after].placements
-        moved = sum(
-            max(0, _held(unit, new) - _held(unit, old)) + (state if old.kv != new.kv else 0)
-            for unit, state, old, new in zip(self._units, self._kept, there, here)
-            if old != new
-        )
-        return moved / self._rate
-
-
-def _held(unit: Unit, place: Placement) -> int:
-    """Bytes of a unit's weights in the arena."""
-    portion = arena_portion(unit, place.where, place.share)
-    return portion.nbytes if portion else 0
+        moved, far = 0, Counter[Home]()
+        for unit, state, old, new in zip(self._units, self._kept, there, here):
+            if old == new:
+                continue
+            brought = max(0, held_nbytes(unit, new) - held_nbytes(unit, old))
+            if old.site.is_beyond_host:
+                far[old.weights_home] += brought
+            else:
+                moved += brought
+            moved += state if old.kv != new.kv else 0
+        return moved / self._tables.link_rate + sum(seconds_from(self._tables, home, n) for home, n in far.items())

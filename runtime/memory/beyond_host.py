@@ -11,12 +11,13 @@ from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
 from pshard.homes import DISK, Home
 from pshard.model import ModelSpec
-from pshard.on_host import list_beyond
+from pshard.on_host import list_tables, list_whole
 from pshard.plan import RankPlan
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.disk_store import DiskStore
 from pshard.runtime.memory.weights import WeightSource
 from pshard.units.divide_unit import Portion
+from pshard.units.unit import Unit
 
 
 class Store(Protocol):
@@ -63,7 +64,8 @@ class Store(Protocol):
         """End its lanes; no copy may be under way."""
 
 
-Opener = Callable[[Device, tuple[Portion, ...]], Store]
+# of what comes whole, and of tables of which rows are read; a table may be both, under different tiers
+Opener = Callable[[Device, tuple[Portion, ...], tuple[Unit, ...]], Store]
 OPENERS: dict[str, Opener] = {DISK.name: DiskStore}
 
 
@@ -85,5 +87,5 @@ def open_stores(spec: ModelSpec, plan: RankPlan, device: Device) -> dict[Home, S
             raise UserError(
                 f"the plan keeps weights in {home.name!r}, which cannot be read here; plan again without it"
             )
-        stores[home] = OPENERS[home.name](device, list_beyond(spec, plan, home))
+        stores[home] = OPENERS[home.name](device, list_whole(spec, plan, home), list_tables(spec, plan, home))
     return stores

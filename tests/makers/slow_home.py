@@ -15,6 +15,7 @@ from pshard.runtime.devices.device import CopyThread, Device
 from pshard.runtime.memory.beyond_host import declare_store
 from pshard.runtime.memory.weights import WeightSource, pack_portion
 from pshard.units.divide_unit import Portion
+from pshard.units.unit import Unit
 
 RATE = 1e9  # bytes a second
 LATENCY = 1e-4  # seconds of each copy
@@ -67,7 +68,8 @@ def declare_slow_home() -> Iterator[list[SlowMemory]]:
     """The home is there for planner, simulator, check and runtime; gives the stores that are opened meanwhile."""
     opened: list[SlowMemory] = []
 
-    def open_slow(device: Device, portions: tuple[Portion, ...]) -> SlowMemory:
+    def open_slow(device: Device, portions: tuple[Portion, ...], tables: tuple[Unit, ...]) -> SlowMemory:
+        assert not tables  # they live on disk or in host memory
         opened.append(SlowMemory(device, portions))
         return opened[-1]
 

@@ -7,7 +7,7 @@ import pytest
 from planner_cases import DESKTOP, make_model
 
 from pshard.errors import NoPlan
-from pshard.homes import ON_DEMAND
+from pshard.homes import ON_DEMAND, PINNED
 from pshard.machine import DiskTiming, MachineProfile
 from pshard.model import ModelSpec
 from pshard.on_disk import RowRun, mark_made, rows_nbytes
@@ -20,6 +20,8 @@ from pshard.planner.price.draft import Beyond, tier_steps
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.profile_tables import find_tables
 from pshard.planner.price.scattered_reads import ScatteredReads
+from pshard.planner.search.round_times import switch_seconds
+from pshard.planner.serving.step_times import time_steps
 from pshard.steps.step import Compute
 from pshard.tensor import TensorSpec
 from pshard.units.unit import Unit
@@ -94,9 +96,9 @@ def test_a_table_that_a_drafter_computes_with_stays_in_memory() -> None:
     assert (ON_DEMAND, None) not in replace(task.room, beyond=None).list_places("embedding")
 
 
-def test_rows_with_a_factor_of_their_own_matrix_or_that_are_made_stay_in_memory() -> None:
+def test_rows_with_a_factor_that_are_made_or_in_pieces_of_records_stay_in_memory() -> None:
     class Everywhere:
-        def __init__(self, qtype: str, runs: int = 1) -> None:
+        def __init__(self, qtype: str, runs: tuple[RowRun, ...]) -> None:
             table, self.runs = with_large_table().units[0], runs
             self.spec = replace(with_large_table(), units=(self.retype(table, qtype),))
 
@@ -107,10 +109,30 @@ def test_rows_with_a_factor_of_their_own_matrix_or_that_are_made_stay_in_memory(
             return "m.gguf", 0
 
         def locate_rows(self, name: str):
-            return self.runs * (RowRun(Path("m.gguf"), 0, 1 << 22),)
+            return self.runs
 
+    whole = RowRun(Path("m.gguf"), 0, 1 << 22)
+    cut = RowRun(Path("m.gguf"), 0, 24)  # rows of two records, of which one goes on elsewhere
+    for qtype, stays in (("Q6_K", True), ("F32", False)):
+        assert mark_made(Everywhere(qtype, (cut, cut))).units[0].stays_in_memory == stays
     for qtype, runs, stays in (("Q6_K", 1, False), ("Q6_K", 3, False), ("Q6_K", 0, True), ("NVFP4", 1, True)):
-        assert mark_made(Everywhere(qtype, runs)).units[0].stays_in_memory == stays, (qtype, runs)
+        assert mark_made(Everywhere(qtype, runs * (whole,))).units[0].stays_in_memory == stays, (qtype, runs)
+
+
+def test_a_switch_reads_all_of_a_table_that_only_answers_have_in_vram() -> None:
+    spec, profile, load = with_large_table(), make_machine(48, "cuda"), load_for("cuda", 48)
+    variant = plan_variant(spec, profile, load)
+    first, *rest = variant.ranks[0].tiers
+    table, *others = first.placements
+    first = replace(first, placements=(replace(table, where=PINNED), *others))
+    tables, tiers = find_tables(profile), (first, *rest)
+    (task,) = price_tiers(spec, tables, load, tuple(tier.tokens for tier in tiers))
+    reads = tables.copy("disk", spec.unit("embedding").packed_nbytes)
+    assert reads > 0.5
+    assert {place.unit for place in first.placements if place not in rest[-1].placements} == {"embedding"}
+    assert switch_seconds(task.room, tiers, task.costs) == pytest.approx(reads)
+    times = time_steps(spec, profile, replace(variant, ranks=(replace(variant.ranks[0], tiers=tiers),)))
+    assert times.switch_seconds(32, 1) == pytest.approx(reads) and not times.switch_seconds(1, 32)
 
 
 def test_small_reads_take_as_long_as_one_alone_or_as_all_side_by_side() -> None:

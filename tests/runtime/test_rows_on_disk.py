@@ -14,7 +14,7 @@ from qwen4exp_files import RECIPES, make_weights, write_qwen4exp
 from qwen4exp_folder import spread_folder
 
 from pshard.errors import StepFailed
-from pshard.homes import ON_CPU, ON_DEMAND
+from pshard.homes import ON_CPU, ON_DEMAND, PINNED
 from pshard.model import ModelSpec
 from pshard.models import open_model
 from pshard.on_disk import mark_made, rows_nbytes
@@ -72,6 +72,32 @@ def test_rows_from_disk_give_the_logits_of_tables_in_memory(
             assert bool(engine.rank_plan.beyond_host) == (site == ON_DEMAND)
             found.append(speak(engine))
     assert torch.equal(*found)
+
+
+def look_up_by_tier(spec: ModelSpec, *sites: str) -> tuple[TierPlan, ...]:
+    """Tiers that have all tables in these places, and all else pinned."""
+    each = [look_up_from(spec, site) for site in sites]
+    return tuple(own[i] for i, own in enumerate(each))
+
+
+@pytest.mark.quick(
+    "answers-Q6_K", "prompts-Q8_0", "answers-gemma4", "prompts-qwen4exp", "answers-pieces", "prompts-pieces F16"
+)
+@pytest.mark.parametrize("name", ["Q6_K", "Q8_0", "BF16", "F32", "gemma4", "qwen4exp", "pieces", "pieces F16"])
+@pytest.mark.parametrize("sites", [(PINNED, ON_DEMAND), (ON_DEMAND, PINNED)], ids=["answers", "prompts"])
+def test_a_table_that_one_tier_has_in_vram_is_read_whole_as_that_is_entered(
+    sites: tuple[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    path = write_model(tmp_path, name)
+    spec, found, read = mark_made(open_model(path)), list[torch.Tensor](), 0
+    tables = sum(t.file_nbytes for unit in spec.units if unit.kind.is_looked_up for t in unit.tensors)
+    for tiers in (look_up_from(spec, ON_CPU), look_up_by_tier(spec, *sites)):
+        with open_engine(path, tiers, context=256) as engine:
+            found.append(torch.cat([speak(engine), speak(engine)]))
+            read = engine.memory().read
+    assert torch.equal(*found)
+    assert read >= 2 * tables  # each time
 
 
 @pytest.mark.gpu

@@ -97,14 +97,14 @@ class Holder(Protocol):
 
 class DiskStore:
     """What a plan leaves on disk. Vectors, which are small, lie in host memory all the time. Of tables rows are read as
-    they are looked up.
+    they are looked up, and all of one as a tier is entered that has it in VRAM.
 
     Attributes: see Store.
     """
 
-    def __init__(self, device: Device, portions: tuple[Portion, ...]) -> None:
-        self._looked_up = [portion.unit for portion in portions if portion.unit.kind.is_looked_up]
-        portions = tuple(portion for portion in portions if not portion.unit.kind.is_looked_up)
+    def __init__(self, device: Device, portions: tuple[Portion, ...], tables: tuple[Unit, ...] = ()) -> None:
+        """portions: what comes whole. tables: of which rows are read; some may come whole too."""
+        self._looked_up = tables
         self.held: Mapping[str, Portion] = {portion.unit.name: portion for portion in portions}
         self.largest = max((portion.nbytes for portion in portions), default=0)
         tensors = [tensor for portion in portions for tensor in portion.unit.tensors]
@@ -150,7 +150,7 @@ class DiskStore:
         lying = FileParts(self._reader, source, None)  # rows are packed where they are looked up
         for unit in self._looked_up:
             self._tables[unit.name] = {t.role: FarTable(self._reader, lying.find_rows(t), t) for t in unit.tensors}
-            progress(unit.packed_nbytes)
+            progress(0 if unit.name in self.held else unit.packed_nbytes)
 
     def _list_pieces(self, source: WeightSource, parts: FileParts, unit: Unit) -> Iterator[_Placed]:
         """All pieces of a unit."""
@@ -163,7 +163,8 @@ class DiskStore:
             numbers = (unit.order or range(tensor.parts)) if tensor.parts else (None,)
             for place, number in enumerate(numbers):
                 first = at
-                for piece, packed in parts.find(tensor, number).list_pieces(tensor):
+                there = parts.find_table(tensor) if unit.kind.is_looked_up else parts.find(tensor, number)
+                for piece, packed in there.list_pieces(tensor):
                     yield _Placed(piece, at, packed, place if tensor.parts else -1, in_slot + at - first)
                     at += packed
             in_slot += align(tensor.packed_nbytes // max(1, tensor.parts), TENSOR_ALIGN)

@@ -1,7 +1,7 @@
 """Where the parts of a model's tensors lie on disk: in its own files as these have them, or packed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -65,6 +65,18 @@ class FileRows(NamedTuple):
     rows: int
 
 
+@dataclass(frozen=True)
+class TablePart:
+    """A matrix without a factor, whose rows lie in one run below the other, each of whole records."""
+
+    runs: tuple[FileRows, ...]
+
+    def list_pieces(self, tensor: TensorSpec) -> Iterator[Found]:
+        """See Part."""
+        for run in self.runs:
+            yield from FilePart(run.file, run.offset, None).list_pieces(replace(tensor, shape=(run.rows, tensor.cols)))
+
+
 class FileParts:
     """Finds those of one model, and opens their files for a reader."""
 
@@ -92,6 +104,10 @@ class FileParts:
         if not runs:
             raise self._refuse(tensor)
         return tuple(FileRows(self._open(run.path), run.offset, run.rows) for run in runs)
+
+    def find_table(self, tensor: TensorSpec) -> TablePart:
+        """All of a matrix whose rows can be looked up. Raises UserError as `find_rows` does."""
+        return TablePart(tuple(run for run in self.find_rows(tensor) if run.rows))
 
     def _refuse(self, tensor: TensorSpec) -> UserError:
         what = "cannot be used from disk as it lies in the file"
