@@ -32,6 +32,7 @@ from pshard.planner.price.kernel_rates import (
     Work,
     experts_kernel,
     memory_of,
+    pass_work,
     seconds_of,
 )
 from pshard.profile.timed.operands import OperandPool
@@ -213,8 +214,7 @@ def _rows() -> Iterator[Case]:
     for tokens in (1, 4096):
         for what, width in widths.items():
             seconds = partial(_pass_rows, what, tokens)
-            kernel = "norms" if what == "norm" else "rows"
-            yield Case(f"{what} of {width}, {tokens} tokens", kernel, Work(0.0, 8.0 * tokens * width), seconds)
+            yield Case(f"{what} of {width}, {tokens} tokens", *pass_work(what, tokens, width), seconds)
 
 
 def _pass_rows(what: str, tokens: int, bench: KernelBench) -> float:

@@ -18,7 +18,7 @@ from pshard.machine import (
 )
 from pshard.planner.price.delta_sheet import delta_rows
 from pshard.planner.price.experts.expert_sheet import expert_rows, route_rows
-from pshard.planner.price.kernel_rates import CardRates, Work, seconds_of
+from pshard.planner.price.kernel_rates import CardRates, pass_work, seconds_of
 from pshard.quant import QUANT_TYPES, packed_nbytes
 
 SHAPES = ((1024, 1024), (4096, 4096), (25600, 5120), (152064, 5120))
@@ -131,14 +131,14 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
 
 
 def _pass_rows(device: str, tokens: int, memory: float, rates: Rates) -> list[ElementwiseTiming]:
-    """Norms and the like of so many tokens: eight bytes a number, or what the accelerator's card reaches."""
-    rows = []
+    """Norms and the like of so many tokens: by the side's memory, or what the accelerator's card reaches."""
+    rows, on_gpu = [], device == "acc" and rates.kind == "cuda"
     for width in (1024, 8192, 65536):
-        for what in ("norm", "residual", "rope", "silu_mul", "embed"):
-            seconds = 8 * tokens * width / memory + rates.kernel_seconds
+        for what in ("norm", *(("two norms",) if on_gpu else ()), "residual", "rope", "silu_mul", "embed"):
+            kernel, work = pass_work(what, tokens, width)
+            seconds = work.nbytes / memory + rates.kernel_seconds
             if rates.card and device == "acc":
-                kernel = "norms" if what == "norm" else "rows"
-                seconds = seconds_of(rates.card, kernel, Work(0.0, 8 * tokens * width))
+                seconds = seconds_of(rates.card, kernel, work)
             rows.append(ElementwiseTiming(device, what, tokens, width, seconds))
     return rows
 

@@ -81,7 +81,8 @@ KERNELS: dict[tuple[str, int], Reached] = {
 
 # What both codes share: kernels that decode with the same instructions.
 # Tensor shares of kernels that tensor cores bound on no card that was timed are those of attention. Norms and rows are
-# counted with eight bytes a number and move fewer, so that their memory share is above 1.
+# counted with eight bytes a number and move fewer, so that their memory share is above 1. Two norms in one launch were
+# timed on an H200 alone: start is between those of one row of 2816 and of 5376, memory that of 4096 rows of 5376.
 KERNELS |= {
     (kernel, code): reached
     for code in (86, 90)
@@ -97,6 +98,7 @@ KERNELS |= {
         "experts of one token": Reached(0.8, 0.0, _KINDS, decoded=12.0, start=THREE),
         "delta nets of few tokens": Reached(0.8, 0.0, _KINDS, start=6e-6),
         "norms": Reached(0.0, 0.0, _KINDS, memory=1.22, start=2.5e-6),
+        "two norms": Reached(0.0, 0.0, "docs/results.md", memory=0.915, start=3.3e-6),
         "rows": Reached(0.0, 0.0, _KINDS, memory=1.22, start=1.45e-6),
     }.items()
 }
@@ -153,6 +155,13 @@ def seconds_of(card: CardRates, kernel: str, work: Work) -> float:
     by_slots = work.numbers / decoding if decoding else 0.0
     by_rate = work.operations / rate_of(card, kernel, work.each)
     return reached.start + max(by_rate, by_slots, work.nbytes / memory_of(card, kernel))
+
+
+def pass_work(what: str, tokens: int, width: int) -> tuple[str, Work]:
+    """Which kernel an elementwise row of a profile is, and what it does: it reads and writes eight bytes a number, of
+    two norms for each."""
+    kernel = {"norm": "norms", "two norms": "two norms"}.get(what, "rows")
+    return kernel, Work(0.0, (2 if what == "two norms" else 1) * 8.0 * tokens * width)
 
 
 def experts_kernel(tokens: int, each: float) -> str:

@@ -24,6 +24,7 @@ from pshard.planner.price.kernel_rates import (
     Work,
     experts_kernel,
     memory_of,
+    pass_work,
     rate_of,
     seconds_of,
 )
@@ -115,6 +116,22 @@ def test_a_sheet_of_a_card_has_rows_by_the_formula() -> None:
     }
     assert [e for e in sheet.experts if e.device == "host"] == [e for e in plain.experts if e.device == "host"]
     assert sheet.deltas and not plain.deltas
+
+
+def test_norms_of_two_units_are_one_launch_on_sheets_of_gpus() -> None:
+    """Of few and of many rows it takes what an H200 measured (docs/results.md), and less than launches apart."""
+    h200 = CardRates("NVIDIA H200", 90, H100_PROCESSORS, H100_CLOCK, H100.tensor, 4800e9, H100.copies)
+    one, many = (1e6 * seconds_of(h200, *pass_work("two norms", n, 5376)) for n in (1, 4096))
+    assert 2.45 < one < 4.22 and many == pytest.approx(83.5, rel=0.02)
+    rates = MACHINES["rtx5080-xeon-w5-3425"]
+    for sheet in (rates, replace(rates, card=None)):
+        rows = {(e.device, e.what, e.tokens, e.width): e.seconds for e in profile_from_datasheet(sheet).elementwise}
+        together = [key for key in rows if key[1] == "two norms"]
+        assert together and {side for side, *_ in together} == {"acc"}
+        for side, _, *size in together:
+            norm, added, both = (rows[side, what, *size] for what in ("norm", "residual", "two norms"))
+            assert norm < both < 2 * norm + added
+    assert not [e for e in profile_from_datasheet(replace(rates, kind="cpu")).elementwise if e.what == "two norms"]
 
 
 def test_products_of_an_h100_are_within_15_percent_of_its_profile() -> None:
