@@ -164,7 +164,7 @@ def price_operation(operation: Operation | EnterStreams, by: OneSide) -> list[Te
         case Attend():
             return [(Order.OTHER, _attention(by, operation))]
         case HeadProducts(stack):  # as of one matrix as tall as all heads' together; its kernel knows no int8
-            return _products(replace(by, tables=by.tables.in_bf16), (stack,))
+            return _products(replace(by, tables=by.tables.in_bf16 or by.tables), (stack,))
         case StoreLatent():  # which normalises the latent as it goes
             return [(Order.OTHER, _elementwise(by, "rope", operation.width))]
         case AttendLatent():
@@ -248,8 +248,8 @@ def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
 
 def _matmul(by: OneSide, matrix: TensorSpec) -> float:
     never_int8 = by.unit is not None and by.unit.stays_in_bf16(matrix)
-    tables = by.tables.in_bf16 if never_int8 else by.tables
-    return tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
+    tables = by.tables.in_bf16 if never_int8 else None
+    return (tables or by.tables).matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
 
 
 def _untimed_delta(by: OneSide, net: DeltaNet) -> float:

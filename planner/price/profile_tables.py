@@ -81,9 +81,9 @@ class Tables:
         return other
 
     @cached_property
-    def in_bf16(self) -> "Tables":
-        """The tables of products that are never made in int8, whatever is asked for; these ones where none is."""
-        return Tables(replace(self.profile, prompt_math=BF16), self.correction) if uses_int8(self.profile) else self
+    def in_bf16(self) -> "Tables | None":
+        """By these products take what they do in bfloat16, under all corrections; None where none is in int8."""
+        return Tables(replace(self.profile, prompt_math=BF16)) if uses_int8(self.profile) else None
 
     def of_accelerator(self, index: int) -> "Tables":
         """The tables of accelerator `index`; these ones where it was not timed apart from the first."""

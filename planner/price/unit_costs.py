@@ -54,7 +54,7 @@ class Setting:
 
     def is_unlike(self, unit: Unit) -> bool:
         """Whether a unit takes longer than those of equal likeness: its products stay in bfloat16, theirs do not."""
-        apart = self.tables.in_bf16 is not self.tables and self.load.tokens > SMALL_BATCH
+        apart = self.tables.in_bf16 is not None and self.load.tokens > SMALL_BATCH
         return apart and any(map(unit.stays_in_bf16, unit.matrices))
 
     @cached_property

@@ -12,6 +12,7 @@ from pshard.errors import NotPlanned
 from pshard.machine import ExpertTiming
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
+from pshard.plan import Correction, Factor
 from pshard.planner.prepare_ranks import split_of
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import draft_tier, rank_room, simulated_seconds
@@ -111,6 +112,17 @@ def test_units_of_the_first_layer_are_classes_of_their_own_where_they_cost_more(
         assert [c.size for c in group_units(spec, (few, many))] == sizes
         assert len(set(many.stand_ins.values())) == len(sizes)
         assert len(set(few.stand_ins.values())) == 4
+
+
+@pytest.mark.parametrize("math", ["auto", "bf16"])
+def test_what_trials_teach_makes_no_unit_unlike_others(math: str) -> None:
+    spec, tables, taught = make_model(layers=3), Tables(under(math)), Correction((Factor("acc", "ffn", "large", 1.1),))
+
+    def list_sizes(tables: Tables) -> list[int]:
+        costs = tier_costs(spec, tables, TierLoad(Batch.even(4096, 1)), ONE)
+        return [units.size for units in group_units(spec, (costs,))]
+
+    assert list_sizes(tables) == list_sizes(tables.corrected(taught))
 
 
 def test_a_prompt_in_int8_gains_what_all_layers_but_the_first_do() -> None:
