@@ -9,6 +9,7 @@ import numpy as np
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.predicted_times import tier_seconds
+from pshard.routing.expert_uses import used_experts
 from pshard.routing.followed import least_slots, make_follower, numbers_of
 from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord
@@ -29,8 +30,8 @@ from pshard.workload import Workload
 @dataclass(frozen=True)
 class Pool:
     """Like layers with experts, which share slots. used: experts that a token takes of a layer. record: of what they
-    were used for, of texts of which `together` are decoded at once, each with so many `rows` in a step; None: all are
-    used alike. tokens: of the largest tier that uses the slots."""
+    were used for, of texts of which `together` are decoded in a step that uses the slots, each with so many `rows`;
+    None: all are used alike. tokens: of the largest tier that uses the slots."""
 
     units: tuple[Unit, ...]
     used: int
@@ -41,7 +42,7 @@ class Pool:
 
     @property
     def width(self) -> int:
-        """Tokens of a step of all texts."""
+        """Tokens of such a step."""
         return self.together * self.rows
 
     @property
@@ -71,7 +72,8 @@ class Pool:
             hits, shares = min(1.0, cache.slots / max(1, eligible.sum())), eligible.mean()
             if cache.is_on_demand and self.width > 1:
                 hits = cache.find_alike(self.used, eligible.shape[1], self.width)
-            missed = float(shares * (1 - hits)) * self.used * len(self.units)
+            each = used_experts(range(eligible.shape[1]), self.used, eligible.shape[1], self.width, ()) / self.width
+            missed = float(shares * (1 - hits)) * each * len(self.units)
             packed = pack_hits([hits] * eligible.shape[1])
             admitted = missed if cache.is_on_demand else min(float(cache.admits), missed)
             return replace(cache, hits=packed, found=float(shares * hits), admitted=admitted)
@@ -97,8 +99,8 @@ def list_pools(spec: ModelSpec, record: RoutingRecord | None, workload: Workload
             alike[unit.likeness].append(unit)
     used = spec.config.experts.used if spec.config.experts else 0
     own = None if record is None else keep_last(record)
-    together, rows = workload.sequences, workload.drafting.rows
-    tokens = max(width, _follow_tokens(workload))
+    rows, tokens = workload.drafting.rows, max(width, _follow_tokens(workload))
+    together = min(workload.sequences, max(1, tokens // rows))  # wider steps leave the slots as they are
     return tuple(Pool(tuple(units), used, own, together, rows, tokens) for units in alike.values())
 
 

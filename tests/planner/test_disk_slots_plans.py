@@ -22,10 +22,12 @@ from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.routing.check_caches import check_caches
 from pshard.planner.routing.plan_slots import plan_slots
+from pshard.planner.routing.slot_promises import list_pools, share_out
 from pshard.planner.time_steps import time_steps
 from pshard.predicted_times import first_token_seconds, round_seconds, tier_seconds
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.routing.expert_map import map_experts
+from pshard.routing.expert_uses import used_experts
 from pshard.routing.followed import find_eligible, least_slots, make_follower
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
@@ -122,6 +124,26 @@ def replay_alike(cache: ExpertCache, tokens: int, answers: int) -> float:
         follower.observe(rng.random((count, layers, 16)).argsort(2)[:, :, :2])
         missed += (follower.counts.admitted - before) * (count == tokens)
     return missed / turns
+
+
+def test_without_a_record_a_step_of_several_texts_brings_an_expert_once() -> None:
+    (pool,) = list_pools(SPEC, None, replace(WORKLOAD, sequences=8))
+    cache = pool.promise(pool.make_cache(48, "demand", 0), np.ones((4, 16), bool))
+    missed = 4 * used_experts(range(16), 2, 16, 8, (), cache.hits_by_place)
+    assert cache.admitted == pytest.approx(missed / 8, rel=0.02)
+
+
+def test_slots_promise_what_the_widest_step_that_uses_them_finds() -> None:
+    """Of 64 texts some decode by slots when few are left: then these find something, though all together would not."""
+    spec = ExpertsFile(replace(RULE, count=128, d_expert=32), layers=4, d_model=64).spec
+    (pool,) = list_pools(spec, None, replace(WORKLOAD, sequences=64))
+    (cache,) = share_out(spec, (pool,), 80 * pool.slot_nbytes)
+    assert cache.slots == 80 and cache.width == cache.tokens == 32
+    followed = replace(spec, caches=(cache,))
+    for tokens in (1, 8, 32):
+        (found,) = set(followed.hits_of(cache.units[0], tokens, tokens))
+        assert found == pytest.approx(cache.find_alike(2, 128, tokens), rel=0.03)
+    assert not followed.hits_of(cache.units[0], 64, 64)
 
 
 @pytest.mark.quick("46-cpu-32")
