@@ -162,6 +162,8 @@ def test_a_replay_of_a_run_leaves_prompts_out() -> None:
         ({"admits": -1}, "admits -1"),
         ({"hits": "?"}, "no base64"),
         ({"found": 1.5}, "found is 1.5"),
+        ({"width": 0}, "width is 0, not 1 to 8"),
+        ({"width": 10**400}, "not 1 to 8"),
         ({"units": ("a", "a")}, "or one twice"),
         ({"units": ()}, "names no unit"),
     ],

@@ -120,8 +120,8 @@ def check_cache(cache: ExpertCache, where: str) -> None:
         raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
     if not 1 <= cache.tokens <= MOST_FOLLOW_TOKENS:
         raise ValueError(f"{where}.tokens is {cache.tokens}, not 1 to {MOST_FOLLOW_TOKENS}")
-    if cache.width < 1:
-        raise ValueError(f"{where}.width is {cache.width}, but micro-batches have a token at least")
+    if not 1 <= cache.width <= cache.tokens:
+        raise ValueError(f"{where}.width is {cache.width}, not 1 to {cache.tokens}, as `tokens` says")
     if not 0 <= cache.found <= 1:
         raise ValueError(f"{where}.found is {cache.found}, no share of all choices")
     try:
