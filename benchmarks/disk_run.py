@@ -274,18 +274,16 @@ class Sample:
 def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float, patience: float) -> dict[str, Any]:
     """Seconds of each sample, of each token of an answer; what was read, and choices that found their expert."""
     engine.reset()
-    hits = engine.hits_by_rank()
     if test.n_gen:
         for token in count_ids(engine, UNCOUNTED, 0):
             engine.forward([token])
-        hits = engine.hits_by_rank()
         runs = [[token] for token in count_ids(engine, test.n_gen, UNCOUNTED)]
     else:
         prompts = 1 + max(1, min(MOST_SAMPLES, round(SAMPLE_SECONDS / expected)))
         uncounted, *runs = (count_ids(engine, test.n_prompt, i * test.n_prompt) for i in range(prompts))
         engine.forward(uncounted)
-        hits = engine.hits_by_rank()
-    read, end, samples = engine.memory().read, time.monotonic() + patience, list[Sample]()
+    hits, read = engine.hits_by_rank(), engine.memory().read
+    end, samples = time.monotonic() + patience, list[Sample]()
     for ids in runs:
         if test.n_prompt:
             engine.reset()
