@@ -156,6 +156,17 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, An
     return made
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the five minutes begin in which a test must end
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """What the driver says of a GPU's memory is of all processes: a test that asks has the GPU for itself."""
+    if not item.get_closest_marker("gpu") or item.get_closest_marker("skip"):
+        return (yield)
+    from gpu_turns import take_turn
+
+    with take_turn(item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """torch, whose own seed differs from process to process, draws the same numbers whatever ran before."""

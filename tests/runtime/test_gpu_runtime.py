@@ -237,6 +237,7 @@ def test_captured_graphs_follow_the_blocks_that_sequences_take(tmp_path: Path, w
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.alone
 def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096, context=4096)
     spec = open_model(path).spec
@@ -335,6 +336,7 @@ def test_staged_copies_keep_their_order_among_direct_ones() -> None:
     device.close()
 
 
+@pytest.mark.alone
 def test_staged_weights_give_the_same_bits_and_graphs_as_page_locked_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
