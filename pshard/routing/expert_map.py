@@ -57,7 +57,7 @@ class Slots:
     """Slots for experts that follow use: how many, for how many layers, how they go, how many experts come after a
     micro-batch at most, what share of these layers' choices is expected there, and how many experts and bytes are
     expected to be brought for each token. likely: of slots for experts on disk of which nothing was recorded, the share
-    that published engines find; else None."""
+    that published engines find of one token; else None, as where steps have several."""
 
     count: int
     layers: int
@@ -109,7 +109,7 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
 
 def _describe_slots(cache: ExpertCache, is_recorded: bool) -> Slots:
     brought = round(cache.admitted * cache.slot_bytes)
-    likely = cache.found**LIKELY if cache.is_on_demand and not is_recorded else None
+    likely = cache.found**LIKELY if cache.is_on_demand and cache.width == 1 and not is_recorded else None
     return Slots(
         cache.slots, len(cache.units), cache.policy, cache.admits, cache.found, cache.admitted, brought, likely
     )

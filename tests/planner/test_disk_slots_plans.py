@@ -71,6 +71,8 @@ def test_decoding_reads_the_experts_that_slots_lack_instead_of_whole_layers() ->
     assert cache.admitted == pytest.approx(missed)
     (slots,) = map_experts(SPEC, found)[0].slots
     assert slots.likely and slots.likely > slots.found
+    of_eight = replace(found, ranks=(replace(rank, caches=(replace(cache, width=8),)),))
+    assert map_experts(SPEC, of_eight)[0].slots[0].likely is None  # published shares are of single tokens
 
 
 def plan_anew(mib: int, vram: int, spec: ModelSpec, rate: float, prompt: int) -> tuple[Variant, Variant]:
