@@ -72,8 +72,8 @@ class ModelSpec:
 
     def hits_of(self, unit: str, tier: int, tokens: int) -> tuple[float, ...]:
         """How likely the expert at each place of a unit is in a slot when micro-batches of so many tokens use it, under
-        a tier for `tier` tokens; empty: it uses no slots. On demand wider ones push out more: as many times as much as
-        where all experts are used alike."""
+        a tier for `tier` tokens; empty: it uses no slots. On demand wider micro-batches find less, and narrower ones
+        more: as many times as much as where all experts are used alike."""
         cache = next((cache for cache in self.caches if unit in cache.units), None)
         if cache is None or tier > self.follow_tokens:
             return ()

@@ -48,8 +48,8 @@ class Setting:
 
     @cached_property
     def _behind_norms(self) -> frozenset[tuple]:
-        """Likenesses of units that come behind norms. One of all may not, as the first of a model, and one of two may
-        be on the other side: that is a launch among hundreds."""
+        """Likenesses of units that come behind norms. The first unit of a model is priced like them, and so is one
+        whose neighbour is on the other side: that is a launch among hundreds."""
         return frozenset(self.spec.unit(name).likeness for name in self.spec.behind_norms)
 
     def is_unlike(self, unit: Unit) -> bool:

@@ -255,8 +255,8 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class InnerNorm:
-    """What is added to the residual stream of how a unit ends: x [M, D], RMS-normalised by weight [D]; the stream is
-    multiplied by factor [1] then. float32, row strides of x free.
+    """What a unit that ends in norms adds to the residual stream: x [M, D], RMS-normalised by weight [D]; then the
+    stream is multiplied by factor [1]. float32, row strides of x free.
 
     parts: two results with weights, each RMS-normalised by its own; their sum is to be x, whose numbers may become
     anything.

@@ -64,9 +64,9 @@ class ExpertCache:
         """What share of its uses an expert on demand is found in a slot, where all are used alike, in micro-batches of
         so many tokens, of which each takes `chosen` of the `of` experts of each layer. See `DemandFollower`.
 
-        When a layer's turn comes, what it used a step ago is what was used longest ago but for earlier steps: it is
-        found if all layers' last step has room, and so on with the steps before. Where not even one has, what is missed
-        goes through the same slots, and all others keep what they have.
+        Layers take turns, and what was used longest ago goes. So when a layer's turn comes, slots have what it used in
+        as many of the last steps as there is room for in all layers, and a part of one step more. Where not even one
+        step has room, what is missed goes through the same slots, and all others keep what they have.
         """
         used, layers = used_share(chosen, of, tokens), len(self.units)
         if self.slots >= layers * of:

@@ -56,9 +56,9 @@ def sum_many_rows_kernel(
     """target[m] (+)= sum of the ranks' part[m], float32. NORM: then out[m] = RMS norm of target[m] times weight.
 
     ROWS at once, of up to WIDE columns, a power of two. part, target contiguous. ROUND: out is left in `rounded` too.
-    USED: see `_load_part`. within, times: see `sum_rows_kernel`. PLACES: of as many programs in a row, which are at
-    different epochs, it takes places, flags of the first and epochs from the last on. No rank may still read there from
-    an earlier launch: so all meet before anything is written.
+    USED: see `_load_part`. within, times: see `sum_rows_kernel`. PLACES: it takes the places of so many
+    neighbouring programs and the flags of the first. They may be at different epochs: it goes on from the latest. A
+    rank may still read there what an earlier launch has brought, so all meet before anything is written.
     """
     program = tl.program_id(0) * PLACES
     epoch = tl.load(state + program) + 1
