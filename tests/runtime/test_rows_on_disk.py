@@ -101,15 +101,17 @@ def test_a_table_that_one_tier_has_in_vram_is_read_whole_as_that_is_entered(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pinned", ["never", "answers", "prompts"])
 @pytest.mark.parametrize("name", ["Q6_K", "gemma4"])
 def test_a_gpu_gets_the_rows_that_it_gets_of_tables_in_memory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, pinned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PSHARD_DISK", FAST)
     path = write_model(tmp_path, name)
     spec, found = open_model(path).spec, list[torch.Tensor]()
     for site in (ON_CPU, ON_DEMAND):
-        with open_engine(path, look_up_from(spec, site), context=256, kernels="fast", device="cuda") as engine:
+        tiers = look_up_by_tier(spec, *(PINNED if pinned == tier else site for tier in ("answers", "prompts")))
+        with open_engine(path, tiers, context=256, kernels="fast", device="cuda") as engine:
             found.append(torch.cat([speak(engine), speak(engine)]))  # launched, and by graphs
     assert torch.equal(*found)
 
