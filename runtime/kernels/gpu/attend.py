@@ -18,6 +18,7 @@ from pshard.times.gpu_tiles import ANY_BATCH, Tile
 from pshard.units.attention import DECODE_PROGRAMS, decode_pieces
 
 NAMES = {kind: name for name, kind in KV_DTYPES.items()}  # of cells
+COMBINED = 4096  # numbers of partial sums that a warp's registers hold: of twice as many a thread spills 1472 bytes
 
 
 def attend_rows(
@@ -58,9 +59,11 @@ def attend_rows(
     key = f"decode {padded}x{share}", kind, ANY_BATCH
     picker.launch(key, picker.ways(key, lambda: decode_tiles(picker.limits, padded, each, share)), start)
     ready = activations.hand_over(out) if activations and d == padded and d % 32 == 0 else None
+    together = triton.next_power_of_2(splits)
     triton_attention.decode_combine_kernel[(n_heads, tokens)](
         partial, out, out.stride(0), splits, sinks, *(ready or NOT_QUANTISED), HEADS=n_heads, D=d, DP=padded,
-        SPLITS=triton.next_power_of_2(splits), SINKS=sinks is not None, QUANTISE=ready is not None, num_warps=4,
+        SPLITS=together, SINKS=sinks is not None, QUANTISE=ready is not None,
+        num_warps=max(4, together * padded // COMBINED),
     )  # fmt: skip
 
 

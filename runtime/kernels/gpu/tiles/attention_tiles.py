@@ -13,6 +13,7 @@ from pshard.units.kv_cells import kv_nbytes
 
 LARGEST_HEAD = 512  # numbers, of attention's kernels
 _HELD = 1 << 17  # cells of a tile times heads times numbers of one, of q8_0, that 128 threads hold without spilling
+_FRUGAL = (86, 89)  # cards whose threads hold 32 cells of latents of q8_0; those of sm_80 and sm_90 spill 192 bytes
 _MARGIN = 2048  # barriers and the like of cards that multiply asynchronously
 
 _PROMPT = {  # by numbers of a head, a power of two
@@ -49,9 +50,7 @@ def decode_tiles(limits: CardLimits, padded: int, cells: float, share: int) -> t
     """The same of decoding; share: heads that share a KV head, a power of two."""
     check_head(padded)
     fitting = tuple(t for t in _DECODE if attention_bytes(t, share, padded, cells, limits) <= limits.shared_block)
-    ways = _put_held_first(fitting, padded * share, cells < 4, limits)
-    held = 2 * _HELD if have_four(cells) else math.inf  # heads of 512 with 64 cells spill 88 bytes on sm_90
-    return tuple(sorted(ways, key=lambda tile: tile.depth * padded * share > held))
+    return tuple(sorted(fitting, key=lambda t: t.depth * padded * share > _held_in_decoding(t, cells, limits)))
 
 
 def latent_prompt_tiles(limits: CardLimits, padded: int, tail: int, cells: float) -> tuple[Tile, ...]:
@@ -66,16 +65,25 @@ def latent_decode_tiles(limits: CardLimits, padded: int, tail: int, cells: float
     fitting = tuple(
         t for t in _LATENT_DECODE if latent_bytes(t, share, padded, tail, cells, limits) <= limits.shared_block
     )
-    return _put_held_first(fitting, padded * share, cells < 2, limits)
+    held = math.inf if cells >= 2 or limits.capability in _FRUGAL else _HELD
+    return tuple(sorted(fitting, key=lambda t: t.depth * padded * share > held))
 
 
-def _put_held_first(ways: tuple[Tile, ...], each: int, decodes: bool, limits: CardLimits) -> tuple[Tile, ...]:
-    """The same tiles; where cells are decoded on an RTX 50, whose assembler takes more registers, first those of which
-    a thread's numbers stay in registers. each: a head's numbers times heads, for each cell. Of heads of 256 with 64
-    cells 176 bytes a thread would be spilled, of 64 heads of 128 with as many 1432 (Triton 3.7)."""
-    if not decodes or limits.capability < 120:
-        return ways
-    return tuple(sorted(ways, key=lambda tile: tile.depth * each > _HELD))
+def _held_in_decoding(tile: Tile, cells: float, limits: CardLimits) -> float:
+    """The most cells of a tile times heads times numbers of one of which a thread's numbers stay in registers; tiles
+    with more come last. Cells of two bytes go on as they come, all others through registers.
+
+    A third stage of q8_0 takes as many again: heads of 256 with 64 cells spill up to 80 bytes a thread on sm_90 and are
+    slower than 32, of 512 with 32 cells 232. For sm_100 and sm_120 the assembler takes more registers: heads of 256
+    with 64 cells spill 176, 64 heads of 128 with as many 1432 (Triton 3.6, 3.7).
+    """
+    if cells == 4:
+        return math.inf
+    if limits.capability >= 100:
+        return _HELD
+    if have_four(cells):
+        return 2 * _HELD
+    return math.inf if cells > 4 else 2 * _HELD / (tile.stages - 1)
 
 
 def have_four(cells: float) -> bool:
