@@ -213,7 +213,7 @@ def test_the_largest_tiles() -> None:
     attend("prompt", "bf16", 100, RTX_3060, prompt_tiles(RTX_3060, PADDED, 4.0)[0])
     attend("decode", "bf16", 100, RTX_3060, decode_tiles(RTX_3060, PADDED, 4.0, SHARE)[0])
     here = card_limits(DEVICE)
-    multiply_experts("MXFP4", 100, "grouped gate", here, grouped_tiles("grouped gate", 128, here)[-1])
+    multiply_experts("MXFP4", 100, "grouped gate", here, grouped_tiles("grouped gate", "MXFP4", 128, here)[-1])
 
 
 @needs_kernels
@@ -247,5 +247,5 @@ def test_latents(card: int, cells: str, each: float) -> None:
 )  # fmt: skip
 def test_experts_of_many_tokens(kernel: str, tokens: int, qtype: str) -> None:
     limits = card_limits(DEVICE)
-    for tile in worth_running(grouped_tiles(kernel, pairs_together(tokens, 2), limits)):
+    for tile in worth_running(grouped_tiles(kernel, qtype, pairs_together(tokens, 2), limits)):
         multiply_experts(qtype, tokens, kernel, limits, tile)

@@ -8,7 +8,13 @@ import pytest
 from pshard.errors import KernelRefused
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.gpu.card_limits import KNOWN_CARDS, CardLimits
-from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile, share_programs
+from pshard.runtime.kernels.gpu.default_tiles import (
+    TUNING,
+    candidate_tiles,
+    default_tile,
+    grouped_tiles,
+    share_programs,
+)
 from pshard.runtime.kernels.gpu.tiles.attention_tiles import (
     decode_tiles,
     latent_decode_tiles,
@@ -76,6 +82,21 @@ def test_q8_0_cells_are_decoded_with_tiles_that_registers_hold() -> None:
     for padded, share in ((64, 16), (128, 16), (128, 64), (256, 16)):
         assert set(decode_tiles(rtx_5060, padded, q8_0, share)) == set(decode_tiles(rtx_4060, padded, q8_0, share))
         assert decode_tiles(rtx_5060, padded, 4.0, share) == decode_tiles(rtx_4060, padded, 4.0, share)
+
+
+def test_experts_leave_out_a_tile_that_a_type_has_no_room_for() -> None:
+    large = Tile(128, 64, 4, 3, tokens=128)
+    for qtype in ("IQ3_S", "IQ3_XXS"):
+        assert large in grouped_tiles("grouped down", qtype, 128, H100)
+        assert large not in grouped_tiles("grouped down", qtype, 128, RTX_3060)
+    assert large in grouped_tiles("grouped down", "Q4_0", 128, RTX_3060)
+
+
+def test_few_rows_have_more_registers_where_the_assembler_takes_more() -> None:
+    for kernel in ("matvec", "gated"):
+        of = kernel, "IQ2_S", 8
+        before, now = (default_tile(*of, KNOWN_CARDS[card]).registers for card in (90, 120))
+        assert now == (before or 0) + 16 and default_tile(kernel, "Q4_0", 1, KNOWN_CARDS[120]).registers == 144
 
 
 def test_cards_run_as_many_programs_for_each_of_their_processors() -> None:

@@ -571,6 +571,6 @@ def test_tiles_that_fit_a_geforce_are_raced_for_attention_latents_and_experts(
     assert len(needs["latent decode 512"]) > 1
     for together in (16, 64, 128):
         for kernel in ("grouped gate", "grouped down"):
-            assert tried[kernel, together] == grouped_tiles(kernel, together, card)
+            assert tried[kernel, together] == grouped_tiles(kernel, "Q4_0", together, card)
     for found in needs.values():
         assert all(requests for requests in found.values()) and len(set(found.values())) == len(found)

@@ -11,10 +11,16 @@ MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of tw
 DP4A_TYPES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 # types of triton_columns, of which many threads at work hide more than many loads of each: books lie in L1
 COLUMN_TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "NVFP4")
+# types of which 16 tokens take more than 128 registers of a thread: with fewer it spills, which costs more than the
+# warps that more of them leave no room for
+WIDE_TYPES = ("MXFP4", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0")
+# limits of 8 tokens and more on sm_100 and sm_120, for which the assembler takes more
+_MORE_REGISTERS: dict[int | None, int] = {112: 128, 128: 144, 168: 200}
 # Keyed by (kernel, bucket of tokens). "kernel type" comes before "kernel".
 TUNING: dict[tuple[str, int], Tile] = {
     **{("matvec", m): Tile(32, 16, 2, 1, 800, 144) for m in (1, 2, 4, 8)},
-    **{(f"matvec {qtype}", 1): Tile(32, 32, 4, 1, 800, 72) for qtype in ("Q4_1", "Q8_0")},
+    ("matvec Q4_1", 1): Tile(32, 32, 4, 1, 800, 80),
+    ("matvec Q8_0", 1): Tile(32, 32, 4, 1, 800, 72),
     **{("matvec MXFP4", m): Tile(32, 32, 4, 1, 800) for m in (1, 2, 4, 8)},
     **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4)},
     **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
@@ -25,9 +31,13 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("matvec Q5_K", 8): Tile(32, 16, 2, 1, 800),
     **{(f"matvec {qtype}", m): Tile(32, 16, 2, 1, 800, 96) for qtype in COLUMN_TYPES for m in (1, 2, 4)},
     **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800, 112) for qtype in COLUMN_TYPES},
+    ("matvec IQ1_M", 8): Tile(32, 16, 2, 2, 800, 128),
     ("matvec", 16): Tile(32, 16, 2, 1, 800, 128),
-    ("matvec", 32): Tile(32, 8, 1, 1, 800),
-    ("matvec", 64): Tile(32, 8, 1, 1, 800),
+    **{(f"matvec {qtype}", 16): Tile(32, 16, 2, 2, 800, 168) for qtype in WIDE_TYPES},
+    **{(f"matvec {qtype}", 16): Tile(32, 16, 2, 1, 800, 144) for qtype in ("Q4_1", "Q8_0")},
+    **{("matvec", m): Tile(32, 8, 1, 1, 800) for m in (32, 64)},
+    # of these the assembler chooses fewer registers where there is no limit, and spills
+    **{(f"matvec {q}", m): Tile(32, 8, 1, 1, 800, 255) for q in ("Q4_0", "Q2_K", "NVFP4", "Q1_0") for m in (32, 64)},
     ("matvec Q4_0", 64): Tile(32, 16, 2, 1, 800, 144, tokens=16),
     **{("gated", m): Tile(32, 16, 2, 1, registers=144) for m in (1, 2, 4)},
     ("gated few", 1): Tile(32, 32, 4, 1, registers=144),
@@ -36,10 +46,16 @@ TUNING: dict[tuple[str, int], Tile] = {
     **{(f"gated {qtype}", 4): Tile(32, 16, 2, 1, registers=128) for qtype in ("Q2_K", "Q3_K")},
     **{(f"gated {qtype}", m): Tile(32, 16, 2, 1, registers=96) for qtype in COLUMN_TYPES for m in (1, 2, 4)},
     **{(f"gated few {qtype}", 1): Tile(32, 32, 4, 1, registers=96) for qtype in COLUMN_TYPES},
-    **{("gated", m): Tile(32, 16, 2, 1, registers=128) for m in (8, 16)},
+    ("gated", 8): Tile(32, 16, 2, 1, registers=128),
     ("gated Q3_K", 8): Tile(32, 16, 2, 1),
-    ("gated", 32): Tile(32, 8, 1, 1),
-    ("gated", 64): Tile(32, 8, 1, 1),
+    ("gated", 16): Tile(32, 16, 2, 2, registers=168),
+    ("gated Q2_K", 16): Tile(32, 16, 2, 1),
+    ("gated IQ4_XS", 16): Tile(32, 16, 2, 1, registers=200),
+    # a thread of one warp would keep twice as many sums of gate
+    **{("gated", m): Tile(32, 16, 2, 1) for m in (32, 64)},
+    **{(f"gated {q}", m): Tile(32, 16, 2, 2, 1, 168, tokens=16) for q in ("Q3_K", "Q5_K", "Q6_K") for m in (32, 64)},
+    **{("gated Q2_K", m): Tile(32, 16, 2, 1, tokens=16) for m in (32, 64)},
+    **{("gated IQ4_XS", m): Tile(32, 16, 2, 1, registers=200, tokens=16) for m in (32, 64)},
     ("rows", 16): Tile(32, 128, 4, 4, 528),
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
@@ -61,13 +77,14 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("grouped down", 128): Tile(128, 128, 4, 3, tokens=64),
 }
 _FEW_PAIRS = (Tile(16, 64, 4, 2, tokens=128), Tile(16, 128, 4, 3, tokens=64))
+_LARGE = Tile(128, 64, 4, 3, tokens=128)
 _GROUPED: dict[tuple[str, int], tuple[Tile, ...]] = {  # besides the defaults; see there
     ("grouped gate", 16): _FEW_PAIRS,
     ("grouped gate", 64): (Tile(64, 64, 4, 3, tokens=128), Tile(64, 128, 8, 2, tokens=128)),
     ("grouped gate", 128): (),
     ("grouped down", 16): (*_FEW_PAIRS, Tile(16, 64, 4, 4, tokens=128)),
     ("grouped down", 64): (Tile(64, 128, 4, 2, tokens=64), Tile(64, 64, 4, 3, tokens=128)),
-    ("grouped down", 128): (Tile(128, 128, 4, 2, tokens=64), Tile(128, 64, 4, 3, tokens=128)),
+    ("grouped down", 128): (Tile(128, 128, 4, 2, tokens=64), _LARGE),
 }
 # Of products of many rows in int8: `depth` chunks are loaded at once, with two stages before the last are multiplied
 INT8_TILES = (
@@ -92,8 +109,9 @@ INT8_WAYS = {INT8_KERNEL: INT8_TILES, INT8_GATED: INT8_GATED_TILES, INT8_EXPERTS
 _ROOMY = 160 << 10  # bytes of shared memory a block of cards that have room for these too: up to 131072 with BF16
 _GROUPED_ROOMY: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("grouped gate", 16): (Tile(16, 64, 4, 4, tokens=128),),
-    ("grouped gate", 128): (Tile(128, 64, 4, 3, tokens=128), Tile(128, 128, 8, 2, tokens=128)),
+    ("grouped gate", 128): (_LARGE, Tile(128, 128, 8, 2, tokens=128)),
 }
+_MORE_STAGED = ("IQ3_S", "IQ3_XXS")  # of these the large tile has 106496 bytes on their way
 # of matvec, about, to be tried on every card: other numbers of pieces cost no other kernel where they round up alike
 PROGRAMS = (200, 400, 800, 1600)
 
@@ -111,7 +129,9 @@ def share_programs(programs: int, limits: CardLimits) -> int:
 def default_tile(kernel: str, qtype: str, tokens: int, limits: CardLimits) -> Tile:
     """The tile where no profile chose one; `tokens` a power of two."""
     tile = TUNING.get((f"{kernel} {qtype}", tokens)) or TUNING[kernel, tokens]
-    return replace(tile, programs=share_programs(tile.programs, limits))
+    more = _MORE_REGISTERS if limits.capability >= 100 and tokens >= 8 else {}
+    registers = more.get(tile.registers, tile.registers)
+    return replace(tile, programs=share_programs(tile.programs, limits), registers=registers)
 
 
 def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
@@ -119,10 +139,12 @@ def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
     return "gated few" if tokens == 1 and rows < MANY_ROWS and qtype not in DP4A_TYPES else "gated"
 
 
-def grouped_tiles(kernel: str, together: int, limits: CardLimits) -> tuple[Tile, ...]:
+def grouped_tiles(kernel: str, qtype: str, together: int, limits: CardLimits) -> tuple[Tile, ...]:
     """Tiles of "grouped gate" or "grouped down" that fit, the default first; see `pairs_together`."""
-    roomy = _GROUPED_ROOMY.get((kernel, together), ()) if limits.shared_block >= _ROOMY else ()
-    return TUNING[kernel, together], *_GROUPED[kernel, together], *roomy
+    ways = TUNING[kernel, together], *_GROUPED[kernel, together]
+    if limits.shared_block >= _ROOMY:
+        return *ways, *_GROUPED_ROOMY.get((kernel, together), ())
+    return tuple(tile for tile in ways if qtype not in _MORE_STAGED or tile != _LARGE)
 
 
 def candidate_tiles(kernel: str, qtype: str, tokens: int, limits: CardLimits) -> tuple[Tile, ...]:

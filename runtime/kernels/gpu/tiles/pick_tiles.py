@@ -63,7 +63,7 @@ class TilePicker:
 
     def grouped(self, kernel: str, qtype: str, together: int) -> tuple[Tile, ...]:
         """Tiles of "grouped gate" or "grouped down" with so many pairs; the first is to be tried first."""
-        return self.ways((kernel, qtype, together), lambda: grouped_tiles(kernel, together, self.limits))
+        return self.ways((kernel, qtype, together), lambda: grouped_tiles(kernel, qtype, together, self.limits))
 
     def many_rows(self, qtype: str, tokens: int) -> tuple[Key, tuple[Tile, ...]]:
         """Ways of a product of more than SMALL_BATCH rows, and what to launch it by: tiles in int8, LIBRARY the last.
