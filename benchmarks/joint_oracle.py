@@ -255,6 +255,8 @@ class Enumeration:
     fastest: dict[Residency, float] = field(default_factory=dict)
     best: tuple[Sequence[Way], int] | None = None
     timed: int = 0
+    rest: list[float] = field(init=False)
+    choices: list[list[tuple[Way, float, float]]] = field(init=False)  # each way, its time in the chain, on the link
 
     @property
     def ended(self) -> bool:
@@ -263,29 +265,35 @@ class Enumeration:
     def run(self) -> "Enumeration":
         ways = self.tier.ways
         self.rest = [sum(min(way.busy for way in of) for of in ways[at:]) for at in range(len(ways) + 1)]
-        self._descend([], 0.0, 0.0, 0)
+        self.choices = [[(w, w.busy, w.fetch + (w.link if w.slot else 0.0)) for w in of] for of in ways]
+        self._descend([], 0.0, 0.0, 0, 0)
         return self
 
-    def _descend(self, placed: list[Way], busy: float, link: float, held: int) -> None:
+    def _descend(self, placed: list[Way], busy: float, link: float, held: int, slot: int) -> None:
+        """Place the next unit each way; `slot`: bytes of the largest one that is streamed, which a slot must have."""
         at = len(placed)
-        if held > self.tier.room or max(busy + self.rest[at], link) >= self.limit or not self.ended:
+        if at == len(self.choices):
+            self._time(placed, held, slot)
             return
-        if at == len(self.tier.ways):
-            self._time(placed, held)
-            return
-        for way in self.tier.ways[at]:
-            copied = link + way.fetch + (way.link if way.slot else 0.0)
-            self._descend([*placed, way], busy + way.busy, copied, held + way.held)
+        rest, room = self.rest[at + 1], self.tier.room
+        for way, more, brought in self.choices[at]:
+            largest = slot if slot > way.slot else way.slot
+            if held + way.held + largest > room or link + brought >= self.limit:
+                continue
+            if busy + more + rest < self.limit and self.ended:
+                self._descend([*placed, way], busy + more, link + brought, held + way.held, largest)
 
-    def _time(self, placed: list[Way], held: int) -> None:
-        slots = [way.slot for way in placed if way.slot]
+    def _time(self, placed: list[Way], held: int, slot: int) -> None:
+        streamed = sum(way.slot > 0 for way in placed)
         held += max((way.rows for way in placed), default=0)
         held += self.tier.stage if any(way.state == "host" for way in placed) else 0
+        fitting = [n for n in SLOTS if 2 * n <= streamed] if streamed else [0]
+        fitting = [n for n in fitting if held + n * slot <= self.tier.room]
+        if not fitting:
+            return
         states = sum(1 << i for i, way in enumerate(placed) if way.state == "vram")
         where = Residency(sum(way.pins for way in placed), states)
-        for n in [n for n in SLOTS if 2 * n <= len(slots)] if slots else [0]:
-            if held + n * max(slots, default=0) > self.tier.room:
-                continue
+        for n in fitting:
             self.timed += 1
             seconds = time_tier(self.tier, placed, n)
             if seconds < min(self.limit, self.fastest.get(where, inf)):
