@@ -101,13 +101,24 @@ class Room:
         return self.ranks > 1 and self.spec.neighbours is None
 
     def list_places(self, name: str) -> tuple[Place, ...]:
-        """Legal placements of a unit. A table that what drafts computes with, too, stays in memory."""
-        unit = self.spec.unit(name)
-        places, beyond = places_of_unit(unit, self.sums), self.beyond
-        lends = self.spec.head is not None and any(u.lent and u.name == name for u in self.spec.head.units)
-        if beyond and not (unit.kind.is_looked_up and (lends or not beyond.reads_rows)):
-            return places
-        return tuple(place for place in places if not SITES[place[0]].is_beyond_host)
+        """Legal placements of a unit."""
+        return self._places[name]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Place, ...]]:
+        """Of every unit: searches that leave units on disk ask at every step."""
+        found = {unit.name: places_of_unit(unit, self.sums) for unit in self.spec.units}
+        for unit in self.spec.units:
+            if not self._may_leave(unit):
+                found[unit.name] = tuple(p for p in found[unit.name] if not SITES[p[0]].is_beyond_host)
+        return found
+
+    def _may_leave(self, unit: Unit) -> bool:
+        """Whether a unit may live beyond host memory. A table that what drafts computes with, too, stays in memory."""
+        if self.beyond is None or not unit.kind.is_looked_up:
+            return self.beyond is not None
+        lends = self.spec.head is not None and any(u.lent and u.name == unit.name for u in self.spec.head.units)
+        return self.beyond.reads_rows and not lends
 
     @cached_property
     def least_slot(self) -> int:

@@ -128,7 +128,7 @@ def test_starts_of_a_tier_have_the_ways_that_it_may_go() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_a_round_is_improved_or_left_as_it_is() -> None:
-    task, found = place(27, layers=4)
+    task, found = place(14, layers=2)
     better = refine_units(task.room, task.classes, task.costs, found, True)
     assert better.total < found.total
     again = refine_units(task.room, task.classes, task.costs, better, True)

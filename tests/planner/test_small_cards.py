@@ -45,6 +45,15 @@ def refused(*kernels: str) -> MachineProfile:
     return replace(small_card(8), refused=tuple(RefusedKernel("acc", kernel, WHY) for kernel in kernels))
 
 
+def work_of(mib: int) -> Workload:
+    return Workload((mib,), 4096, prompt=2048, generated=256)
+
+
+@cache
+def plan_small(name: str, gib: int, mib: int) -> Variant:
+    return plan_variant(make_shape(name), small_card(gib), work_of(mib))
+
+
 @pytest.mark.parametrize(
     ("name", "gib", "budgets"),
     [
@@ -60,7 +69,7 @@ def test_small_cards_have_plans_that_keep_their_budget(name: str, gib: int, budg
     seconds = []
     for mib in budgets:
         assert mib << 20 < profile.accelerators[0].memory_bytes
-        plan = plan_variant(spec, profile, Workload((mib,), 4096, prompt=2048, generated=256))
+        plan = plan_small(name, gib, mib)
         check_variant([spec], plan, "cuda")
         seconds.append(round_seconds(plan))
     assert seconds[1] <= seconds[0]
@@ -158,8 +167,8 @@ def test_a_plan_uses_what_its_card_was_measured_not_to_need() -> None:
     ],
 )
 def test_a_measured_reserve_keeps_the_budget_and_makes_no_plan_slower(name: str, gib: int, mib: int) -> None:
-    spec, workload = make_shape(name), Workload((mib,), 4096, prompt=2048, generated=256)
-    assumed, found = (plan_variant(spec, profile, workload) for profile in (small_card(gib), measured(gib, 100)))
+    spec, assumed = make_shape(name), plan_small(name, gib, mib)
+    found = plan_variant(spec, measured(gib, 100), work_of(mib))
     check_variant([spec], found, "cuda")
     (used,) = measure_use(spec, measured(gib, 100), found).vram_mib
     assert used <= mib and round_seconds(found) <= round_seconds(assumed) * (1 + 1e-9)
