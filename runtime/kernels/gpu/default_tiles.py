@@ -49,12 +49,12 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("gated", 8): Tile(32, 16, 2, 1, registers=128),
     ("gated Q3_K", 8): Tile(32, 16, 2, 1),
     ("gated", 16): Tile(32, 16, 2, 2, registers=168),
-    ("gated Q2_K", 16): Tile(32, 16, 2, 1),
+    **{(f"gated {qtype}", 16): Tile(32, 16, 2, 1) for qtype in ("Q2_K", "Q3_K")},  # no limit spills less than 200
     ("gated IQ4_XS", 16): Tile(32, 16, 2, 1, registers=200),
     # a thread of one warp would keep twice as many sums of gate
     **{("gated", m): Tile(32, 16, 2, 1) for m in (32, 64)},
-    **{(f"gated {q}", m): Tile(32, 16, 2, 2, 1, 168, tokens=16) for q in ("Q3_K", "Q5_K", "Q6_K") for m in (32, 64)},
-    **{("gated Q2_K", m): Tile(32, 16, 2, 1, tokens=16) for m in (32, 64)},
+    **{(f"gated {q}", m): Tile(32, 16, 2, 2, 1, 168, tokens=16) for q in ("Q5_K", "Q6_K") for m in (32, 64)},
+    **{(f"gated {q}", m): Tile(32, 16, 2, 1, tokens=16) for q in ("Q2_K", "Q3_K") for m in (32, 64)},
     **{("gated IQ4_XS", m): Tile(32, 16, 2, 1, registers=200, tokens=16) for m in (32, 64)},
     ("rows", 16): Tile(32, 128, 4, 4, 528),
     ("rows", 32): Tile(32, 128, 4, 4, 528),
