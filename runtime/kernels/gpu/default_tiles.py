@@ -16,6 +16,8 @@ COLUMN_TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_
 WIDE_TYPES = ("MXFP4", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0")
 # limits of 8 tokens and more on sm_100 and sm_120, for which the assembler takes more
 _MORE_REGISTERS: dict[int | None, int] = {112: 128, 128: 144, 168: 200}
+# of gate and up of more tokens on sm_90, where two warps were not timed: one spills little there, 700 bytes on GeForces
+_ONE_WARP = Tile(32, 8, 1, 1)
 # Keyed by (kernel, bucket of tokens). "kernel type" comes before "kernel".
 TUNING: dict[tuple[str, int], Tile] = {
     **{("matvec", m): Tile(32, 16, 2, 1, 800, 144) for m in (1, 2, 4, 8)},
@@ -129,6 +131,8 @@ def share_programs(programs: int, limits: CardLimits) -> int:
 def default_tile(kernel: str, qtype: str, tokens: int, limits: CardLimits) -> Tile:
     """The tile where no profile chose one; `tokens` a power of two."""
     tile = TUNING.get((f"{kernel} {qtype}", tokens)) or TUNING[kernel, tokens]
+    if kernel == "gated" and tokens > 16 and limits.capability == 90:
+        tile = _ONE_WARP
     more = _MORE_REGISTERS if limits.capability >= 100 and tokens >= 8 else {}
     registers = more.get(tile.registers, tile.registers)
     return replace(tile, programs=share_programs(tile.programs, limits), registers=registers)
