@@ -115,8 +115,10 @@ class Room:
 
     def _may_leave(self, unit: Unit) -> bool:
         """Whether a unit may live beyond host memory. A table that what drafts computes with, too, stays in memory."""
-        if self.beyond is None or not unit.kind.is_looked_up:
-            return self.beyond is not None
+        if self.beyond is None:
+            return False
+        if not unit.kind.is_looked_up:
+            return True
         lends = self.spec.head is not None and any(u.lent and u.name == unit.name for u in self.spec.head.units)
         return self.beyond.reads_rows and not lends
 

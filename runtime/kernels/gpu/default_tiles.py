@@ -16,7 +16,8 @@ COLUMN_TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_
 WIDE_TYPES = ("MXFP4", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0")
 # limits of 8 tokens and more on sm_100 and sm_120, for which the assembler takes more
 _MORE_REGISTERS: dict[int | None, int] = {112: 128, 128: 144, 168: 200}
-# of gate and up of more tokens on sm_90, where two warps were not timed: one spills little there, 700 bytes on GeForces
+# of gate and up of more than 16 tokens on sm_90, where it spills little. On GeForces it spills 700 bytes: they take two
+# warps, which were not timed on sm_90
 _ONE_WARP = Tile(32, 8, 1, 1)
 # Keyed by (kernel, bucket of tokens). "kernel type" comes before "kernel".
 TUNING: dict[tuple[str, int], Tile] = {
