@@ -76,7 +76,7 @@ def in_vram(tests: str) -> Peer:
 
 
 PROMPTS, REPACKED = "-p 512,4096 -n 0 -r 1", "-rtr 1 -p 0 -n 64 -r 2"
-ANSWER = "-p 0 -n 64 -r 2"
+ANSWER, ONCE = "-p 0 -n 64 -r 2", "-p 0 -n 64 -r 1"
 KINDS = ("q4_k", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "iq1_m", "nvfp4")
 IN_VRAM = Case(12000, *SHALLOW, {})
 CELLS = ("-c 132096 -np 8 --prompt 16384 --generated 128 --no-validate", "-p 0 -n 16 -d 16384 -npl 8 -r 2")
@@ -164,8 +164,12 @@ ROWS: dict[str, Row] = {
         "qwen3.8-flash-next", Case(8000, *SHALLOW, {}),
         (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False)), "--layers 12 --ngram-base 2000000",
     ),
+    "flash-next-whole-8000": Row(
+        "qwen3.8-flash-next", Case(8000, *SHALLOW, {}),
+        (fitted(PROMPTS), fitted(f"{ONCE} --no-host 1", large=False)), "--layers 12",
+    ),
     "command-r-8000": Row(
-        "command-r-35b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False))
+        "command-r-35b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ONCE} --no-host 1", large=False))
     ),
     **{
         f"8b-{kind}-vram": Row("llama3-8b", IN_VRAM, (in_vram("-p 4096 -n 64 -r 2"),), f"--quant {kind}")
@@ -173,7 +177,7 @@ ROWS: dict[str, Row] = {
     },
     **{
         f"32b-{kind}-8000": Row(
-            "qwen3-32b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ANSWER} --no-host 1", large=False)),
+            "qwen3-32b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ONCE} --no-host 1", large=False)),
             f"--quant {kind}",
         )
         for kind in ("iq3_s", "ud-q2_k_xl")
