@@ -171,6 +171,10 @@ ROWS: dict[str, Row] = {
     "command-r-8000": Row(
         "command-r-35b", Case(8000, *SHALLOW, {}), (fitted(PROMPTS), fitted(f"{ONCE} --no-host 1", large=False))
     ),
+    "command-r-8000-answers": Row(
+        "command-r-35b", Case(8000, "-c 512 --prompt 64 --generated 256 --no-validate", "-p 0 -n 64 -r 3", {}),
+        (fitted(f"{ONCE} --no-host 1", large=False),),
+    ),
     **{
         f"8b-{kind}-vram": Row("llama3-8b", IN_VRAM, (in_vram("-p 4096 -n 64 -r 2"),), f"--quant {kind}")
         for kind in KINDS
