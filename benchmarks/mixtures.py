@@ -4,8 +4,8 @@
         --llama-bench llama.cpp/llama-bench --ik-bench ik_llama.cpp/llama-bench --seconds 500 -o mixtures.json
 
 Rows of one model follow each other; its file of random weights is written for them by the generator (MODEL FILE, and
-the row's flags) and deleted after them, its machine profile is made before them. Without a generator the files are
-there.
+the row's flags) and deleted after them, its machine profile is made before them, unless there is one for all models
+(--profiled). Without a generator the files are there.
 Other programs run with the settings that were found to be the best for a row, and the most memory that their process
 took is kept beside each rate: ik_llama.cpp is told how many layers' experts it leaves to the CPU, llama.cpp how much it
 leaves of the GPU. What is left when the time is up is skipped, and said.
@@ -215,6 +215,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=ROWS, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where model files are, or are written")
     parser.add_argument("--generator", type=Path, help="program that writes them")
+    parser.add_argument("--profiled", action="store_true", help="the machine's profile is of these models already")
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program")
     parser.add_argument("--ik-bench", type=Path, help="ik_llama.cpp's")
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all; what is left then is skipped")
@@ -229,7 +230,8 @@ def main() -> int:
             continue
         names = list(names)
         with written(ROWS[names[0]], args.folder, args.generator) as file:
-            if run(["pshard-profile", "--quick", "-m", str(file)], clock.left).returncode:
+            words = ["pshard-profile", "--quick", "-m", str(file)]
+            if not args.profiled and run(words, clock.left).returncode:
                 return 2
             for name in names:
                 for record in run_row(file, name, programs, clock):

@@ -10,7 +10,6 @@ from typing import Any
 
 from pshard.commands.command_line import check_writable, env_default, new_parser, run_cli
 from pshard.commands.parsing.card_flags import add_card_flag
-from pshard.commands.parsing.model_flags import named_model
 from pshard.errors import UserError
 from pshard.jsonio import to_json
 
@@ -25,8 +24,17 @@ def make_parser() -> argparse.ArgumentParser:
     description = "Measure this machine with the kernels that will run, for pshard-plan."
     parser = new_parser("pshard-profile", description, takes_model=True)
     parser.add_argument("--quick", action="store_true", help="a minute or two: fewer shapes, shorter timings")
-    parser.add_argument("-m", "--model", metavar="MODEL", help="also time exactly this model's matrices")
-    parser.add_argument("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="the same of a repository of the Hub")
+    several: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        **several,
+        help="also time exactly this model's matrices; several: one profile for all of them",
+    )
+    parser.add_argument(
+        "-hf", "--hf-repo", metavar="REPO[:QUANT]", **several, help="the same of a repository of the Hub"
+    )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PATH", help="file to write (default: in the cache folder)"
     )
@@ -56,7 +64,7 @@ def _run(argv: list[str]) -> int:
 
     if started_ranks():
         return _profile_hosts(args, argv)
-    model = _model_spec(named_model(args))
+    models = [_model_spec(name) for name in _named_models(args)]
     if args.output is not None:
         check_writable(args.output, "-o")
     else:
@@ -67,7 +75,7 @@ def _run(argv: list[str]) -> int:
     from rich.console import Console
 
     from pshard.profile.compare_profiles import compare_profiles
-    from pshard.profile.effort import full_effort, model_shapes, quick_effort
+    from pshard.profile.effort import full_effort, join_shapes, model_shapes, quick_effort
     from pshard.profile.identify import (
         count_cores,
         default_accelerator,
@@ -86,7 +94,7 @@ def _run(argv: list[str]) -> int:
     request = ProfileRequest(
         accelerator=accelerator,
         effort=effort,
-        model=model_shapes(model, devices) if model else None,
+        model=join_shapes([model_shapes(model, devices) for model in models]) if models else None,
         threads=args.threads,
         command=shlex.join(["pshard-profile", *argv]),
     )
@@ -114,7 +122,7 @@ def _profile_hosts(args: argparse.Namespace, argv: list[str]) -> int:
 
     if args.output is None:
         raise UserError("a profile of several hosts is a file of its own, for --profile FILE; give -o FILE")
-    if named_model(args) or args.threads:
+    if _named_models(args) or args.threads:
         raise UserError("-m and -t are for the profile of one host, from which that of several is made; leave them out")
     command = shlex.join(["pshard-profile", *argv])
     profile, first = profile_hosts(HostsRequest(args.output, args.device, args.quick, command))
@@ -126,9 +134,11 @@ def _profile_hosts(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def _model_spec(reference: str | None) -> Any:
-    if reference is None:
-        return None
+def _named_models(args: argparse.Namespace) -> list[str]:
+    return [name for name in (args.reference, *args.model, *args.hf_repo) if name]
+
+
+def _model_spec(reference: str) -> Any:
     from pshard.models import open_model
     from pshard.session.find_model import resolve_model
 

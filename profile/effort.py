@@ -1,8 +1,8 @@
 """How much to measure: sizes, token counts and times of a short, a quick and a full profile."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model import ModelSpec
@@ -226,6 +226,16 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
         streams=tuple(dict.fromkeys((o.count, o.width // o.count) for o in inside if isinstance(o, NormStreams))),
         index=tuple(dict.fromkeys(o for o in inside if isinstance(o, ChooseCells))),
     )
+
+
+def join_shapes(models: Sequence[Shapes]) -> Shapes:
+    """What several models are made of, each shape once, so that one profile serves them all. models: one or more."""
+    joined = {
+        field.name: tuple(dict.fromkeys(shape for model in models for shape in getattr(model, field.name)))
+        for field in fields(Shapes)
+        if field.name != "context"
+    }
+    return Shapes(**joined, context=max(model.context for model in models))
 
 
 def _slice_rows(unit: Unit, config: ModelConfig, ranks: int) -> set[int]:

@@ -93,7 +93,8 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
     yield from _latent_jobs(side, effort, shapes)
     yield from _delta_jobs(side, effort, shapes)
     yield from _stream_jobs(side, effort, shapes, few)
-    for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
+    for i, (d_model, d_ffn) in enumerate(shapes.widths if shapes.attention else ()):
+        heads = shapes.attention[min(i, len(shapes.attention) - 1)]  # several models may share theirs
         run = partial(time_elementwise, d_model=d_model, d_ffn=d_ffn, shape=heads, tokens=few)
         expected = (3 * fill + 7 * each) * len(few)
         yield (d_model, d_ffn), Job(side, f"{name} norm, rope, activation", expected, False, run)

@@ -28,7 +28,7 @@ from pshard.machine import (
 from pshard.model import ModelSpec
 from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.profile.compare_profiles import compare_profiles
-from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
+from pshard.profile.effort import Effort, Shapes, full_effort, join_shapes, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
 from pshard.profile.measure import (
     ProfileRequest,
@@ -224,6 +224,21 @@ def test_a_model_of_many_types_adds_one_shape_of_each_type_but_the_four_with_mos
     assert set(counts) == set(types)
     whole = len({(rows, cols) for _, rows, cols in found})
     assert sorted(counts.values()) == [1, 1, 1] + [whole] * 4 and counts["Q8_0"] == whole > 1
+
+
+def test_one_profile_times_the_shapes_of_several_models_each_once():
+    small, experts = model_shapes(small_spec()), model_shapes(ExpertsFile(RULES["of the chosen"]).spec)
+    wide = replace(small, attention=small.attention[:0], widths=((128, 192),), matmuls=(("Q4_0", 192, 128),), context=9)
+    joined = join_shapes([small, experts, wide])
+    assert joined.context == max(small.context, experts.context)
+    assert joined.widths == tuple(dict.fromkeys((*small.widths, *experts.widths, *wide.widths)))
+    jobs = {job.label for job in list_jobs("host", TINY, joined) if not job.optional}
+    for one in (small, experts):
+        assert {job.label for job in list_jobs("host", TINY, one) if not job.optional} <= jobs
+    assert any("192x128" in label for label in jobs)
+    norms = [job for job in list_jobs("host", TINY, joined) if "norm" in job.label]
+    grid = [job for job in list_jobs("host", TINY, None) if "norm" in job.label]
+    assert len(norms) == len(joined.widths) + len(grid)  # of every width, whoever has attention
 
 
 def test_a_model_with_experts_adds_these_and_its_router_and_no_stack_as_a_matrix():
