@@ -220,7 +220,7 @@ class Executor:
             used: tells what every sequence has behind it before this micro-batch, as segments without new tokens.
             best_only: the largest logit of each row will do.
             chooser: takes what is wanted of each row instead of it being returned.
-            foresee: tells the segments of the next micro-batch, where it can, which is then made ready meanwhile.
+            foresee: called while the accelerator computes; tells the next one's segments, which is then made ready.
 
         Returns:
             float32 on the host, fresh: [batch.rows, vocabulary], or [batch.rows, 2], logit and id; with a chooser none.

@@ -27,11 +27,13 @@ class RankDrafts:
         self._here: Follower = NoFollower() if own is None else own
         self.name = self._here.name
 
-    def draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+    def draft(self, asks: Sequence[Ask], aside: Callable[[], None] = lambda: None) -> list[tuple[int, ...]]:
         """As `SecondProgram.draft`, on every rank; blocks are taken on all of them, as they are the same."""
         for ask in asks:
             reserve_room(self._blocks, ask)
-        return self._group.broadcast(self._own and self._own.draft(asks), self._source, soon=True)
+        if self._own is None:
+            aside()
+        return self._group.broadcast(self._own and self._own.draft(asks, aside), self._source, soon=True)
 
     def can_go_on(self, text: Text, length: int) -> bool:
         """See Follower: what drafts says it, and all ranks cut a text alike."""

@@ -11,6 +11,7 @@ import torch
 from pshard.batch import DECODE, PROMPT, Batch, Span
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
+from pshard.runtime.meanwhile import Meanwhile
 from pshard.runtime.memory.kv_file import DAMAGED, Beside, WrongFile
 from pshard.runtime.texts.block_copies import BlockCopies
 from pshard.runtime.texts.choose_rows import RowChooser
@@ -38,7 +39,7 @@ def reserve_room(blocks: TextBlocks, ask: Ask) -> None:
 @dataclass(frozen=True)
 class Likeliest:
     """The token that a program finds the likeliest next one, None where there is a NaN; how likely, nan where that was
-    not asked for; the program's state behind, see `SecondProgram._state_after`."""
+    not asked for; where it is wanted the program's state behind, see `SecondProgram._state_after`."""
 
     token: int | None
     chance: float
@@ -119,13 +120,18 @@ class SecondProgram:
         raise NotImplementedError
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+    def draft(self, asks: Sequence[Ask], aside: Callable[[], None] = lambda: None) -> list[tuple[int, ...]]:
         """Its likeliest tokens, each found behind the one before it; a draft ends before a token that the model does
-        not have, or that is not likely enough. Texts have room for their tokens and all drafts but the last."""
+        not have, or that is not likely enough. Texts have room for their tokens and all drafts but the last.
+        aside: what the host does once the first drafts are under way; no text gets or loses tokens by it."""
         drafts, rows, going = [list[int]() for _ in asks], list(map(self._begin, asks)), list(range(len(asks)))
         chances = any(ask.p_min for ask in asks)
+        once = Meanwhile()
+        once.expect(aside)
         while going:
-            found = self._run([rows[i] for i in going], wants=True, chances=chances)
+            goes_on = any(len(drafts[i]) + 1 < asks[i].most for i in going)
+            found = self._run([rows[i] for i in going], True, chances, goes_on, once.begin)
+            once.begin()  # where it had no logits to wait for
             for i, best in zip(list(going), found, strict=True):
                 if best.token is None or best.token >= self._model.spec.config.vocab or best.chance < asks[i].p_min:
                     going.remove(i)
@@ -177,16 +183,24 @@ class SecondProgram:
             self._note_draft(rows.text, token)
         return tokens
 
-    def _run(self, rows: Sequence[Rows], wants: bool, chances: bool = False) -> list[Likeliest]:
-        """Compute tokens of texts. wants: of each text the likeliest next token; chances: and how likely it is."""
+    def _run(
+        self,
+        rows: Sequence[Rows],
+        wants: bool,
+        chances: bool = False,
+        goes_on: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Likeliest]:
+        """Compute tokens of texts. wants: of each text the likeliest next token; chances: and how likely it is;
+        goes_on: and the state behind it. meanwhile: called while the accelerator computes."""
         found = list[Likeliest]()
         for some, ends in self._cut(rows):
-            best, at = iter(self._compute(some, [wants and is_end for is_end in ends], chances)), 0
+            best, at = iter(self._compute(some, [wants and is_end for is_end in ends], chances, meanwhile)), 0
             for own, is_end in zip(some, ends):
                 at += len(own.ids)
                 if wants and is_end:
                     token, chance = next(best)
-                    found.append(Likeliest(token, chance, self._state_after(at - 1)))
+                    found.append(Likeliest(token, chance, self._state_after(at - 1) if goes_on else None))
         return found
 
     def _state_after(self, row: int) -> torch.Tensor | None:
@@ -211,7 +225,9 @@ class SecondProgram:
         if some:
             yield some, ends
 
-    def _compute(self, rows: Sequence[Rows], wants: Sequence[bool], chances: bool) -> list[tuple[int | None, float]]:
+    def _compute(
+        self, rows: Sequence[Rows], wants: Sequence[bool], chances: bool, meanwhile: Callable[[], None] | None
+    ) -> list[tuple[int | None, float]]:
         """One micro-batch: of those tokens' last that are wanted the likeliest next one, and how likely it is."""
         program, segments, spans, at = self._program, list[Segment](), list[Span](), 0
         for own, wanted in zip(rows, wants):
@@ -225,7 +241,9 @@ class SecondProgram:
         chooser = RowChooser([(Piece(own.text, own.ids, best=1 + chances), ()) for own in compress(rows, wants)])
         with program.device.current():
             self._make_ready(rows, len(ids))
-            program.run(ids, tuple(segments), Batch(tuple(spans)), self._blocks.used, chooser=chooser)
+            program.run(
+                ids, tuple(segments), Batch(tuple(spans)), self._blocks.used, chooser=chooser, foresee=meanwhile
+            )
         return [(None if row.bad else int(row.ids[0]), exp(row.logits[0] - row.log_total)) for row in chooser.rows]
 
     def _make_ready(self, rows: Sequence[Rows], tokens: int) -> None:

@@ -40,9 +40,9 @@ class Drafter(Protocol):
 class HeadDrafter:
     """A head, or a draft model, that drafts for one text. It has seen what was computed of it."""
 
-    def __init__(self, head: Program, text: Text, p_min: float) -> None:
-        """p_min: see Ask."""
-        self._head, self._text, self._p_min, self._last = head, text, p_min, -1
+    def __init__(self, head: Program, text: Text, p_min: float, aside: Callable[[int], None]) -> None:
+        """p_min: see Ask. aside: called while so many drafts are computed."""
+        self._head, self._text, self._p_min, self._aside, self._last = head, text, p_min, aside, -1
 
     def see(self, tokens: Iterable[int]) -> None:
         """See Drafter."""
@@ -53,7 +53,8 @@ class HeadDrafter:
         """See Drafter."""
         if most < 1:
             return ()
-        return self._head.draft([Ask(self._text, (self._last,), most, self._p_min)])[0]
+        asked = Ask(self._text, (self._last,), most, self._p_min)
+        return self._head.draft([asked], partial(self._aside, most))[0]
 
 
 @dataclass
@@ -119,7 +120,9 @@ class Speculator:
         self._made_up = MadeUp(wanted.made_up) if wanted.made_up else None
         self._stops = () if self._made_up else stops
         self._held: int | None = None  # how much of the text holds, where drafts behind it are still there
-        self._note: Callable[[float], None] | None = None  # the last step, once it is known what settling it takes
+        self._note: Callable[[float], None] | None = None  # the last step, once it is known what holds of it
+        # whether states are yet to take in what holds; seconds that this took the last time, and in all
+        self._unsettled, self._settling, self._settled = False, 0.0, 0.0
         self._seconds, self._tier, self._agree = seconds, 0, agree
         self._sources = tuple(self._list_sources(wanted, head))
 
@@ -131,7 +134,8 @@ class Speculator:
             yield Source(lookup, DraftLength(most, self._seconds, wanted.fixed))
         if wanted.kind in PROGRAMS:
             assert isinstance(head, Program), "whoever asks for its drafts has a plan with it"
-            yield Source(HeadDrafter(head, self._text, wanted.p_min), DraftLength(most, self._seconds, wanted.fixed))
+            drafter = HeadDrafter(head, self._text, wanted.p_min, self._go_ahead)
+            yield Source(drafter, DraftLength(most, self._seconds, wanted.fixed))
 
     def _see(self, tokens: Sequence[int]) -> None:
         for source in self._sources:
@@ -152,7 +156,7 @@ class Speculator:
                 tokens = self._step(token, most - told - 1)
                 for at, token in enumerate(tokens, start + 1):
                     if token in self._stops:
-                        self._settle()
+                        self._commit()
                         return
                     told += 1
                     try:
@@ -160,16 +164,19 @@ class Speculator:
                     except GeneratorExit:
                         self._cut(at)
                         raise
-            self._settle()
+            self._commit()
         finally:
             if self._text.is_open:
                 self._pool.keep_tier(1)
 
     def _step(self, token: int, most: int) -> list[int]:
         """Compute a token and drafts of at most so many more; the tokens that follow."""
-        self._settle()
+        self._commit(later=True)
         self._see((token,))
-        source, wanted, drafts, drafting = self._draft(token, most)
+        try:
+            source, wanted, drafts, drafting = self._draft(token, most)
+        finally:
+            self._settle()  # also behind an interrupt: else all texts would wait
         self._keep_tier(source, len(drafts) and wanted + 1)
         begin = time.perf_counter()
         told = self._verify(token, drafts) if drafts else [self._compute(token)]
@@ -199,8 +206,9 @@ class Speculator:
             begin = time.perf_counter()
             wanted = self._agree(source.length.choose())
             room = self._count_room(min(wanted, most))
+            settled = self._settled
             drafts = source.drafter.draft(room)
-            drafting = time.perf_counter() - begin
+            drafting = time.perf_counter() - begin - (self._settled - settled)
             if source is self._sources[-1]:
                 self._spent.seconds += drafting
                 self._spent.drafts += len(drafts)
@@ -235,15 +243,32 @@ class Speculator:
         self._held = start + len(told)
         return told
 
-    def _settle(self, length: int | None = None) -> None:
-        """Let the text have what holds of it, or less. Not before the next step: whoever leaves keeps what was told."""
+    def _commit(self, length: int | None = None, later: bool = False) -> None:
+        """Let the text have what holds of it, or less. Not before the next step: whoever leaves keeps what was told.
+        later: its states have it once they are settled, which takes as long as the last time."""
         held, self._held = self._held, None
-        begin = time.perf_counter()
+        begin, settling = time.perf_counter(), 0.0
         if held is not None:
-            self._pool.commit(self._text, held if length is None else min(length, held))
+            self._pool.commit(self._text, held if length is None else min(length, held), later)
+            self._unsettled = later
+            settling = time.perf_counter() - begin + self._settling
         note, self._note = self._note, None
         if note:
-            note(time.perf_counter() - begin)
+            note(settling)
+
+    def _settle(self) -> None:
+        """Let the text's states have what holds of it."""
+        unsettled, self._unsettled = self._unsettled, False
+        if unsettled:
+            begin = time.perf_counter()
+            self._pool.settle(self._text)
+            self._settling = time.perf_counter() - begin
+            self._settled += self._settling
+
+    def _go_ahead(self, drafts: int) -> None:
+        """What needs no drafts, while so many are computed."""
+        self._settle()
+        self._pool.runner.make_ready(self._text, 1 + drafts)
 
     def _tell(self, rows: Sequence[Row], drafts: Sequence[int]) -> list[int]:
         if self._made_up:
@@ -286,6 +311,6 @@ class Speculator:
 
     def _cut(self, length: int) -> None:
         """Let the text have its first tokens only."""
-        self._settle(length)
+        self._commit(length)
         if length < len(self._text.ids) and (again := self._pool.cut(self._text, length)):
             self._pool.extend([(self._text, again)], best_only=True)

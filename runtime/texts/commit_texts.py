@@ -47,9 +47,10 @@ class Commits:
         self._root, self._most = root, most
 
     def commit_all(self, text: Text, start: int, end: int) -> None:
-        """All that a text has holds. start, end: from and to which length the tokens reach that it is being given."""
+        """All that a text has holds; its states are kept where that is due, as soon as they have taken it in. start,
+        end: from and to which length the tokens reach that it is being given."""
         self.hold(text)
-        if not text.ids:
+        if not text.ids or text.number in self.open_rows.due:
             return
         if text.salt is None:
             self._checkpoints.note(text.number, text.committed, (start, end), self._most)
@@ -93,6 +94,7 @@ class Commits:
         """A text is closed."""
         self.follower.forget(text)
         self._forget_open(text)
+        self.open_rows.due.pop(text.number, None)
         self._checkpoints.go_back(text.number, 0)
 
     def find_length(self, text: Text, length: int) -> int:
@@ -129,18 +131,30 @@ class Commits:
         """Whether states are yet to take in what follows the text's committed tokens, as far as that length."""
         return text.opened is not None and length >= text.committed
 
-    def cut_states(self, text: Text, length: int) -> None:
-        """Make a text's states what they are at a length that `find_length` has found. It has its keys still."""
+    def cut_states(self, text: Text, length: int, later: bool = False) -> None:
+        """Make a text's states what they are at a length that `find_length` has found. It has its keys still. later:
+        open rows are taken in by `settle`."""
         opened, is_open = text.opened, self._is_open_at(text, length)
         self._forget_open(text)
         if is_open:
             assert opened is not None
-            self.open_rows.settle(text.number, slice(opened, opened + length - text.committed))
+            self.open_rows.due[text.number] = slice(opened, opened + length - text.committed)
+            if not later:
+                self._take_in(text)
             return
         kept = self._checkpoints.last(text.number, length)
         self._checkpoints.go_back(text.number, length)
         if self._checkpoints.each and kept < length:
             self._checkpoints.adopt(text.number, length, text.keys[length // KV_BLOCK - 1])
+
+    def settle(self, text: Text) -> None:
+        """Let a text's states take in rows that hold, where they have not."""
+        if text.number in self.open_rows.due:
+            self._take_in(text)
+            self.commit_all(text, text.committed, text.committed)
+
+    def _take_in(self, text: Text) -> None:
+        self.open_rows.settle(text.number, self.open_rows.due.pop(text.number))
 
     def _share(self, text: Text, salt: str) -> None:
         """Give blocks that are full now their keys."""

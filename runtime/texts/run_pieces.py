@@ -30,6 +30,22 @@ class PieceRunner:
             results += self._run_to_borders(some)
         return results
 
+    def make_ready(self, text: Text, tokens: int) -> None:
+        """Make the walk of a step that probably comes next: it verifies so many tokens of a text, for which there is
+        room, and wants all their logits. For the host's time while it waits for something else; only where the tier in
+        force is the one that will run it."""
+        executor, past = self._executor, len(text.ids)
+        tier = executor.plan.covering(max(tokens, executor.least))
+        if executor.in_force is None or executor.in_force[0] is not tier:
+            return
+        self._blocks.reserve(text, past + tokens)
+        segment = self._blocks.new_segment(text, 0, tokens, past)
+        if self._commits.open_rows.most is not None:
+            segment = replace(segment, is_open=True)
+        ahead = executor.program(tier, past > 0)[1]
+        with executor.device.current():
+            executor.walks.make_next(executor.in_force[1], lambda: (segment,), list(range(tokens)), ahead)
+
     def run_batch(
         self, batch: NewTokens, spans: Mapping[Text, tuple[int, int]], best_only: bool = False
     ) -> torch.Tensor:

@@ -37,7 +37,8 @@ class TextPool:
 
     Attributes:
         open_rows: rows of drafts, with the token before them, that all texts of a step can have, where states of any
-            rank cannot be cut back; None: any number.
+            rank cannot be cut back; None: any number. runner: computes their micro-batches.
+        vocab: token ids are 0..vocab-1. largest_step: tokens that a step can have that is one micro-batch.
     """
 
     def __init__(
@@ -56,21 +57,14 @@ class TextPool:
         self._own_name = lambda: root_key(store.slice_fingerprint, states.type_k, states.type_v, follower.name).hex()
         self._copies = BlockCopies(executor, follower)
         self._prefix_cache = PrefixCache(self._copies, executor, blocks, checkpoints)
-        self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
+        self.vocab, self.largest_step = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
         open_rows = OpenRows(executor)
         self.open_rows = _agree_rows(executor, open_rows)
-        self._commits = Commits(blocks, checkpoints, self._prefix_cache, self._root, self._most, follower, open_rows)
-        self._sweeps = SweepRunner(executor, blocks, self._commits, PieceRunner(executor, blocks, self._commits))
-
-    @property
-    def vocab(self) -> int:
-        """Token ids are 0..vocab-1."""
-        return self._vocab
-
-    @property
-    def largest_step(self) -> int:
-        """Tokens that a step can have that is one micro-batch."""
-        return self._most
+        self._commits = Commits(
+            blocks, checkpoints, self._prefix_cache, self._root, self.largest_step, follower, open_rows
+        )
+        self.runner = PieceRunner(executor, blocks, self._commits)
+        self._sweeps = SweepRunner(executor, blocks, self._commits, self.runner)
 
     @property
     def most_swept(self) -> int:
@@ -135,6 +129,7 @@ class TextPool:
         """Write what is computed of a text to a file that an engine over any number of ranks can load. Raises
         UserError when it cannot be written, and leaves no new file then; or for drafts."""
         check_no_drafts(text)
+        self.settle(text)
         kept = self._checkpoints.up_to(text.number, len(text.ids)), self._commits.follower.keep(text)
         self._store.save(path, self._blocks.whole(text), text.ids, *kept)
 
@@ -171,11 +166,11 @@ class TextPool:
         for text, _ in new:
             check_no_drafts(text)
         self._commits.open_rows.check()
-        self._blocks.admit(new, self._vocab)
+        self._blocks.admit(new, self.vocab)
         rows: dict[Text, list[torch.Tensor]] = {text: [] for text, _ in new}
         spans = {text: (len(text.ids), len(text.ids) + len(ids)) for text, ids in new}
         with self._guard():
-            batches = self._blocks.cut(new, self._most, all_logits)
+            batches = self._blocks.cut(new, self.largest_step, all_logits)
             for batch, logits in self._sweeps.run_all(batches, spans, best_only):
                 found = iter(logits)
                 for text, span in zip(batch.texts, batch.batch.spans):
@@ -202,7 +197,7 @@ class TextPool:
         """
         _check_step(self, pieces)
         self._commits.open_rows.check()
-        self._blocks.admit([(piece.text, piece.ids) for piece in pieces], self._vocab)
+        self._blocks.admit([(piece.text, piece.ids) for piece in pieces], self.vocab)
         begin = time.monotonic()
         self._executor.meanwhile.expect(meanwhile)
         with self._guard():
@@ -216,19 +211,26 @@ class TextPool:
             raise GivenUp
         return results
 
-    def commit(self, text: Text, length: int) -> list[int]:
+    def commit(self, text: Text, length: int, later: bool = False) -> list[int]:
         """So many tokens of a text hold: drafts behind them are forgotten, and what is held is shared as ever. Returns
-        tokens that are to be given to it again, of which states could not be cut back to that length.
+        tokens that are to be given to it again, of which states could not be cut back to that length. later: its states
+        take in what holds when `settle` is called, without which there is no other step.
 
         Raises UserError, before anything changes, for a length that is none of its drafts'.
         """
         check_open(text)
         if not text.committed <= length <= len(text.ids):
             raise UserError(f"{text.committed} to {len(text.ids)} tokens can hold of the text; {length} were committed")
+        self.settle(text)
         with self._guard():
-            again = cut_text(text, length, self._blocks, self._commits, self._copies)
+            again = cut_text(text, length, self._blocks, self._commits, self._copies, later)
             self._commits.commit_all(text, len(text.ids), len(text.ids))
         return again
+
+    def settle(self, text: Text) -> None:
+        """Let a text's states take in what `commit` has left for later, if anything."""
+        with self._guard():
+            self._commits.settle(text)
 
     def cut(self, text: Text, length: int) -> list[int]:
         """Forget what follows the first `length` tokens of a text. Where its states cannot be cut back to that length
@@ -238,6 +240,7 @@ class TextPool:
         of the text. States of a fixed size go back to the last checkpoint at or before that length.
         """
         check_open(text)
+        self.settle(text)
         with self._guard():
             return cut_text(text, length, self._blocks, self._commits, self._copies)
 

@@ -1,7 +1,9 @@
 """Multi-token heads: their logits are those of an independent forward, and texts are those without them."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +14,17 @@ from head_forward import LATER, MISTAKES, OF_OWN, head_logits
 
 from pshard.batch import VERIFY
 from pshard.runtime.engine import Engine
+from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.runtime.texts.open_rows import OpenRows
 from pshard.runtime.texts.text import Piece, Text
 from pshard.runtime.walks.chain import Chain
-from pshard.speculation import MTP
+from pshard.runtime.walks.ready_walk import WalkMaker
+from pshard.speculation import MTP, Acceptance
 
 DRAFTS = 4
 
@@ -137,6 +142,56 @@ def drafts_behind(engine: Engine, text: Text, token: int) -> tuple[list[int], to
     found = record_logits(engine)
     (drafts,) = engine.drafter.draft([Ask(text, (token,), 3)])
     return list(drafts), torch.stack(found[-3:])
+
+
+@pytest.mark.parametrize("headed", ["moe"], indirect=True)
+def test_while_the_first_draft_is_computed_states_are_settled_and_the_next_step_is_made_ready(
+    headed: HeadedEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = list[str]()
+
+    def note(kind: type, name: str, said: Callable[[Any], str]) -> None:
+        method = getattr(kind, name)
+
+        def call(self: Any, *what: Any) -> Any:
+            order.append(said(self))
+            return method(self, *what)
+
+        monkeypatch.setattr(kind, name, call)
+
+    with headed.open(tokens=(4, 64)) as engine:
+        tell(engine, Sampling(temperature=0), 3)
+        head = engine.drafter._program
+        whose = {id(head): "head", id(head.walks): "head"}
+        note(Executor, "_walk", lambda self: f"run {whose.get(id(self), 'model')}")
+        note(WalkMaker, "prepare", lambda self: f"prepare {whose.get(id(self), 'model')}")
+        note(OpenRows, "settle", lambda self: "settle")
+        settings = DraftSettings(MTP, 1, True, Acceptance((1.0,)))
+        engine.reset()
+        list(engine.generate(some_ids(30), 9, Sampling(temperature=0), False, None, settings))
+    each = ["prepare head", "run head", "settle", "prepare model", "run model"]
+    assert " ".join(order).count(" ".join(each)) == 3, order
+    assert order.count("run model") == 1 + 1 + 3, "the prompt, and four steps, of which the first settles nothing"
+
+
+def test_a_draft_that_is_interrupted_holds_up_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = HeadedEngines(tmp_path / "m.gguf", "moe")
+    with engines.open() as engine:
+        run, runs = engine.drafter._program.run, list[int]()
+
+        def interrupt(*asked: Any, **more: Any) -> torch.Tensor:
+            runs.append(1)
+            if len(runs) == 4:
+                raise KeyboardInterrupt
+            return run(*asked, **more)
+
+        base = tell(engine, Sampling(temperature=0), 0)
+        monkeypatch.setattr(engine.drafter._program, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tell(engine, Sampling(temperature=0), 1)
+        text = engine.tokens()
+        engine.forward([text[-1]])
+        assert tell(engine, Sampling(temperature=0), 1) == base
 
 
 def test_drafts_do_not_depend_on_how_a_text_came(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from pshard.runtime.speculation.accept import MadeUp, match_drafts
 from pshard.runtime.speculation.draft_length import DraftLength
 from pshard.runtime.speculation.prompt_lookup import PromptLookup
 from pshard.runtime.speculation.speculator import DraftSettings
-from pshard.runtime.texts.text import Piece
+from pshard.runtime.texts.text import Piece, Text
 from pshard.speculation import LOOKUP, Acceptance
 
 VOCAB, CONTEXT, TOKENS = 96, 512, 40
@@ -339,19 +339,39 @@ def test_a_short_text_has_the_tokens_a_step_that_made_up_chances_say(drafts: int
 def test_what_settling_takes_counts_as_the_steps_that_verified(
     demo_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The share of it that waits for the next step's drafts takes as long as the last time."""
     clock, seen, commit = [0.0], list[tuple[int, float]](), demo_engine.texts.commit
+    drafted = list[float]()
 
     def take_long(*asked: object) -> list[int]:
         clock[0] += 5.0
         return commit(*asked)
 
+    def settle_long(text: Text) -> None:
+        clock[0] += 2.0
+
+    def note(self: DraftLength, count: int, held: int, seconds: float, drafting: float = 0.0) -> None:
+        drafted.append(drafting)
+
     monkeypatch.setattr(speculator, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(demo_engine.texts, "commit", take_long)
     monkeypatch.setattr(demo_engine._seconds, "observe", lambda rows, tier, seconds: seen.append((rows, seconds)))
-    demo_engine.reset()
-    wanted = DraftSettings(LOOKUP, 3, fixed=True, made_up=Acceptance((0.5,)))
-    assert len(list(demo_engine.generate(some_ids(30), 40, Sampling(seed=1), False, None, wanted))) == 40
-    assert len(seen) == wanted.steps and all(seconds == 5.0 * (rows > 1) for rows, seconds in seen)
+    monkeypatch.setattr(DraftLength, "note", note)
+
+    def tell() -> None:
+        demo_engine.reset()
+        wanted = DraftSettings(LOOKUP, 3, fixed=True, made_up=Acceptance((0.5,)))
+        assert len(list(demo_engine.generate(some_ids(30), 40, Sampling(seed=1), False, None, wanted))) == 40
+        assert len(seen) == wanted.steps
+
+    tell()
+    assert all(seconds == 5.0 * (rows > 1) for rows, seconds in seen)
+    seen.clear()
+    monkeypatch.setattr(demo_engine.texts, "settle", settle_long)  # also within each commit
+    tell()
+    first, *others = [seconds for rows, seconds in seen if rows > 1]
+    assert first == 7.0 and len(others) > 5 and set(others) == {9.0}
+    assert set(drafted) == {0.0}, "none of it counts as drafting"
 
 
 def test_steps_in_which_drafts_rest_are_not_recorded_as_steps_that_found_none(

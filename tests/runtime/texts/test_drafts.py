@@ -88,6 +88,44 @@ def test_a_text_goes_on_as_if_what_does_not_hold_had_never_been_there(start: Ope
     assert np.array_equal(*found)
 
 
+@pytest.mark.quick("states")
+def test_states_that_take_in_later_what_holds_are_as_if_they_had_at_once(
+    start: Open, kind: str, tmp_path: Path
+) -> None:
+    """Asked for, or by whatever asks for the text's states before."""
+    ids, right, found = some_ids(30), some_ids(3, 9), list[np.ndarray]()
+
+    def save(engine: Engine, text: Text) -> None:
+        engine.texts.save(text, tmp_path / "text")
+
+    ways: list[Callable[[Engine, Text], object]] = [
+        lambda engine, text: None,
+        lambda engine, text: engine.texts.settle(text),
+        lambda engine, text: engine.texts.commit(text, 33),
+        lambda engine, text: engine.texts.cut(text, 40),
+        *([] if kind == "windows" else [save]),
+    ]
+    with start() as engine:
+        for number, way in enumerate(ways):
+            text = engine.texts.open(ids, str(number))
+            feed(engine, text, ids, STEP)
+            draft(engine, text, right + some_ids(2, number))
+            assert engine.texts.commit(text, 33, later=number > 0) == [] and text.ids == ids + right
+            if number and kind.startswith("states"):
+                with pytest.raises(UserError, match="a text has drafts that its states"):
+                    engine.texts.step([Piece(text, (1,))])
+            way(engine, text)
+            found.append(feed(engine, text, [*text.ids, 7], full=True).full)
+            engine.texts.close(text)
+        text = engine.texts.open(ids, "closed")
+        feed(engine, text, ids, STEP)
+        draft(engine, text, right)
+        engine.texts.commit(text, 31, later=True)
+        engine.texts.close(text)  # nobody waits for its states
+        feed(engine, engine.texts.open(ids, "next"), ids, STEP)
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
 def test_a_block_is_adopted_when_what_fills_it_holds_and_not_before(start: Open, kind: str) -> None:
     ids, right = some_ids(KV_BLOCK - 2), some_ids(4, 3)
     with start() as engine:
