@@ -94,7 +94,7 @@ class Executor:
             if self.host.is_locked:
                 self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers, lent or {})
-            self.walks = WalkMaker(context, self.residents, states, PromptGraphs(MOST_PROMPT_GRAPHS))
+            self.walks = WalkMaker(context, self.residents, states, PromptGraphs(MOST_PROMPT_GRAPHS), self._relay)
         except BaseException:
             self._unlock_host_memory()
             raise

@@ -29,7 +29,7 @@ class Relay:
         self._numbers = numbers
         self._at = [(here.data_ptr(), there.data_ptr()) for here, there in zip(self._asked, self._done)]
         self._thread = native.Relay()
-        self._turn: tuple[list[CallList], Any] = [], None  # the lists of the last micro-batch, and these as a turn
+        self._turn: tuple[Any, Any] = None, None  # the lists of the last turn, how often it had them, and the turn
 
     def tell(self, run: int) -> None:
         """The GPU says that run's inputs are on the host, once all before this is done."""
@@ -39,11 +39,12 @@ class Relay:
         """The GPU goes on when the CPU has done the run."""
         self._kernels[1][(1,)](self._done[run], num_warps=1)
 
-    def start(self, lists: Sequence[CallList]) -> None:
-        """Begin a micro-batch: the calls of its runs, which must live until `finish`."""
-        if self._turn[0] != lists:  # else each is the same object
-            parts = [(*at, calls.words) for at, calls in zip(self._at, lists)]
-            self._turn = list(lists), native.arrange_turn(parts)
+    def start(self, lists: Sequence[CallList], times: int = 1) -> None:
+        """Begin a micro-batch, or so many alike: the calls of its runs, which must live until `finish`."""
+        asked = list(lists), times
+        if self._turn[0] != asked:  # else each is the same object
+            parts = [(*at, calls.words) for at, calls in zip(self._at, lists)] * times
+            self._turn = asked, native.arrange_turn(parts)
         self._thread.start(self._turn[1])
 
     def finish(self) -> None:
@@ -61,6 +62,9 @@ class Relay:
         self._thread.give_up()
         self._numbers[1].fill_(1)
         try:
+            launched = self._device.mark()
+            while not self._device.happened(launched):  # who waits for a run several times takes each number back
+                self._numbers[1].fill_(1)
             self._device.synchronize()
         finally:
             self._numbers.zero_()

@@ -167,14 +167,13 @@ class SecondProgram:
         program, tokens = self._program, list[int]()
         assert program.in_force is not None
         tier, in_force = program.in_force
-        segment = replace(self._blocks.segment_at(rows.text, 0, count, rows.past), tokens=1)
-        with program.device.current():
+        with program.device.current(), program.device.computing():
+            run = program.walks.follow_on(in_force, program.program(tier, True), rows.past + count)
+            if run is None:
+                return None
             self._make_ready([rows], 1)
-            with program.device.computing():
-                steps = program.program(tier, True)[0]
-                found = program.walks.follow_on(in_force, steps, rows.ids[0], segment, count)
-        if found is None:
-            return None
+            segment = replace(self._blocks.segment_at(rows.text, 0, count, rows.past), tokens=1)
+            found = run(rows.ids[0], segment, count)
         for logit, token in found.tolist():
             if isnan(logit) or token >= self._model.spec.config.vocab:
                 break

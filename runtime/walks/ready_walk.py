@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.runtime.devices.relay import Relay
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.logits import Logits
@@ -63,8 +64,17 @@ class WalkMaker:
         exact: whether small micro-batches are computed so that no bit of a row depends on the other rows.
     """
 
-    def __init__(self, context: RunContext, residents: Residents, states: StateShape, graphs: PromptGraphs) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        residents: Residents,
+        states: StateShape,
+        graphs: PromptGraphs,
+        relay: Relay | None,
+    ) -> None:
+        """relay: by which the accelerator asks for what the CPU computes."""
         self._context, self._residents, self._states, self._graphs = context, residents, states, graphs
+        self._relay = relay
         self._ids, self._grams = context.host.ids, context.host.grams
         self._next: ReadyWalk | None = None
         self._chain: tuple[TierInForce, Chain | None] | None = None
@@ -98,13 +108,17 @@ class WalkMaker:
         return min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._states.context)
 
     def follow_on(
-        self, tier: TierInForce, program: Program, token: int, segment: Segment, count: int
-    ) -> np.ndarray | None:
-        """See `Chain.run`; None where tokens must be computed one by one."""
+        self, tier: TierInForce, programs: tuple[Program, Program | None], cells: int
+    ) -> Callable[[int, Segment, int], np.ndarray] | None:
+        """`Chain.run` of the tier for texts of up to so many cells; None where tokens must be computed one by one.
+        programs: see `Executor.program`."""
         if self._chain is None or self._chain[0] is not tier:
-            self._chain = tier, make_chain(self._context, self._residents, tier, program)
-        chain = self._chain[1]
-        return chain.run(token, segment, count, self._bound(segment.past + count)) if chain else None
+            self._chain = tier, make_chain(self._context, self._residents, tier, programs, self._relay)
+        chain, bound = self._chain[1], self._bound(cells)
+        lists = chain.find_lists() if chain else None
+        if chain is None or lists is None:
+            return None
+        return lambda token, segment, count: chain.run(token, segment, count, bound, lists)
 
     def refill_slots(self, tier: TierInForce, program: Program) -> None:
         """Bring what the slots of a tier hold between micro-batches, after one that ended in its midst."""

@@ -16,10 +16,11 @@ from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import CallList
 from pshard.runtime.logits import Logits
-from pshard.runtime.residents import Residents, view_rows
+from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import RunContext, TierInForce
 from pshard.runtime.walks.beside import CopiesBeside
-from pshard.runtime.walks.program import Await, Program, Stretch, Tell, Units
+from pshard.runtime.walks.crossings import Crossings
+from pshard.runtime.walks.program import Program, Stretch, Units
 from pshard.runtime.walks.unit_runs import UnitRuns
 from pshard.steps.graph_runs import is_launch_bound
 from pshard.steps.move import Activations, Move, Part
@@ -57,6 +58,11 @@ class PromptGraphs:
         return key in self._keys
 
 
+def key_of_calls(units: Units, tier: TierInForce, tokens: int, segments: int, longest: int) -> tuple:
+    """Equal for runs of units whose native calls are equal. longest: see RowIndex."""
+    return units.name, units.on, tokens, segments, longest, tier.tokens
+
+
 class Walk:
     """One walk over the steps of a micro-batch.
 
@@ -65,7 +71,6 @@ class Walk:
     """
 
     _lists: list[CallList] | None = None  # that `find_lists` found, maybe before the walk began
-    _relay: Relay | None = None  # of a walk that runs ahead
 
     def __init__(
         self,
@@ -79,7 +84,7 @@ class Walk:
         self._context, self._tier, self.batch = context, tier, batch
         self.logits, self._graphs, self._device = logits, graphs, context.device
         self._tokens, self._filled = batch.ids.shape[0], batch.acc_rows.tokens
-        self._host_space, self._acc_space = context.host.side.space, tier.side.space
+        self._crossings = Crossings(context, tier, self._filled)
         peers = context.group.peers if context.sums else None
         acc = Work(tier.side, batch.acc_rows, batch.acc_ids, logits, peers, batch.acc_grams)
         host = Work(context.host.side, batch.host_rows, batch.ids, logits, grams=batch.grams)
@@ -110,7 +115,7 @@ class Walk:
         self._once = False
         if self._tokens > SMALL_BATCH or not self._may_repeat():
             return None
-        keys = [self._host_key(run) for run in program.runs]
+        keys = [self._key_on_host(run) for run in program.runs]
         on_host = self._tier.on_host
         lists = [calls for calls in map(on_host.find, keys) if calls is not None]
         whole = len(lists) == len(keys)
@@ -120,7 +125,7 @@ class Walk:
     def walk_ahead(self, program: Program, relay: Relay, lists: Sequence[CallList]) -> list[torch.Tensor]:
         """As `walk`. The CPU's runs are done when it returns. What a switch brings has arrived before they begin: under
         its copies a walk would issue kernel by kernel, which takes some 90 ms of a mixture."""
-        self._relay = relay
+        self._crossings.relay = relay
         try:
             for event in self._tier.arriving.values():
                 self._device.host_wait(event)
@@ -152,13 +157,13 @@ class Walk:
             run = partial(self._units.run_all, part.steps)
             if part.is_recorded:
                 self._units.bind_all(part.computes)  # which makes tables, and is no part of what is written down
-                self._tier.on_host.run(self._host_key(part), run)
+                self._tier.on_host.run(self._key_on_host(part), run)
             else:
                 run()
 
-    def _host_key(self, units: Units) -> tuple:
-        size = self._tokens, len(self.batch.segments), self.batch.host_rows.longest
-        return units.name, units.on, *size, self._tier.tokens
+    def _key_on_host(self, units: Units) -> tuple:
+        segments, longest = len(self.batch.segments), self.batch.host_rows.longest
+        return key_of_calls(units, self._tier, self._tokens, segments, longest)
 
     def _launch(self, stretch: Stretch) -> None:
         logits, device = self.logits, self._device
@@ -175,7 +180,7 @@ class Walk:
         if bringing := written and logits.is_brought:
             logits.bring()
         self.batch.unsent = ()
-        self._context.transfers.link_bytes += sum(map(self._count_sent, stretch.brings))
+        self._context.transfers.link_bytes += sum(map(self._crossings.count_sent, stretch.brings))
         self._context.transfers.link_bytes += sum(map(self._count_read, stretch.reading))
         self._left = device.mark() if leaving or bringing else None
         if output:
@@ -199,21 +204,12 @@ class Walk:
         for there, here in unsent:
             self._device.send(there, here)
         for part in stretch.parts:
-            self._issue_part(part)
-        for name in leaving:
-            self._device.bring(*self._rows(name))
-
-    def _issue_part(self, part: Units | Move | Tell | Await) -> None:
-        if isinstance(part, Units):
-            self._run_units(part)
-        elif isinstance(part, Move):
-            if part.is_to_acc:
-                self._send(part)
+            if isinstance(part, Units):
+                self._run_units(part)
             else:
-                for name in part.activations:
-                    self._device.bring(*self._rows(name))
-        elif self._relay is not None:
-            (self._relay.tell if isinstance(part, Tell) else self._relay.wait)(part.run)
+                self._crossings.issue(part)
+        for name in leaving:
+            self._crossings.bring(name)
 
     def _count_read(self, step: Compute) -> int:
         """Bytes that kernels are expected to read over the link: what is chosen only they know."""
@@ -248,31 +244,12 @@ class Walk:
 
     # --- activations --------------------------------------------------------------------------------------------
 
-    def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The micro-batch's rows of a port, or of "branch", on the host and on the accelerator."""
-        return self._host_space.rows(name, self._filled), self._acc_space.rows(name, self._filled)
-
-    def _sent(self, step: Move) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where what a step brings goes on the accelerator, and where it is on the host."""
-        if width := step.part_width:
-            places = self._tier.carved.row_stage, self._context.host.rows
-            return [(view_rows(places[0], self._filled, width), view_rows(places[1], self._filled, width))]
-        return [self._rows(name)[::-1] for name in step.activations]
-
-    def _send(self, step: Move) -> None:
-        for there, here in self._sent(step):
-            self._device.send(there, here)
-        self._tier.side.kernels.forget()
-
-    def _count_sent(self, step: Move) -> int:
-        return sum(here.nbytes for _, here in self._sent(step))
-
     def _move(self, step: Move) -> None:
         if not isinstance(step.portion, Activations | Part):
             self._copies.start(step, self._tokens)
         elif step.is_to_acc:
-            self._send(step)
-            self._context.transfers.link_bytes += self._count_sent(step)
+            self._crossings.send(step)
+            self._context.transfers.link_bytes += self._crossings.count_sent(step)
             self._side = ACC
         elif not self._delivered:  # else the last one, of logits, which go where they are wanted
             self._wait_for_rows(step.activations)
@@ -285,7 +262,7 @@ class Walk:
             self._context.meanwhile.begin()
         if self._left is None:
             for name in names:
-                self._device.receive(*self._rows(name))
+                self._device.receive(*self._crossings.rows(name))
         else:
             self._device.host_wait(self._left)
             self._left = None
@@ -296,11 +273,11 @@ class Walk:
     def _receive(self, step: Receive) -> None:
         self._side = ACC
         for name in step.names:
-            self._context.group.receive(self._rows(name)[1], step.source)
+            self._context.group.receive(self._crossings.rows(name)[1], step.source)
 
     def _hand_on(self, step: Send) -> None:
         for name in step.names:
-            self._context.group.send(self._rows(name)[1], step.target)
+            self._context.group.send(self._crossings.rows(name)[1], step.target)
 
     def _gather(self, step: Gather) -> None:
         self.logits.gather()

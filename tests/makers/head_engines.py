@@ -21,6 +21,8 @@ from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.texts.choose_rows import RowChooser
+from pshard.units.moe.experts import EXPERTS
+from pshard.units.unit import Unit
 
 
 @dataclass
@@ -54,8 +56,9 @@ def open_headed(
     sequences: int = 1,
     context: int = 512,
     tokens: tuple[int, ...] = (1, 16, 64),
+    experts_on_acc: bool = True,
 ) -> Engine:
-    """An engine of a file with a head; head: whether the plan has it."""
+    """An engine of a file with a head; head: whether the plan has it. experts_on_acc: where the head is so too."""
     file = open_model(path)
     spec = replace(file.spec, keeps_states=head)
     tiers = pinned_everywhere(spec, tokens, context, sequences)
@@ -65,7 +68,7 @@ def open_headed(
     variant = make_variant(spec, tiers, context, sequences, reserve_mib=reserve)
     variant = with_workload(variant, type_k="f32", type_v="f32")
     if head:
-        variant = add_head(variant, file.spec, on_acc)
+        variant = add_head(variant, file.spec, on_acc, experts_on_acc)
     return build_engine(file, variant, open_device(device), kernels=kernels, checkpoint_bytes=1 << 24)
 
 
@@ -74,12 +77,16 @@ def _look_up_on_host(spec: ModelSpec, tier: TierPlan, context: int, sequences: i
     return make_tier(spec, tier.tokens, places, 0, context, sequences)
 
 
-def add_head(variant: Variant, spec: Any, on_acc: bool) -> Variant:
+def add_head(variant: Variant, spec: Any, on_acc: bool, experts_on_acc: bool = True) -> Variant:
     """The variant with a plan for the head, of each rank that has some of it."""
+
+    def stays(unit: Unit) -> bool:
+        return on_acc and (experts_on_acc or unit.kind is not EXPERTS)
+
     plans = list[RankPlan]()
     for rank, part in zip(variant.ranks, cut_ranks(spec, variant.split), strict=True):
         if head := part.head:
-            in_vram = {u.name for u in head.units if (u.name in rank.resident if u.lent else on_acc)}
+            in_vram = {u.name for u in head.units if (u.name in rank.resident if u.lent else stays(u))}
             plans.append(place_head(head, variant.workload.state_shape, 4, in_vram, rank.rank))
     return replace(variant, drafter=plans[0], drafter_parts=tuple(plans[1:]))
 

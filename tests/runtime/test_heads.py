@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flag_relay import open_on_flags
 from head_engines import HeadedEngines, open_headed, record_logits
 from head_files import HEADED
 from head_forward import LATER, MISTAKES, OF_OWN, head_logits
 
 from pshard.batch import VERIFY
+from pshard.runtime.devices.relay import Relay
 from pshard.runtime.engine import Engine
 from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.sampling.chain import Penalties
@@ -104,6 +108,41 @@ def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
             assert head.draft([Ask(text, (ids[22],), 7, 1e-9)]) == found[-1][2]  # chances are told one by one
             engine.texts.close(text)
             found[-1].append(tell(engine, Sampling(temperature=0), 3, most=9))
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
+@pytest.mark.parametrize("headed", ["moe", "glm"], indirect=True)
+def test_drafts_are_launched_at_once_where_the_cpu_has_a_heads_experts(
+    headed: HeadedEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accelerator asks the CPU for them as a walk that runs ahead does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ids, found, turns, start = some_ids(31), list[list[object]](), list[int](), Relay.start
+    monkeypatch.setattr(Relay, "start", lambda self, lists, times=1: turns.append(times) or start(self, lists, times))
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+    for at_once in (False, True):
+        with headed.open(experts_on_acc=False) as engine, monkeypatch.context() as patch:
+            if not at_once:
+                patch.setattr(WalkMaker, "follow_on", lambda *_: None)
+            text, head = engine.texts.begin(), engine.drafter
+            engine.texts.extend([(text, ids[:20])])
+            engine.texts.extend([(text, ids[20:22])], all_logits=True)
+            found.append([head.draft([Ask(text, (ids[22],), most)]) for most in (3, 2, 7)])
+            if at_once:
+                patch.setattr(Chain, "_launch", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    head.draft([Ask(text, (ids[22],), 7)])
+                patch.undo()
+                assert head.draft([Ask(text, (ids[22],), 7)]) == found[-1][2], "the CPU waits for nobody any more"
+            engine.texts.close(text)
+            turns.clear()
+            found[-1].append(tell(engine, Sampling(temperature=0), 5, most=9))
+            assert any(times > 1 for times in turns) is at_once, "the other drafts of a step are one turn"
     assert found[0] == found[1]
 
 

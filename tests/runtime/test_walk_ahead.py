@@ -1,5 +1,6 @@
 """Walks that run ahead, with the CPU as accelerator: flags in place of kernels that tell and await."""
 
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -182,6 +183,18 @@ def test_a_question_that_never_comes_is_an_error(monkeypatch) -> None:
     relay.start([calls])  # and the next micro-batch begins anew
     relay.tell(0)
     relay.finish()
+    relay.close()
+
+
+def test_a_turn_that_is_given_up_frees_who_waits_for_a_run_several_times(monkeypatch) -> None:
+    device = open_device("cpu")
+    relay = open_on_flags(device, 1)
+    waits = threading.Thread(target=lambda: [relay.wait(0) for _ in range(3)], daemon=True)  # the accelerator
+    monkeypatch.setattr(device, "happened", lambda mark: not waits.is_alive())
+    monkeypatch.setattr(device, "synchronize", lambda: waits.join(5))
+    waits.start()
+    relay.give_up()
+    assert not waits.is_alive() and not relay._flags.any()
     relay.close()
 
 
