@@ -176,8 +176,7 @@ class HeadProgram(SecondProgram):
     # --- micro-batches --------------------------------------------------------------------------------------------
 
     def _state_after(self, row: int) -> torch.Tensor:
-        with self._program.device.computing():
-            return _states_of(self._program)[row : row + 1].clone()
+        return _states_of(self._program)[row : row + 1]
 
     def _make_ready(self, rows: Sequence[Rows], tokens: int) -> None:
         head = self._program

@@ -192,18 +192,23 @@ class SecondProgram:
     ) -> list[Likeliest]:
         """Compute tokens of texts. wants: of each text the likeliest next token; chances: and how likely it is;
         goes_on: and the state behind it. meanwhile: called while the accelerator computes."""
-        found = list[Likeliest]()
-        for some, ends in self._cut(rows):
+        found, batches = list[Likeliest](), list(self._cut(rows))
+        for some, ends in batches:
             best, at = iter(self._compute(some, [wants and is_end for is_end in ends], chances, meanwhile)), 0
             for own, is_end in zip(some, ends):
                 at += len(own.ids)
                 if wants and is_end:
                     token, chance = next(best)
-                    found.append(Likeliest(token, chance, self._state_after(at - 1) if goes_on else None))
+                    state = self._state_after(at - 1) if goes_on else None
+                    if state is not None and len(batches) > 1:
+                        with self._program.device.computing():
+                            state = state.clone()
+                    found.append(Likeliest(token, chance, state))
         return found
 
     def _state_after(self, row: int) -> torch.Tensor | None:
-        """The program's own state [1, d_model] after a row of the last micro-batch, where its next token takes it."""
+        """The program's own state [1, d_model] after a row of the last micro-batch, where its next token takes it; it
+        stands there until the next one."""
         return None
 
     def _cut(self, rows: Sequence[Rows]) -> Iterator[tuple[list[Rows], list[bool]]]:

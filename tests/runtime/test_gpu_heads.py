@@ -43,17 +43,21 @@ def test_a_head_drafts_as_the_reference_does(tmp_path: Path, like: str, on_acc: 
             assert len(told) == 40 and sum(settings.record.held) > 0
 
 
-@pytest.mark.parametrize("like", HEADED)
+@pytest.mark.parametrize(
+    ("like", "experts_on_acc"),
+    [*((like, True) for like in HEADED), *((like, False) for like in ("moe", "next", "glm"))],
+)
 def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
-    tmp_path: Path, like: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, like: str, experts_on_acc: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a graph a token that counts on by itself, also where more cells take larger launches."""
+    """By a graph a token that counts on by itself, also where more cells take larger launches, and where it asks the
+    CPU for a head's experts."""
     monkeypatch.setattr(ready_walk, "LEAST_CELLS", 64)
     engines = HeadedEngines(tmp_path / "m.gguf", like, own=like == "glm")
     rng = random.Random(1)
     ids = [rng.randrange(90) for _ in range(501)]
     asks = [(length, most) for length in (5, 61, 70, 253, 500) for most in (2, 7, 2, 7)]
-    with engines.open(device="cuda") as engine:
+    with engines.open(device="cuda", experts_on_acc=experts_on_acc) as engine:
         walks, found = engine.drafter._program.walks, list[list[tuple[int, ...]]]()
         for at_once in (True, False):
             if not at_once:
@@ -66,6 +70,7 @@ def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
                 told += engine.drafter.draft([Ask(text, (ids[length],), most)])
             found.append(told)
             engine.texts.close(text)
-            assert walks._chain is not None and walks._chain[1] is not None, "the plan has all of the head in VRAM"
+            assert walks._chain is not None and walks._chain[1] is not None, "the CPU has at most its experts"
+            assert bool(walks._chain[1]._parts.runs) is not experts_on_acc
         assert [len(drafts) for drafts in found[0]] == [most for _, most in asks]
         assert found[0] == found[1]

@@ -111,6 +111,23 @@ def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
     assert found[0] == found[1]
 
 
+def test_texts_that_draft_together_in_several_micro_batches_draft_as_each_alone(tmp_path: Path) -> None:
+    engines, found = HeadedEngines(tmp_path / "m.gguf", "latent"), list[list[tuple[int, ...]]]()
+    for together in (False, True):
+        with engines.open(kernels="plain", sequences=3) as engine:
+            asks = list[Ask]()
+            for number in range(3):
+                text, ids = engine.texts.begin(), some_ids(40, number)
+                engine.texts.extend([(text, ids[:30])])
+                for token in ids[30:39]:  # whose cells are made with the first draft
+                    engine.texts.extend([(text, [token])])
+                asks.append(Ask(text, (ids[39],), 4))
+            assert sum(len(engine.drafter._begin(ask).ids) for ask in asks) > engine.drafter._most
+            draft = engine.drafter.draft
+            found.append(draft(asks) if together else [own for ask in asks for own in draft([ask])])
+    assert found[0] == found[1] and len(set(found[0])) == 3
+
+
 @pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
 @pytest.mark.parametrize("headed", ["moe", "glm"], indirect=True)
 def test_drafts_are_launched_at_once_where_the_cpu_has_a_heads_experts(
