@@ -100,12 +100,21 @@ def _plan_part(part: ModelSpec, rank: int, tables: Tables, workload: Workload, i
     if not (first := tables.elementwise("acc", "draft", 1, 1)):  # not timed: less than a token of the model takes
         return HeadPlan((plan,), seconds + changes * handoff, costs.turn, costs.turn)
     known = 1 + (not places[0].is_on_acc)  # hand-offs that are in it
-    first += max(0, changes - known) * handoff
+    more = max(0, changes - known) * handoff
+    first += more
     if ranks > 1:  # the first one that is there waits for the last
         first += (1 - 1 / LAST_OF_RANKS) * costs.turn
     launched = ranks == 1 or tables.kind != "cpu"  # CPUs that sum their parts wait for each other at each draft
-    at_once = launched and all(p.is_on_acc or head.unit(p.unit).kind.is_looked_up for p in places)
-    return HeadPlan((plan,), seconds, first, follow if at_once else first)
+    at_once = launched and launches_at_once(head, plan.tiers[0], ranks == 1 and tables.kind != "cpu")
+    return HeadPlan((plan,), seconds, first, follow + more if at_once else first)
+
+
+def launches_at_once(head: ModelSpec, tier: TierPlan, asks: bool) -> bool:
+    """Whether all drafts of a text but the first are launched at once: where all is in VRAM, but for tables. asks: the
+    accelerator can ask the CPU for what keeps nothing of a text, between units of its own."""
+    computed = [p for p in tier.placements if not head.unit(p.unit).kind.is_looked_up]
+    between = computed[0].is_on_acc and computed[-1].is_on_acc
+    return between and all(p.is_on_acc or (asks and not head.unit(p.unit).kind.state) for p in computed)
 
 
 def _sum_seconds(head: ModelSpec, tier: TierPlan, costs: TierCosts) -> float:

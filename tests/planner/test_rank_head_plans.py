@@ -11,15 +11,16 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.machine import ElementwiseTiming
 from pshard.model import ModelSpec
 from pshard.models import open_model
-from pshard.plan import Variant
+from pshard.plan import RankPlan, Variant
 from pshard.planner.check_plan import PlanError, check_runnable
 from pshard.planner.choose_drafts import choose_drafts, keep_drafts
 from pshard.planner.make_plan import plan_roughly
-from pshard.planner.place_head import plan_head
+from pshard.planner.place_head import launches_at_once, place_head, plan_head
 from pshard.planner.prepare_ranks import for_drafts
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.shown.memory_use import measure_use
 from pshard.speculation import DRAFT, MTP, Acceptance, DraftQuestion
+from pshard.units.state import StateShape
 from pshard.workload import Split, Workload
 
 PROFILE = profile_from_datasheet(DESKTOP)
@@ -84,6 +85,48 @@ def test_gpus_that_share_a_head_launch_its_drafts_at_once_where_all_of_it_is_in_
     profile = replace(PROFILE, elementwise=(*PROFILE.elementwise, *rows))
     found = plan_head(spec, profile, replace(WORK, split_mode="tensor"), in_vram)
     assert (found.further == 1e-5) == at_once and found.first >= 5e-4
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "asks", "at_once"),
+    [
+        ((), False, True),
+        (("experts",), True, True),
+        (("router", "shared", "experts"), True, True),
+        (("experts",), False, False),
+        (("attention",), True, False),
+        (("join",), True, False),
+        (("output",), True, False),
+    ],
+)
+@pytest.mark.parametrize("like", ["moe"])
+def test_drafts_are_launched_at_once_where_a_gpu_can_ask_the_cpu_for_the_rest(
+    spec: ModelSpec, on_cpu: tuple[str, ...], asks: bool, at_once: bool
+) -> None:
+    """What the CPU computes first, or last, or with cells of the text, no kernel can wait for."""
+    assert spec.head is not None
+    names = {unit.name for unit in spec.head.units if not unit.name.endswith(on_cpu or "-")}
+    plan = place_head(spec.head, WORK.state_shape, 4, names - {"embedding"})
+    assert len(plan.tiers[0].placements) - len(names) == len(on_cpu)
+    assert launches_at_once(spec.head, plan.tiers[0], asks) == at_once
+
+
+@pytest.mark.parametrize("like", ["moe"])
+def test_a_gpu_that_asks_for_a_heads_experts_takes_two_hand_offs_a_draft_more(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (ElementwiseTiming("acc", "draft", 1, 1, 5e-4), ElementwiseTiming("acc", "follow", 1, 1, 1e-5))
+    profile = replace(PROFILE, elementwise=(*PROFILE.elementwise, *rows), handoff_seconds=1e-4)
+    work, place = Workload((OWN + 8,), context=256, prompt=64, generated=32), place_head
+
+    def keep_experts_out(head: ModelSpec, states: StateShape, nbytes: int, here: set[str], rank: int) -> RankPlan:
+        return place(head, states, nbytes, {name for name in here if not name.endswith("experts")}, rank)
+
+    alone = plan_head(spec, profile, work, True)
+    monkeypatch.setattr("pshard.planner.place_head.place_head", keep_experts_out)
+    asked = plan_head(spec, profile, work, True)
+    assert alone.further == pytest.approx(1e-5) and asked.further == pytest.approx(1e-5 + 1e-4)
+    assert asked.first - alone.first == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("like", ["moe"])
