@@ -107,13 +107,14 @@ class Logits:
         """Keep the logits that are on the device. brought: event after which the host has them; None: not started."""
         if self._pending is None:
             return
-        best = find_best(self._pending) if self._best_only else None  # begun before the host does anything else
+        best = self._bring_best(self._pending) if self._best_only else None
         if self.make_next is not None:
             self.make_next()
             self.make_next = None
         self._context.meanwhile.begin()
         if best is not None:
-            self.kept.append(best.cpu())
+            self._context.device.host_wait(best[1])
+            self.kept.append(best[0].clone())
         elif self._chooser is not None:
             self._chooser.take(self._pending)
         else:
@@ -124,6 +125,14 @@ class Logits:
                 self._context.device.host_wait(brought)
             self._take(here)
         self._pending = None
+
+    def _bring_best(self, table: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start to bring the best of rows on the device, before the host does, or launches, anything else: where they
+        come, and the event after which they are there."""
+        best = find_best(table)
+        here = self._context.host.logits[: best.numel()].view(best.shape)
+        self._context.device.bring(here, best)
+        return here, self._context.device.mark()
 
     def gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""

@@ -67,6 +67,22 @@ def test_the_next_token_finds_its_walk_ready(tmp_path: Path, monkeypatch) -> Non
     assert order == ["make", "make_next", "prepare"] * 5, "none is prepared when it is wanted"
 
 
+def test_the_best_logit_is_on_its_way_before_the_next_walk_is_made(tmp_path: Path, monkeypatch) -> None:
+    """Whatever the host launches meanwhile comes behind it."""
+    order: list[str] = []
+    with open_engine(write_gguf(tmp_path / "m.gguf"), context=128) as engine:
+        best = [engine.forward([token], best_only=True) for token in (1, 2, 3)]
+        engine.reset()
+        bring, make_next = engine.device.bring, WalkMaker.make_next
+        monkeypatch.setattr(
+            engine.device, "bring", lambda *what: order.append(f"bring {[*what[1].shape]}") or bring(*what)
+        )
+        monkeypatch.setattr(WalkMaker, "make_next", lambda *what: order.append("make next") or make_next(*what))
+        again = [engine.forward([token], best_only=True) for token in (1, 2, 3)]
+    assert order == ["bring [1, 3]", "make next"] * 3
+    assert all(torch.equal(one, other) for one, other in zip(best, again)), "each stays as it was"
+
+
 @fast_only
 @pytest.mark.parametrize("keeps", [1, 5])
 def test_logits_that_are_kept_stay_as_they_are(tmp_path: Path, monkeypatch, keeps: int) -> None:
