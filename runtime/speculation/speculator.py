@@ -173,10 +173,8 @@ class Speculator:
         """Compute a token and drafts of at most so many more; the tokens that follow."""
         self._commit(later=True)
         self._see((token,))
-        try:
-            source, wanted, drafts, drafting = self._draft(token, most)
-        finally:
-            self._settle()  # also behind an interrupt: else all texts would wait
+        source, wanted, drafts, drafting = self._draft(token, most)
+        self._settle()
         self._keep_tier(source, len(drafts) and wanted + 1)
         begin = time.perf_counter()
         told = self._verify(token, drafts) if drafts else [self._compute(token)]
@@ -261,7 +259,7 @@ class Speculator:
         unsettled, self._unsettled = self._unsettled, False
         if unsettled:
             begin = time.perf_counter()
-            self._pool.settle(self._text)
+            self._pool.settle()
             self._settling = time.perf_counter() - begin
             self._settled += self._settling
 

@@ -42,6 +42,7 @@ class Commits:
     ) -> None:
         """root: the key that the first block of a text with a salt follows; most: tokens of a micro-batch."""
         self.open_rows = open_rows
+        self._due = dict[Text, slice]()  # rows of the last step that hold, which states are yet to take in
         self.follower = follower
         self._blocks, self._checkpoints, self._cache = blocks, checkpoints, cache
         self._root, self._most = root, most
@@ -50,7 +51,7 @@ class Commits:
         """All that a text has holds; its states are kept where that is due, as soon as they have taken it in. start,
         end: from and to which length the tokens reach that it is being given."""
         self.hold(text)
-        if not text.ids or text.number in self.open_rows.due:
+        if not text.ids or text in self._due:
             return
         if text.salt is None:
             self._checkpoints.note(text.number, text.committed, (start, end), self._most)
@@ -94,7 +95,7 @@ class Commits:
         """A text is closed."""
         self.follower.forget(text)
         self._forget_open(text)
-        self.open_rows.due.pop(text.number, None)
+        self._due.pop(text, None)
         self._checkpoints.go_back(text.number, 0)
 
     def find_length(self, text: Text, length: int) -> int:
@@ -138,7 +139,7 @@ class Commits:
         self._forget_open(text)
         if is_open:
             assert opened is not None
-            self.open_rows.due[text.number] = slice(opened, opened + length - text.committed)
+            self._due[text] = slice(opened, opened + length - text.committed)
             if not later:
                 self._take_in(text)
             return
@@ -147,14 +148,14 @@ class Commits:
         if self._checkpoints.each and kept < length:
             self._checkpoints.adopt(text.number, length, text.keys[length // KV_BLOCK - 1])
 
-    def settle(self, text: Text) -> None:
-        """Let a text's states take in rows that hold, where they have not."""
-        if text.number in self.open_rows.due:
+    def settle(self) -> None:
+        """Let states of all texts take in rows that hold, where they have not."""
+        for text in list(self._due):
             self._take_in(text)
             self.commit_all(text, text.committed, text.committed)
 
     def _take_in(self, text: Text) -> None:
-        self.open_rows.settle(text.number, self.open_rows.due.pop(text.number))
+        self.open_rows.settle(text.number, self._due.pop(text))
 
     def _share(self, text: Text, salt: str) -> None:
         """Give blocks that are full now their keys."""

@@ -17,7 +17,6 @@ class OpenRows:
         most: of all texts in a step; None where every state can be cut back, and no row is held back; 0 where rows
             cannot be held back from some.
         waiting: sequences with open rows of the last step: there is no other step before all are settled, or forgotten.
-        due: of sequences whose tokens hold, the rows that their states are yet to take in; neither is there then.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -26,11 +25,10 @@ class OpenRows:
         holds = all(find_block(executor.spec.unit(name).kind).keeps_open for name in fixed)
         self.most = (executor.states.open if holds else 0) if fixed else None
         self.waiting = set[int]()
-        self.due = dict[int, slice]()
 
     def check(self) -> None:
         """Raise UserError where rows wait."""
-        if self.waiting or self.due:
+        if self.waiting:
             raise UserError(
                 "a text has drafts that its states have not taken in; commit them, or cut them off, then go on"
             )

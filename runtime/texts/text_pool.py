@@ -60,9 +60,8 @@ class TextPool:
         self.vocab, self.largest_step = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
         open_rows = OpenRows(executor)
         self.open_rows = _agree_rows(executor, open_rows)
-        self._commits = Commits(
-            blocks, checkpoints, self._prefix_cache, self._root, self.largest_step, follower, open_rows
-        )
+        known = blocks, checkpoints, self._prefix_cache, self._root
+        self._commits = Commits(*known, self.largest_step, follower, open_rows)
         self.runner = PieceRunner(executor, blocks, self._commits)
         self._sweeps = SweepRunner(executor, blocks, self._commits, self.runner)
 
@@ -129,7 +128,7 @@ class TextPool:
         """Write what is computed of a text to a file that an engine over any number of ranks can load. Raises
         UserError when it cannot be written, and leaves no new file then; or for drafts."""
         check_no_drafts(text)
-        self.settle(text)
+        self.settle()
         kept = self._checkpoints.up_to(text.number, len(text.ids)), self._commits.follower.keep(text)
         self._store.save(path, self._blocks.whole(text), text.ids, *kept)
 
@@ -170,6 +169,7 @@ class TextPool:
         rows: dict[Text, list[torch.Tensor]] = {text: [] for text, _ in new}
         spans = {text: (len(text.ids), len(text.ids) + len(ids)) for text, ids in new}
         with self._guard():
+            self._commits.settle()
             batches = self._blocks.cut(new, self.largest_step, all_logits)
             for batch, logits in self._sweeps.run_all(batches, spans, best_only):
                 found = iter(logits)
@@ -201,6 +201,7 @@ class TextPool:
         begin = time.monotonic()
         self._executor.meanwhile.expect(meanwhile)
         with self._guard():
+            self._commits.settle()
             results = self._sweeps.run_pieces(pieces, given_up)
             if self._prefix_cache.is_kept:
                 self._prefix_cache.keep_some(SHARE_OF_STEP * (time.monotonic() - begin))
@@ -212,25 +213,24 @@ class TextPool:
         return results
 
     def commit(self, text: Text, length: int, later: bool = False) -> list[int]:
-        """So many tokens of a text hold: drafts behind them are forgotten, and what is held is shared as ever. Returns
-        tokens that are to be given to it again, of which states could not be cut back to that length. later: its states
-        take in what holds when `settle` is called, without which there is no other step.
+        """So many tokens of a text hold: drafts behind them are forgotten, and what is held is shared as ever; later:
+        its states take it in by `settle`. Returns tokens that are to be given to it again, of which states could not
+        be cut back to that length.
 
         Raises UserError, before anything changes, for a length that is none of its drafts'.
         """
         check_open(text)
         if not text.committed <= length <= len(text.ids):
             raise UserError(f"{text.committed} to {len(text.ids)} tokens can hold of the text; {length} were committed")
-        self.settle(text)
         with self._guard():
             again = cut_text(text, length, self._blocks, self._commits, self._copies, later)
             self._commits.commit_all(text, len(text.ids), len(text.ids))
         return again
 
-    def settle(self, text: Text) -> None:
-        """Let a text's states take in what `commit` has left for later, if anything."""
+    def settle(self) -> None:
+        """Let states of texts take in what `commit` has left for later, as whatever asks for them does first."""
         with self._guard():
-            self._commits.settle(text)
+            self._commits.settle()
 
     def cut(self, text: Text, length: int) -> list[int]:
         """Forget what follows the first `length` tokens of a text. Where its states cannot be cut back to that length
@@ -240,7 +240,7 @@ class TextPool:
         of the text. States of a fixed size go back to the last checkpoint at or before that length.
         """
         check_open(text)
-        self.settle(text)
+        self.settle()
         with self._guard():
             return cut_text(text, length, self._blocks, self._commits, self._copies)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pshard.errors import StepFailed
 from pshard.runtime.engine import Engine
 from pshard.runtime.speculation.second_program import Ask, SecondProgram
+from pshard.runtime.texts.text_pool import TextPool
 from pshard.server.life.how_to_run import PrefixLimits
 from pshard.server.life.read_facts import allow_drafts, limit_sweeps
 from pshard.server.scheduling.served_machine import Asked, PlanFacts, Pool, TextDrafter
@@ -17,14 +18,14 @@ log = logging.getLogger(__name__)
 class HeadDrafter:
     """A model's own head, or a draft model: a `TextDrafter`."""
 
-    def __init__(self, head: SecondProgram, p_min: float) -> None:
-        """p_min: see Ask."""
-        self._head, self._p_min = head, p_min
+    def __init__(self, head: SecondProgram, pool: TextPool, p_min: float) -> None:
+        """pool: of its texts; p_min: see Ask."""
+        self._head, self._pool, self._p_min = head, pool, p_min
 
     def draft(self, asked: Sequence[Asked]) -> list[tuple[int, ...]]:
         """As `TextDrafter.draft`."""
-        p_min = self._p_min
-        return self._head.draft([Ask(text, tuple(ids[len(text.ids) :]), most, p_min) for text, ids, most in asked])
+        asks = [Ask(text, tuple(ids[len(text.ids) :]), most, self._p_min) for text, ids, most in asked]
+        return self._head.draft(asks, self._pool.settle)
 
 
 class LocalMachine:
@@ -44,7 +45,7 @@ class LocalMachine:
         self.drafter: TextDrafter | None = None
         if self.facts.drafts.kind in PROGRAMS:
             assert isinstance(engine.drafter, SecondProgram), "a plan by which it drafts has it"
-            self.drafter = HeadDrafter(engine.drafter, self.facts.drafts.p_min)
+            self.drafter = HeadDrafter(engine.drafter, engine.texts, self.facts.drafts.p_min)
 
     @property
     def link_bytes(self) -> int:

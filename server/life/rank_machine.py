@@ -170,9 +170,9 @@ class RankPool:
         self._counts, self.link_bytes = stepped.counts, stepped.link_bytes
         return stepped.rows
 
-    def commit(self, text: Text, length: int) -> list[int]:
+    def commit(self, text: Text, length: int, later: bool = False) -> list[int]:
         """As `TextPool.commit`."""
-        again = self._ranks.ask("commit", text.number, length)
+        again = self._ranks.ask("commit", text.number, length, later)
         del text.ids[length - len(again) :]
         text.committed, self._counts = len(text.ids), None
         return again

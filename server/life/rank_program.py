@@ -138,11 +138,12 @@ class TextsByNumber:
 
         drafter = self._engine.drafter
         assert isinstance(drafter, Program), "a plan by which it drafts has it"
-        return drafter.draft([Ask(self._texts[number], tokens, most, p_min) for number, tokens, most in asked])
+        asks = [Ask(self._texts[number], tokens, most, p_min) for number, tokens, most in asked]
+        return drafter.draft(asks, self._pool.settle)
 
-    def commit(self, number: int, length: int) -> list[int]:
+    def commit(self, number: int, length: int, later: bool) -> list[int]:
         """As `TextPool.commit`."""
-        return self._pool.commit(self._texts[number], length)
+        return self._pool.commit(self._texts[number], length, later)
 
     def missing(self, wanted: dict[int, int]) -> int:
         """As `TextPool.missing`."""

@@ -201,7 +201,9 @@ class Scheduler:
         drawn = draw_tokens(run, rows, drafts, self._made_up)
         if drafts:
             begin = perf_counter()
-            self.machine.pool.commit(run.text, len(run.text.ids) - len(drafts) + drawn.held)
+            held = len(run.text.ids) - len(drafts) + drawn.held
+            # states take it in while the machine's own drafter computes the next drafts
+            self.machine.pool.commit(run.text, held, self.machine.drafter is not None)
             self._settling += perf_counter() - begin
         told = Told(len(drawn.tokens), drawn.held)
         if drawn.tokens and not self._tell(run, drawn, now):

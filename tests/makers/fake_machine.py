@@ -140,7 +140,7 @@ class FakePool:
             self._keep(text)
         return rows
 
-    def commit(self, text: FakeText, length: int) -> list[int]:
+    def commit(self, text: FakeText, length: int, later: bool = False) -> list[int]:
         assert text.committed < length <= len(text.ids)
         del text.ids[length:]
         while len(text.blocks) > -(-len(text.ids) // KV_BLOCK):

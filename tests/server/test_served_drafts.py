@@ -16,7 +16,9 @@ from test_served_model import GREEDY, ask, check_blocks, serve  # noqa: F401
 from pshard.models import open_model
 from pshard.runtime.sampling.chain import Penalties
 from pshard.runtime.sampling.sampler import Sampling
+from pshard.runtime.speculation.second_program import SecondProgram
 from pshard.runtime.speculation.speculator import DraftSettings
+from pshard.runtime.texts.open_rows import OpenRows
 from pshard.server.scheduling.step_drafts import LookupDrafter
 from pshard.speculation import DRAFT, LOOKUP, MTP
 
@@ -193,3 +195,24 @@ def test_a_models_head_drafts_for_all_texts_at_once_and_they_are_those_alone(ser
     )  # what it takes to draft counts, and these never hold
     assert tell_all(chosen, asked, jobs, "chosen", at_once=True) == alone
     assert chosen.snapshot().counters.drafted[0][1] < counters.drafted[0][1] / 2
+
+
+def test_states_of_texts_settle_while_a_head_drafts_for_them(serve, tmp_path, monkeypatch):  # noqa: F811
+    write_headed(tmp_path / "m.gguf", "dense")
+    drafting, settled = [0], []
+    draft, settle = SecondProgram.draft, OpenRows.settle
+
+    def note_draft(*asked):
+        drafting[0] += 1
+        found = draft(*asked)
+        drafting[0] -= 1
+        return found
+
+    monkeypatch.setattr(SecondProgram, "draft", note_draft)
+    monkeypatch.setattr(OpenRows, "settle", lambda *asked: settled.append(drafting[0]) or settle(*asked))
+    shape = {"path": tmp_path / "m.gguf", "sequences": 2, "context": 512, "tokens": (1, 4, 16, 64)}
+    thread = serve(HeadLoader(**shape, drafts=DraftSettings(MTP, 3, fixed=True)))
+    jobs = [{"sampling": SAMPLINGS[0], "most": 12}] * 2
+    told = tell_all(thread, [[3, 4, 5, 6], [7, 8, 9]], jobs, "company", at_once=True)
+    assert [len(tokens) for tokens, _, _ in told] == [12, 12]
+    assert len(settled) > 8 and sum(settled) >= len(settled) - 2, "the last ones wait for no drafts"
