@@ -59,6 +59,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     **{(f"gated {q}", m): Tile(32, 16, 2, 2, 1, 168, tokens=16) for q in ("Q5_K", "Q6_K") for m in (32, 64)},
     **{(f"gated {q}", m): Tile(32, 16, 2, 1, tokens=16) for q in ("Q2_K", "Q3_K") for m in (32, 64)},
     **{("gated IQ4_XS", m): Tile(32, 16, 2, 1, registers=200, tokens=16) for m in (32, 64)},
+    **{(f"gated {q}", m): Tile(32, 16, 4, 1) for q in ("TQ1_0", "TQ2_0") for m in (32, 64)},
     ("rows", 16): Tile(32, 128, 4, 4, 528),
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
