@@ -24,6 +24,7 @@ from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.profile_tables import Tables, find_tables, seconds_from
 from pshard.planner.rank_task import RankTask
+from pshard.planner.routing.crowd_layer import crowd_layer
 from pshard.planner.routing.slot_promises import Pool, gains_by_width, list_pools, list_widths, share_out
 from pshard.planner.search.residency_order import order_nested, spread
 from pshard.predicted_times import count_swept, round_seconds
@@ -54,6 +55,7 @@ def plan_host_slots(
     # rows of a sweep would have to wait between waves
     in_turn = _choose([each for each in tried if not each.way.sweeps])
     in_waves = [each for base in in_turn for way in base.way.in_waves() for each in way.try_all(1, None)]
+    tried += [each for base in _choose(tried) for each in replace(base.way, crowds=True).try_all(1, None)]
     for best in (*_choose(tried), *_choose(in_waves)):
         found += best.way.try_all(MOST_REPLAYS if record else MOST_TRIED, record)
     for narrow in _choose(found):  # of equal ones the first: a round may have no short prompts, which gain
@@ -95,6 +97,11 @@ class _Search:
     tables: Tables
     base: Variant
     width: int = 0
+
+    @cached_property
+    def predicted(self) -> "dict[tuple[tuple[ExpertCache, ...], tuple[TierPlan, ...]], Variant]":
+        """What several ways led to is predicted once."""
+        return {}
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
@@ -144,7 +151,8 @@ class _Way:
     """How a base becomes a plan with slots. staging: so many layers of a prompt have room at once on their way. bare:
     tiers that do not use the slots keep cells in VRAM as those that do, and what is left of it holds weights. lean:
     what these tiers lack of VRAM that those that use the slots have lives on disk, and takes no host memory. sweeps:
-    prompts go in one. waves: a layer of a prompt comes in so many."""
+    prompts go in one. waves: a layer of a prompt comes in so many. crowds: tiers that use the slots have a layer of
+    experts more in VRAM, see `crowd_layer`."""
 
     search: _Search
     staging: int
@@ -152,11 +160,12 @@ class _Way:
     lean: bool
     sweeps: bool
     waves: int = 1
+    crowds: bool = False
 
     def in_waves(self) -> Iterator["_Way"]:
         """The same with smaller slots: weights lie in what these leave, and less waits until a whole layer is there."""
-        for waves, staging in product(WAVES, (2, 3)):
-            yield replace(self, waves=waves, staging=staging)
+        for waves, staging, crowds in product(WAVES, (2, 3), (False, True)):
+            yield replace(self, waves=waves, staging=staging, crowds=crowds)
 
     def try_all(self, most: int, record: RoutingRecord | None) -> "Iterator[_Found]":
         """Plans with up to so many numbers of layers in host memory."""
@@ -187,6 +196,12 @@ class _Way:
             return None
         order = sorted(self.search.order, key=lambda name: (name in names) + (name in names and name not in far))
         tiers = self._release_strays(fill_arena(room, tiers, order, slots=self.staging))
+        if self.crowds:
+            widest = max(tier.tokens for tier in tiers if self.search.follows(tier))
+            crowded = crowd_layer(room, tiers, [name for name in order if name in names], widest, self.staging)
+            if crowded is None:
+                return None
+            tiers = self._release_strays(crowded)
         pins = {tier.tokens: {p.unit for p in tier.placements if p.in_arena} for tier in tiers}
         near = set.intersection(*(pins[tier.tokens] for tier in tiers if self.search.follows(tier)))
         kept = {tokens: own - (far - near) for tokens, own in pins.items()}
@@ -248,6 +263,11 @@ class _Way:
         return place.where
 
     def _predict(self, caches: tuple[ExpertCache, ...], tiers: tuple[TierPlan, ...]) -> Variant:
+        if (caches, tiers) not in self.search.predicted:
+            self.search.predicted[caches, tiers] = self._predict_anew(caches, tiers)
+        return self.search.predicted[caches, tiers]
+
+    def _predict_anew(self, caches: tuple[ExpertCache, ...], tiers: tuple[TierPlan, ...]) -> Variant:
         (task,), base = self.search.price(caches), self.search.base
         rank, order = base.ranks[0], order_nested(task.room, tiers)
         drafted = tuple(

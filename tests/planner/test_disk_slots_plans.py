@@ -15,12 +15,16 @@ from pshard.homes import READ
 from pshard.machine import DiskTiming, MachineProfile
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
-from pshard.plan import Variant
+from pshard.plan import TierPlan, Variant
+from pshard.planner.beyond_host import fill_arena
 from pshard.planner.check_plan import check_variant, count_host_bytes
 from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
+from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.routing.check_caches import check_caches
+from pshard.planner.routing.crowd_layer import crowd_layer
 from pshard.planner.routing.plan_slots import plan_slots
 from pshard.planner.routing.slot_promises import list_pools, share_out
 from pshard.planner.time_steps import time_steps
@@ -42,6 +46,9 @@ from pshard.workload import Workload
 RULE = Experts(count=16, used=2, d_expert=256)
 SPEC = ExpertsFile(RULE, layers=4, d_model=256).spec  # 49 MiB, a layer of experts 12
 SMALL = ExpertsFile(RULE, layers=8, d_model=128).spec  # 52 MiB, a layer of experts 6
+LAYERS = [unit.name for unit in SMALL.units if unit.kind.parts]
+ATTENTION = [unit.name for unit in SMALL.units if unit.kind.state]
+SIZE, ROUTER = (SMALL.unit(name).packed_nbytes for name in (ATTENTION[0], "blk.0.router"))
 WORKLOAD = Workload((1000,), context=128, type_k="f32", type_v="f32", max_ubatch=32, prompt=40, generated=20)
 
 
@@ -333,6 +340,57 @@ def test_layers_come_in_waves_where_slots_for_whole_ones_take_room_from_pins(mon
     _, whole = plan_anew(18, 28, SMALL, 1e9, 32)
     assert first_token_seconds(found) < 0.75 * first_token_seconds(whole)
     assert round_seconds(found) < 0.95 * round_seconds(whole)
+
+
+def draft_answers() -> tuple[Room, tuple[TierPlan, ...]]:
+    """Tiers beside a GPU whose experts are all on disk, and all else in VRAM with as many layers of them as fit."""
+    asked = replace(WORKLOAD, ram_mib=20, vram_mib=(TORCH_RESERVE_MIB + 13,))
+    (task,) = prepare_ranks(SMALL, make_machine(20 * MIB, kind="cuda"), asked)
+    cells, tiers = frozenset(ATTENTION), list[TierPlan]()
+    for tokens, far in ((1, "demand"), (16, "disk"), (32, "disk")):
+        where = {unit.name: far if unit.name in LAYERS else "pinned" for unit in SMALL.units} | {"embedding": "cpu"}
+        tiers.append(draft_tier(task.room, tokens, where, cells, 2, waves=8))
+    return task.room, fill_arena(task.room, tiers, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "away", "kind"),
+    [
+        *((1, 3, "router"), (6 * ROUTER, 8, "router"), (6 * ROUTER + 1, 3, "attention"), (SIZE, 3, "attention")),
+        *((SIZE + 1, 4, "attention"), (6 * SIZE, 8, "attention"), (6 * SIZE + 1, 0, "")),
+    ],
+)
+def test_as_little_as_makes_room_gives_way_to_a_layer_of_experts(lacks: int, away: int, kind: str) -> None:
+    """Two slots for what is streamed instead take room too. lacks: bytes that the layer lacks."""
+    room, tiers = draft_answers()
+    arena = tiers[0].buffers.total + SMALL.unit(LAYERS[0]).packed_nbytes - lacks
+    crowded = crowd_layer(replace(room, arena=arena), tiers, LAYERS, 1, 2)
+    if not away:
+        assert crowded is None
+        return
+    assert crowded is not None and all(tier.buffers.total <= arena for tier in crowded)
+    pins = [{place.unit for place in tier.placements if place.in_arena} for tier in crowded]
+    before = {place.unit for place in tiers[0].placements if place.in_arena}
+    assert pins[0] >= pins[1] >= pins[2] and len(pins[0] - before) == 1 and pins[0] - before < set(LAYERS)
+    for tier in crowded:
+        streamed = [place for place in tier.placements if place.where == "streamed"]
+        assert len(streamed) == away and {place.unit for place in streamed} <= before
+        assert {SMALL.unit(place.unit).kind.name for place in streamed} == {kind}
+        assert all(place.has_state_in_vram for place in streamed if kind == "attention")
+
+
+@pytest.mark.slow
+def test_answers_have_one_more_layer_of_experts_in_vram_where_little_lacks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention of some layers comes over the link meanwhile, which idles while experts are read."""
+    _, found = plan_beside_gpu(20, 19, prompt=32)
+    monkeypatch.setattr("pshard.planner.routing.plan_host_slots.crowd_layer", lambda *given: None)
+    _, roomy = plan_anew(20, 19, SMALL, 1e9, 32)
+    in_vram = [sum(v.ranks[0].tiers[0].placement(name).in_arena for name in LAYERS) for v in (found, roomy)]
+    assert in_vram[0] == in_vram[1] + 1
+    assert any(p.where == "streamed" for p in found.ranks[0].tiers[0].placements)
+    assert round_seconds(found) < 0.85 * round_seconds(roomy)
 
 
 @pytest.mark.quick("30")

@@ -45,13 +45,23 @@ def write_model(folder: Path, **shape) -> Path:
 
 
 def plan_by_hand(
-    spec: ModelSpec, slots: int, on_host: bool = False, context: int = 256, reserve_mib: int = 0, follow: int = FOLLOW
+    spec: ModelSpec,
+    slots: int,
+    on_host: bool = False,
+    context: int = 256,
+    reserve_mib: int = 0,
+    follow: int = FOLLOW,
+    crowded: bool = False,
 ) -> Variant:
     """All experts on disk, with so many slots for up to `follow` tokens; all else in the arena. on_host: the slots are
-    in host memory beside the accelerator. reserve_mib: of a GPU's budget, for torch."""
+    in host memory beside the accelerator. reserve_mib: of a GPU's budget, for torch. crowded: answers have the first
+    layer's experts in the arena, and attention is streamed in every other layer."""
     places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
-    far = list_experts(spec)
-    prompts = places | {unit.name: ("disk", None) for unit in far}
+    if crowded:
+        places |= {u.name: ("streamed", "vram") for u in [u for u in spec.units if u.kind.state][::2]}
+    experts = list_experts(spec)
+    far = experts[1:] if crowded else experts
+    prompts = places | {unit.name: ("disk", None) for unit in experts}
     answers = places | {unit.name: ("demand" if on_host else "disk", None) for unit in far}
     names = tuple(unit.name for unit in far)
     cache = ExpertCache(names, slots, slot_nbytes(far[0]), DEMAND, 0, tokens=follow, on_host=on_host)
@@ -72,27 +82,34 @@ def list_experts(spec: ModelSpec) -> list[Unit]:
 
 @contextmanager
 def open_on_disk(
-    path: Path, slots: int, kernels: str = "fast", records: bool = False, on_host: bool = False, follow: int = FOLLOW
+    path: Path,
+    slots: int,
+    kernels: str = "fast",
+    records: bool = False,
+    on_host: bool = False,
+    follow: int = FOLLOW,
+    crowded: bool = False,
 ) -> Iterator[Engine]:
     with open_model(path) as file:
-        variant = plan_by_hand(file.spec, slots, on_host, follow=follow)
+        variant = plan_by_hand(file.spec, slots, on_host, follow=follow, crowded=crowded)
         check_runnable((file.spec,), variant, "cpu")
         with build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records) as engine:
             yield engine
 
 
-@pytest.mark.quick("plain-1-False")
+@pytest.mark.quick("plain-1-False-False", "fast-3-True-True")
 @pytest.mark.parametrize(  # slots: beyond the least
-    ("kernels", "slots", "on_host"), [("fast", 3, True), ("plain", 1, False), ("fast", 0, True)]
+    ("kernels", "slots", "on_host", "crowded"),
+    [("fast", 3, True, False), ("plain", 1, False, False), ("fast", 0, True, False), ("fast", 3, True, True)],
 )
 def test_logits_are_those_of_all_in_memory_in_whatever_order_experts_arrive(
-    tmp_path: Path, kernels: str, slots: int, on_host: bool
+    tmp_path: Path, kernels: str, slots: int, on_host: bool, crowded: bool
 ) -> None:
-    path = write_model(tmp_path)
+    path = write_model(tmp_path, n_layers=4 if crowded else 2)
     spec = open_model(path).spec
     with open_engine(path, pinned_everywhere(spec, (1, FOLLOW, 64), 256), kernels, context=256) as engine:
         right = converse(engine)
-    with open_on_disk(path, 8 + slots, kernels, on_host=on_host) as engine:
+    with open_on_disk(path, 8 + slots, kernels, on_host=on_host, crowded=crowded) as engine:
         assert torch.equal(converse(engine), right)
         assert engine.expert_hits.hits > 0 < engine.expert_hits.admitted
 
