@@ -99,6 +99,11 @@ class _Search:
     width: int = 0
 
     @cached_property
+    def filled(self) -> "dict[tuple[frozenset[str], int, bool, bool, int], tuple[TierPlan, ...]]":
+        """What several ways begin with is made once."""
+        return {}
+
+    @cached_property
     def predicted(self) -> "dict[tuple[tuple[ExpertCache, ...], tuple[TierPlan, ...]], Variant]":
         """What several ways led to is predicted once."""
         return {}
@@ -191,11 +196,9 @@ class _Way:
         slots in all that is left; None where that is too little."""
         room, names = self.search.room, self.search.movable
         far = set(names) - {names[i] for i in spread(len(names), staying)}
-        tiers = self._draft(self.search.base.ranks[0].tiers, far, {})
-        if any(tier.buffers.total > room.arena for tier in tiers):
-            return None
         order = sorted(self.search.order, key=lambda name: (name in names) + (name in names and name not in far))
-        tiers = self._release_strays(fill_arena(room, tiers, order, slots=self.staging))
+        if not (tiers := self._fill(frozenset(far), order)):
+            return None
         if self.crowds:
             widest = max(tier.tokens for tier in tiers if self.search.follows(tier))
             crowded = crowd_layer(room, tiers, [name for name in order if name in names], widest, self.staging)
@@ -213,6 +216,20 @@ class _Way:
         own = [pool for pool in own if pool.units]
         caches = tuple(share_out(self.search.spec, own, host - kept_bytes(room, tiers), on_host=True))
         return self._predict(caches, tiers) if own and len(caches) == len(own) else None
+
+    def _fill(self, far: frozenset[str], order: Sequence[str]) -> tuple[TierPlan, ...]:
+        """The base with these layers on disk, and what has room for it in VRAM, in that order, which follows from them;
+        () where slots have none."""
+        key = far, self.staging, self.bare, self.sweeps, self.waves
+        if key not in self.search.filled:
+            self.search.filled[key] = self._fill_anew(set(far), order)
+        return self.search.filled[key]
+
+    def _fill_anew(self, far: set[str], order: Sequence[str]) -> tuple[TierPlan, ...]:
+        tiers, room = self._draft(self.search.base.ranks[0].tiers, far, {}), self.search.room
+        if any(tier.buffers.total > room.arena for tier in tiers):
+            return ()
+        return self._release_strays(fill_arena(room, tiers, order, slots=self.staging))
 
     def _draft(self, tiers: Sequence[TierPlan], far: set[str], pins: dict[int, set[str]]) -> tuple[TierPlan, ...]:
         """The tiers with units on disk that are far, but where pins have them."""
