@@ -132,7 +132,8 @@ class WalkMaker:
         self._next, self._chain = None, None
 
     def prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
-        """A walk that can begin; its index is kept until the next one is prepared."""
+        """A walk that can begin; its index is kept until the next one is prepared, so one that was ready is dropped."""
+        self._next = None
         config, tokens = self._context.spec.config, sum(s.tokens for s in segments)
         kernels, filled = tier.side.kernels, (tokens, len(logit_rows))
         fills = tokens <= SMALL_BATCH and kernels.repeatable and kernels.fills

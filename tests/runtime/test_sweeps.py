@@ -29,7 +29,13 @@ FAST = "fake:rate=20G,jitter=1ms"  # pieces arrive in random order
 
 
 def on_disk(
-    spec: ModelSpec, sweep: int, tokens=(1, 64), state: str = "vram", context: int = 512, site: str = "disk"
+    spec: ModelSpec,
+    sweep: int,
+    tokens=(1, 64),
+    state: str = "vram",
+    context: int = 512,
+    site: str = "disk",
+    sequences: int = 1,
 ) -> tuple[TierPlan, ...]:
     """Tiers with all that may live on disk there, or at another site, two slots, and sweeps of so many batches."""
     places = {}
@@ -38,7 +44,8 @@ def on_disk(
         own = [place for place in far if place[1] == state] or far
         places[unit.name] = own[-1] if own else ("pinned", "vram" if unit.kind.state else None)
     return tuple(
-        make_tier(spec, n, places, 2, context, 1, batch=tokens[-1], sweep=sweep * (n == tokens[-1])) for n in tokens
+        make_tier(spec, n, places, 2, context, sequences, batch=tokens[-1], sweep=sweep * (n == tokens[-1]))
+        for n in tokens
     )
 
 
@@ -92,6 +99,26 @@ def test_a_sweep_reads_what_is_on_disk_once(device: str, tmp_path: Path, monkeyp
             engine.reset(0)
             if len(prompt) % 64 > 1 or device == "cpu":  # few tokens have other kernels on a GPU
                 assert torch.equal(row, engine.forward(prompt))
+
+
+def test_a_text_goes_on_after_a_sweep_of_another_though_its_walk_was_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under one tier: the sweep writes its indexes where that of the walk was kept."""
+    monkeypatch.setenv("PSHARD_DISK", FAST)
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", context=1024)
+    spec = open_model(path).spec
+    rng, found = random.Random(3), list[torch.Tensor]()
+    prompt = [rng.randrange(320) for _ in range(200)]
+    swept = on_disk(spec, 4, (64,), context=1024, sequences=2)
+    for tiers in (swept, pinned_everywhere(spec, (64,), 1024, 2)):
+        with open_engine(path, tiers, "fast", 1024, 2) as engine:
+            assert engine.texts.most_swept == (4 if tiers is swept else 1)
+            for token in ([1, 2, 3], [4]):
+                engine.forward([token, []])
+            engine.forward([[], prompt])
+            found.append(engine.forward([[5], []])[0])
+    assert torch.equal(*found)
 
 
 @pytest.mark.quick("aawwd")
