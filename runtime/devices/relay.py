@@ -58,13 +58,22 @@ class Relay:
                 raise RuntimeError("the GPU has done all its work and did not ask for all of the CPU's")
 
     def give_up(self) -> None:
-        """Leave the micro-batch, after an error: the GPU waits for nobody any more."""
+        """Leave the micro-batch, after an error: the GPU waits for nobody any more. In any thread; an interrupt is
+        raised once that is so."""
+        try:
+            self._free_gpu()
+        except KeyboardInterrupt:
+            self._free_gpu()  # else whatever it is given next would wait for ever
+            raise
+
+    def _free_gpu(self) -> None:
         self._thread.give_up()
         self._numbers[1].fill_(1)
         try:
-            launched = self._device.mark()
-            while not self._device.happened(launched):  # who waits for a run several times takes each number back
-                self._numbers[1].fill_(1)
+            with self._device.current():
+                launched = self._device.mark()
+                while not self._device.happened(launched):  # who waits for a run several times takes each number back
+                    self._numbers[1].fill_(1)
             self._device.synchronize()
         finally:
             self._numbers.zero_()

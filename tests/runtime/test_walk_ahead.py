@@ -1,6 +1,8 @@
 """Walks that run ahead, with the CPU as accelerator: flags in place of kernels that tell and await."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -186,14 +188,25 @@ def test_a_question_that_never_comes_is_an_error(monkeypatch) -> None:
     relay.close()
 
 
-def test_a_turn_that_is_given_up_frees_who_waits_for_a_run_several_times(monkeypatch) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_turn_that_is_given_up_frees_who_waits_for_a_run_several_times(monkeypatch, interrupted: bool) -> None:
+    """Also where whoever gives it up is interrupted at that."""
     device = open_device("cpu")
     relay = open_on_flags(device, 1)
     waits = threading.Thread(target=lambda: [relay.wait(0) for _ in range(3)], daemon=True)  # the accelerator
-    monkeypatch.setattr(device, "happened", lambda mark: not waits.is_alive())
+    asked = list[object]()
+
+    def happened(mark: object) -> bool:
+        asked.append(mark)
+        if interrupted and len(asked) == 1:
+            raise KeyboardInterrupt
+        return not waits.is_alive()
+
+    monkeypatch.setattr(device, "happened", happened)
     monkeypatch.setattr(device, "synchronize", lambda: waits.join(5))
     waits.start()
-    relay.give_up()
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        relay.give_up()
     assert not waits.is_alive() and not relay._flags.any()
     relay.close()
 
@@ -233,3 +246,22 @@ def test_an_engine_closes_after_an_interrupt_at_any_moment_of_a_turn(tmp_path: P
             monkeypatch.setattr(native.Relay, "give_up", interrupt_once)
         with pytest.raises(KeyboardInterrupt):
             engine.forward([5])
+
+
+def test_an_engine_is_closed_in_the_devices_context(tmp_path: Path, monkeypatch) -> None:
+    """A thread that the device has not met can neither record an event nor ask for it."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=2)
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    engine, entered, marks = open_engine(path), list[bool](), list[bool]()
+    device, mark = engine.device, engine.device.mark
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        entered.append(True)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(device, "current", enter)
+    monkeypatch.setattr(device, "mark", lambda: marks.append(bool(entered)) or mark())
+    engine.close()
+    assert marks and all(marks) and not entered
