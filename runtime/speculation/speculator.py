@@ -249,7 +249,7 @@ class Speculator:
         if held is not None:
             self._pool.commit(self._text, held if length is None else min(length, held), later)
             self._unsettled = later
-            settling = time.perf_counter() - begin + self._settling
+            settling = time.perf_counter() - begin + (self._settling if later else 0.0)
         note, self._note = self._note, None
         if note:
             note(settling)

@@ -369,8 +369,9 @@ def test_what_settling_takes_counts_as_the_steps_that_verified(
     seen.clear()
     monkeypatch.setattr(demo_engine.texts, "settle", settle_long)
     tell()
-    first, *others = [seconds for rows, seconds in seen if rows > 1]
+    first, *others, last = [seconds for rows, seconds in seen if rows > 1]
     assert first == 5.0 and len(others) > 5 and set(others) == {7.0}
+    assert last == 5.0, "it settles as it is committed"
     assert set(drafted) == {0.0}, "none of it counts as drafting"
 
 
