@@ -28,7 +28,8 @@ class RankDrafts:
         self.name = self._here.name
 
     def draft(self, asks: Sequence[Ask], aside: Callable[[], None] = lambda: None) -> list[tuple[int, ...]]:
-        """As `SecondProgram.draft`, on every rank; blocks are taken on all of them, as they are the same."""
+        """As `SecondProgram.draft`, on every rank; blocks are taken on all of them, as they are the same. Ranks that do
+        not draft have nothing to wait for before `aside`."""
         for ask in asks:
             reserve_room(self._blocks, ask)
         if self._own is None:

@@ -16,7 +16,8 @@ class OpenRows:
     Attributes:
         most: of all texts in a step; None where every state can be cut back, and no row is held back; 0 where rows
             cannot be held back from some.
-        waiting: sequences with open rows of the last step: there is no other step before all are settled, or forgotten.
+        waiting: sequences with open rows of the last step, of which nobody has said yet how many hold; there is no
+            other step before.
     """
 
     def __init__(self, executor: Executor) -> None:

@@ -1,8 +1,8 @@
 """Tokens of one text in a row, each the likeliest one behind the one before.
 
 The accelerator looks a token up, computes it, chooses the next one and counts the place in the text on: the host
-launches one graph a token, and waits for the last one only. What the CPU computes of a token the accelerator asks for,
-as of a walk that runs ahead. A walk a token waits for each, and takes the host 0.3 to 0.5 ms beside what the
+launches one graph a token, and waits for the last one only. Where the CPU has a part, the accelerator asks it for that,
+as in a walk that runs ahead. A walk a token waits for each, and takes the host 0.3 to 0.5 ms beside what the
 accelerator takes. Ranks that sum their parts each have a chain, and choose the same tokens: of logits that are nowhere
 whole each rank offers the largest of its own.
 """
@@ -37,8 +37,8 @@ from pshard.units.ports import PRIOR
 
 @dataclass(frozen=True)
 class ChainParts:
-    """What is done for each token: rows of tables that the accelerator reads where they are, then what a stretch of its
-    launches has behind these. runs: what it asks the CPU for meanwhile."""
+    """What is done for each token. looked_up: tables of which the accelerator reads a row where they are; body: what it
+    is given then, moves to and from the CPU among it; runs: what the CPU computes when `body` asks for it."""
 
     looked_up: tuple[BoundUnit, ...]
     body: tuple[Units | Move | Tell | Await, ...]

@@ -129,11 +129,11 @@ def test_texts_that_draft_together_in_several_micro_batches_draft_as_each_alone(
 
 
 @pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
-@pytest.mark.parametrize("headed", ["moe", "glm"], indirect=True)
+@pytest.mark.parametrize("headed", ["moe", "next", "glm"], indirect=True)
 def test_drafts_are_launched_at_once_where_the_cpu_has_a_heads_experts(
     headed: HeadedEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The accelerator asks the CPU for them as a walk that runs ahead does."""
+    """The accelerator asks the CPU for them as a walk that runs ahead does; states of "next" settle meanwhile."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
