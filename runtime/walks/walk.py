@@ -67,7 +67,7 @@ class Walk:
     """One walk over the steps of a micro-batch.
 
     Attributes:
-        batch, logits: as given. settled: whether the host has waited for all that the compute lane was given.
+        batch, logits: as given. settled: whether the host has waited for all of it that the compute lane was given.
     """
 
     _lists: list[CallList] | None = None  # that `find_lists` found, maybe before the walk began

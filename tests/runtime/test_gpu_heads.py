@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pshard.runtime.sampling import Sampling
 from pshard.runtime.speculation.second_program import Ask
 from pshard.runtime.speculation.speculator import DraftSettings
 from pshard.runtime.walks import ready_walk
+from pshard.runtime.walks.chain import Chain
 from pshard.speculation import MTP, Acceptance
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +59,8 @@ def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
     rng = random.Random(1)
     ids = [rng.randrange(90) for _ in range(501)]
     asks = [(length, most) for length in (5, 61, 70, 253, 500) for most in (2, 7, 2, 7)]
+    runs, run = list[int](), Chain.run
+    monkeypatch.setattr(Chain, "run", lambda *asked: runs.append(1) or run(*asked))
     with engines.open(device="cuda", experts_on_acc=experts_on_acc) as engine:
         walks, found = engine.drafter._program.walks, list[list[tuple[int, ...]]]()
         for at_once in (True, False):
@@ -72,5 +76,33 @@ def test_drafts_that_are_launched_at_once_are_those_that_come_one_by_one(
             engine.texts.close(text)
             assert walks._chain is not None and walks._chain[1] is not None, "the CPU has at most its experts"
             assert bool(walks._chain[1]._parts.runs) is not experts_on_acc
+        assert len(runs) >= len(asks) - 2, "of the first drafts the CPU's calls are written down"
         assert [len(drafts) for drafts in found[0]] == [most for _, most in asks]
         assert found[0] == found[1]
+
+
+def test_drafts_that_are_interrupted_while_the_gpu_asks_the_cpu_leave_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU was given some of the tokens, and waits for the CPU several times; the CPU waits for those that it was
+    not given."""
+    engines, ids, launched = HeadedEngines(tmp_path / "m.gguf", "moe"), list(range(3, 24)), list[tuple]()
+    with engines.open(device="cuda", experts_on_acc=False) as engine:
+        text, device = engine.texts.begin(), engine.device
+        repeat, ask = device.repeat, Ask(text, (ids[20],), 7)
+
+        def interrupt(key: tuple, *more: Any) -> None:
+            if key[0] == "chain":
+                launched.append(key)
+                if len(launched) == 4:
+                    raise KeyboardInterrupt
+            repeat(key, *more)
+
+        engine.texts.extend([(text, ids[:20])])
+        found = [engine.drafter.draft([ask]) for _ in range(3)]
+        for _ in range(20):
+            launched.clear()
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(device, "repeat", interrupt)
+                engine.drafter.draft([ask])
+            assert engine.drafter.draft([ask]) == found[0] == found[2]
