@@ -25,16 +25,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = new_parser("pshard-profile", description, takes_model=True)
     parser.add_argument("--quick", action="store_true", help="a minute or two: fewer shapes, shorter timings")
     several: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="MODEL",
-        **several,
-        help="also time exactly this model's matrices; several: one profile for all of them",
-    )
-    parser.add_argument(
-        "-hf", "--hf-repo", metavar="REPO[:QUANT]", **several, help="the same of a repository of the Hub"
-    )  # fmt: skip
+    exactly = "also time exactly this model's matrices; several: one profile for all of them"
+    parser.add_argument("-m", "--model", metavar="MODEL", **several, help=exactly)
+    hub = "the same of a repository of the Hub"
+    parser.add_argument("-hf", "--hf-repo", metavar="REPO[:QUANT]", **several, help=hub)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PATH", help="file to write (default: in the cache folder)"
     )

@@ -195,9 +195,9 @@ class _Way:
         """The base with so many layers of experts in host memory, as many as fit in VRAM, and all others on disk, with
         slots in all that is left; None where that is too little."""
         room, names = self.search.room, self.search.movable
-        far = set(names) - {names[i] for i in spread(len(names), staying)}
+        far = frozenset(names) - {names[i] for i in spread(len(names), staying)}
         order = sorted(self.search.order, key=lambda name: (name in names) + (name in names and name not in far))
-        if not (tiers := self._fill(frozenset(far), order)):
+        if not (tiers := self._fill(far, order)):
             return None
         if self.crowds:
             widest = max(tier.tokens for tier in tiers if self.search.follows(tier))
@@ -208,7 +208,7 @@ class _Way:
         pins = {tier.tokens: {p.unit for p in tier.placements if p.in_arena} for tier in tiers}
         near = set.intersection(*(pins[tier.tokens] for tier in tiers if self.search.follows(tier)))
         kept = {tokens: own - (far - near) for tokens, own in pins.items()}
-        tiers = self._draft(tiers, near | far if self.lean else far, kept)
+        tiers = self._draft(tiers, far | near if self.lean else far, kept)
         if any(tier.buffers.total > room.arena for tier in tiers):  # what all of a tier's pins made no slots for
             return None
         pools = self.search.list_pools(record)
@@ -222,16 +222,16 @@ class _Way:
         () where slots have none."""
         key = far, self.staging, self.bare, self.sweeps, self.waves
         if key not in self.search.filled:
-            self.search.filled[key] = self._fill_anew(set(far), order)
+            self.search.filled[key] = self._fill_anew(far, order)
         return self.search.filled[key]
 
-    def _fill_anew(self, far: set[str], order: Sequence[str]) -> tuple[TierPlan, ...]:
+    def _fill_anew(self, far: frozenset[str], order: Sequence[str]) -> tuple[TierPlan, ...]:
         tiers, room = self._draft(self.search.base.ranks[0].tiers, far, {}), self.search.room
         if any(tier.buffers.total > room.arena for tier in tiers):
             return ()
         return self._release_strays(fill_arena(room, tiers, order, slots=self.staging))
 
-    def _draft(self, tiers: Sequence[TierPlan], far: set[str], pins: dict[int, set[str]]) -> tuple[TierPlan, ...]:
+    def _draft(self, tiers: Sequence[TierPlan], far: frozenset[str], pins: dict[int, set[str]]) -> tuple[TierPlan, ...]:
         """The tiers with units on disk that are far, but where pins have them."""
         cells = frozenset(p.unit for p in tiers[0].placements if p.has_state_in_vram)
         found = []
@@ -263,7 +263,7 @@ class _Way:
         legal = self.search.room.list_places(place.unit)
         return next(site for site in (STREAMED, ON_DEMAND, ON_CPU) if (site, place.kv) in legal)
 
-    def _choose_site(self, tier: TierPlan, place: Placement, far: set[str], bare: bool) -> str:
+    def _choose_site(self, tier: TierPlan, place: Placement, far: frozenset[str], bare: bool) -> str:
         follows, movable = self.search.follows(tier), place.unit in self.search.movable
         legal = [site for site, _ in self.search.room.list_places(place.unit)]
         unit = self.search.spec.unit(place.unit)
