@@ -49,12 +49,13 @@ bool has_vectors() {
 
 const Kernels* kernels_avx512() {
   static const bool usable = has_vectors();
+  if (!usable) return nullptr;  // before the table: it too is written with AVX-512
   static const Kernels kernels = [] {
     Kernels k = make_kernels("avx512_vnni");
     use_byte_tables(k);
     return k;
   }();
-  return usable ? &kernels : nullptr;
+  return &kernels;
 }
 }  // namespace pshard
 #else
