@@ -14,6 +14,8 @@ from pshard.units.state import StateShape
 
 MOST_TABLE = 1 << 16  # blocks in the index of a micro-batch whose sequences share many: it is sent with each
 DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
+# of a staging ring: buffers, and bytes of each: few enough to be in the cache when the copy engine reads them
+BUFFERS, CHUNK = 4, 8 << 20
 STATES = "states"  # scratch: the residual stream of every token, as the output normalises it
 # scratch: weights that normalise sums over ranks, one row for each of `ModelSpec.sum_norms`; and behind it what the
 # stream is multiplied by then, of four numbers the first: rows begin where vectors may

@@ -26,3 +26,11 @@ class ScatteredReads:
             raise ValueError("the machine profile has no small reads from disk")
         alone, together = (interpolate(curve, nbytes + BLOCK) for curve in self._curves)
         return max(alone, count * together)
+
+    def latency(self, nbytes: int) -> float:
+        """Seconds by which a read of `nbytes`, or the largest that was timed, takes longer alone than among others; 0
+        where none were timed."""
+        if self._curves is None:
+            return 0.0
+        alone, together = (interpolate(curve, min(nbytes, curve[-1][0])) for curve in self._curves)
+        return max(0.0, alone - together)

@@ -20,6 +20,7 @@ from operator import itemgetter
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.buffers import BUFFERS, CHUNK
 from pshard.homes import ACC, BACK, CPU, LINK, READ, Lane
 from pshard.planner.price.packing import packing_share
 from pshard.planner.price.tier_costs import TierCosts
@@ -356,14 +357,15 @@ class _Machine:
             self.acc = start + seconds
         self.note(step, ACC, start, self.acc)
 
-    def copy_from_beyond(self, step: Move, route: tuple[float, tuple[tuple[Lane, float], ...], float]) -> None:
+    def copy_from_beyond(self, step: Move, route: tuple[float, tuple[tuple[Lane, float], ...], float, float]) -> None:
         """Weights that come through further lanes: each takes on what the one before has brought, piece by piece, and
         so ends no sooner than that. route: seconds of the link, and of each lane before it; the share of the cores
-        that packs what is read."""
-        last, before, share = route
+        that packs what is read; seconds of reading what the ring holds before the slot is free."""
+        last, before, share, ahead = route
         self.host += self.costs.copy_issue
         self.to_begin = self.costs.run_issue
-        ready = max(self.host, self.slot_free.get(step.slot, 0.0))
+        free = self.slot_free.get(step.slot, 0.0)
+        ready = max(self.host, free - ahead)
         following = [seconds for _, seconds in before[1:]] + [last]
         for (lane, seconds), then in zip(before, following):
             start = max(ready, self.beyond.get(lane, 0.0))
@@ -373,7 +375,7 @@ class _Machine:
             if self.log is not None:
                 self.done_beyond.append((step, lane.name, start, start + seconds))
             ready = max(start, start + seconds - then)
-        self.loaded[step.slot] = copy = [ready, last, -1.0, -1.0, step]
+        self.loaded[step.slot] = copy = [max(ready, free), last, -1.0, -1.0, step]
         self.link.queue.append(copy)
 
     def put_aside(self, step: Move, seconds: float) -> None:
@@ -446,9 +448,11 @@ def _price_move(step: Move, costs: TierCosts) -> _Act:
             if not before:
                 return _COPY, step, seconds, step.slot
             route = tuple((lane, costs.over_lane(lane, step.unit, step.share) / step.wave.of) for lane in before)
-            arrives = 0.0 if costs.tables.kind == "cpu" else seconds  # else the last of these brings it to its place
             share = packing_share(costs.tables, step.nbytes - step.held)
-            return _Machine.copy_from_beyond, step, 0.0, (arrives, route, share)
+            if costs.tables.kind == "cpu":  # the last of these brings it to its place
+                return _Machine.copy_from_beyond, step, 0.0, (0.0, route, share, 0.0)
+            ahead = min(1.0, BUFFERS * CHUNK / step.nbytes) * route[0][1]
+            return _Machine.copy_from_beyond, step, 0.0, (seconds, route, share, ahead)
         case UnitState(unit):  # keys and values
             fetches, unit_cost = step.is_to_acc, costs.units[unit]
             seconds = unit_cost.kv_fetch if fetches else unit_cost.kv_write

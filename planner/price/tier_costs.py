@@ -12,6 +12,7 @@ from pshard.homes import ACC, READ, Lane
 from pshard.model import ModelSpec
 from pshard.on_disk import list_lookups
 from pshard.planner.price.host_issue import copy_issue
+from pshard.planner.price.packing import end_of_burst
 from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables, list_sums
 from pshard.planner.price.tier_loads import TierLoad
@@ -107,7 +108,8 @@ class TierCosts:
         if not step.reads:
             return computing, 0.0, 0.0
         any_lacks = 1.0 - exp(-step.reads / slot_nbytes(unit))
-        reading = any_lacks * self.tables.copy(READ.timed, round(step.reads / any_lacks))
+        among_others = self.tables.copy(READ.timed, round(step.reads / any_lacks))
+        reading = any_lacks * (among_others + end_of_burst(self.tables))
         return computing, reading, any_lacks * computing * min(1.0, slot_nbytes(unit) / max(1, cost.cpu_reads))
 
     def reading_rows(self, unit: Unit) -> float:

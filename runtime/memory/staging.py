@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
+from pshard.buffers import BUFFERS, CHUNK
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.host.host_memory import map_memory
-
-CHUNK = 8 << 20  # bytes of a buffer: few enough to be in the cache when the copy engine reads them
-BUFFERS = 4
 
 
 class StagingRing:

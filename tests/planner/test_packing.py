@@ -1,4 +1,4 @@
-"""Cores that pack what is read from disk, in simulations: whoever computes on the CPU lacks them."""
+"""What packing and reading ahead cost and save in simulations of models on disk."""
 
 import random
 from dataclasses import replace
@@ -8,9 +8,13 @@ from plan_samples import make_tier, make_variant
 from planner_cases import DESKTOP
 from toy_kinds import ToyFile
 
+from pshard.buffers import BUFFERS, CHUNK
 from pshard.machine import DiskTiming, MachineProfile
+from pshard.on_disk import PIECE
 from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.packing import end_of_burst
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import _Link
 
 SPEC = ToyFile("aaaaaa", d_model=256, d_ffn=512).spec
@@ -74,3 +78,33 @@ def test_a_disk_that_limits_hides_what_packing_takes() -> None:
     free, reading = predict(2e7, 0.0)
     packed, _ = predict(2e7, 0.25e-9)
     assert free == pytest.approx(reading, rel=0.1) and packed == pytest.approx(free, rel=1e-3)
+
+
+def test_reads_that_somebody_waits_for_end_with_a_latency_and_the_packing_of_one_piece() -> None:
+    rate, late, each = 1e9, 2e-4, 0.5e-9
+    profile = make_machine(rate, each)
+    small = [DiskTiming("drive", True, PIECE, depth, PIECE, PIECE / rate + late / depth) for depth in (1, 16)]
+    timed = Tables(replace(profile, disks=(*profile.disks, *small)))
+    assert end_of_burst(timed) == pytest.approx(late * (1 - 1 / 16) + PIECE * each, rel=1e-6)
+    assert end_of_burst(Tables(replace(profile, disks=()))) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_disk_reads_ahead_for_the_only_slot_of_a_gpu_while_that_is_in_use(kind: str) -> None:
+    """As much as the ring holds. Without a GPU there is none, and what is computed comes on top."""
+    tokens, rate, spec = 512, 1e10, ToyFile("aaaa", d_model=2048, d_ffn=8192).spec
+    rows = tuple(DiskTiming("drive", True, 0, 0, n, n / rate) for n in (1 << 10, 1 << 28))
+    profile = replace(profile_from_datasheet(replace(DESKTOP, kind=kind)), disks=rows)
+    pinned = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    far = {u.name: ("disk", None) for u in spec.units if u.name.endswith("ffn")}
+    seconds = list[float]()
+    for places in (pinned, pinned | far):
+        variant = make_variant(spec, (make_tier(spec, tokens, places, 1, 2048, 1),), 2048, 1)
+        seconds.append(Predictor([spec], profile, variant).micro_batch(tokens, 1, 0))
+    computing, with_disk = seconds
+    reading = sum(spec.unit(name).packed_nbytes for name in far) / rate
+    if kind == "cuda":
+        assert reading / 20 < computing < len(far) * BUFFERS * CHUNK / rate
+        assert with_disk == pytest.approx(reading, rel=0.01)
+    else:
+        assert with_disk == pytest.approx(reading + computing, rel=0.01)

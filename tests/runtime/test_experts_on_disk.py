@@ -58,7 +58,7 @@ def plan_by_hand(
     layer's experts in the arena, and attention is streamed in every other layer."""
     places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
     if crowded:
-        places |= {u.name: ("streamed", "vram") for u in [u for u in spec.units if u.kind.state][::2]}
+        places |= stream_attention(spec)
     experts = list_experts(spec)
     far = experts[1:] if crowded else experts
     prompts = places | {unit.name: ("disk", None) for unit in experts}
@@ -74,6 +74,11 @@ def plan_by_hand(
     variant = make_variant(spec, tuple(tiers), context, 1, reserve_mib=reserve_mib)
     variant = with_workload(variant, type_k="f32", type_v="f32")
     return replace(variant, ranks=tuple(replace(rank, caches=(cache,)) for rank in variant.ranks))
+
+
+def stream_attention(spec: ModelSpec) -> dict[str, tuple]:
+    """Places of attention in every other layer: its weights come over the link, its cells lie in the arena."""
+    return {unit.name: ("streamed", "vram") for unit in [unit for unit in spec.units if unit.kind.state][::2]}
 
 
 def list_experts(spec: ModelSpec) -> list[Unit]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from pshard.buffers import BUFFERS, CHUNK
 from pshard.cuts.rank_parts import Ranges
 from pshard.on_disk import piece_rows
 from pshard.quant import TENSOR_ALIGN, align, packed_nbytes
@@ -18,7 +19,6 @@ from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.disk.far_table import FarTable
 from pshard.runtime.memory.disk.file_parts import FileParts, largest_read
 from pshard.runtime.memory.disk.reader import TO, AnyPiece, DiskReader, KeptPiece, PieceList, copy_instead
-from pshard.runtime.memory.staging import BUFFERS, CHUNK
 from pshard.runtime.memory.weights import UnitWeights, WeightSource, read_vector, view_portion
 from pshard.tensor import TensorSpec
 from pshard.units.divide_unit import Portion
