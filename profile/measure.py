@@ -117,7 +117,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         figures = _measure_host(request, host)
         progress("link", 0.05)
         link = _measure_link(request.effort, device, host)
-        progress("tiles", 0.08)
+        progress("tiles" if acc is None else "compiling GPU kernels", 0.08)
         jobs = plan_jobs(request, acc is not None)
         tiles, jobs, spent = prepare_kernels(request, acc, jobs, notes)
         started += spent
@@ -188,7 +188,7 @@ def prepare_kernels(
         ready = compile_jobs(jobs, bench, request.effort.compile_seconds, in_time=request.effort.short)
     if len(ready) < len(jobs):
         notes.append(f"{len(jobs) - len(ready)} timings were left out, as their kernels were not compiled in time")
-    return tiles, ready, 0.0 if request.effort.short else time.monotonic() - started
+    return tiles, ready, time.monotonic() - started
 
 
 def choose_tiles(request: ProfileRequest, bench: KernelBench | None, notes: list[str]) -> tuple[TileChoice, ...]:

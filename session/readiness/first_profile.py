@@ -23,7 +23,7 @@ def ensure_profile(request: RunRequest, say: "Callable[[str], None]") -> RunRequ
     profile. Returns the request with their places then. Raises UserError for a model that cannot be read, and for a
     cache folder that is none.
     """
-    from pshard.profile.effort import SHORT_SECONDS
+    from pshard.profile.effort import COMPILE_SECONDS, SHORT_SECONDS
     from pshard.registries.profile_store import check_profile_place, default_profile_path, save_profile
 
     place = default_profile_path()
@@ -48,7 +48,7 @@ def ensure_profile(request: RunRequest, say: "Callable[[str], None]") -> RunRequ
     say(f"profile: this machine was measured, briefly, in {seconds:.1f} s{kept}")
     if profile.busy:
         say(f"note: the machine is busy: {profile.busy}")
-    elif seconds > SHORT_SECONDS:
+    elif seconds > SHORT_SECONDS + (0.0 if profile.accelerators[0].kind == "cpu" else COMPILE_SECONDS):
         say(
             f"note: this machine is slow or busy, elsewhere it takes {SHORT_SECONDS:.0f} s; profile again when it rests"
         )

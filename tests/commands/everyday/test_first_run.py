@@ -5,8 +5,11 @@ import io
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from cli_world import World, edit_json, made_up_profile, make_world
@@ -14,7 +17,7 @@ from cli_world import World, edit_json, made_up_profile, make_world
 from pshard.commands import cli_plan, cli_run
 from pshard.commands.program import one_program
 from pshard.machine import BUSY
-from pshard.profile.effort import SHORT_SECONDS
+from pshard.profile.effort import COMPILE_SECONDS, SHORT_SECONDS
 from pshard.registries.profile_store import save_profile
 from pshard.registries.store import load_registry
 
@@ -250,3 +253,15 @@ def test_a_short_profile_measures_what_every_plan_needs_and_the_rest_while_time_
     assert jobs[: len(needed)] == [job for job in jobs if not job.optional]
     whole = plan_jobs(ProfileRequest("cpu", full_effort(32 << 20, 16 << 30), None, None, "x"), False)
     assert len([job for job in whole if not job.optional]) > 15
+
+
+def test_compiling_kernels_is_no_part_of_a_short_profiles_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pshard.profile import measure
+    from pshard.profile.effort import short_effort
+
+    effort = short_effort(32 << 20, 16 << 30)
+    monkeypatch.setattr(measure, "choose_tiles", lambda *_: ())
+    monkeypatch.setattr(measure, "compile_jobs", lambda jobs, bench, seconds, in_time: time.sleep(0.02) or [seconds])
+    request, gpu = measure.ProfileRequest("cuda", effort, None, None, "x"), cast(Any, SimpleNamespace())
+    _, given, spent = measure.prepare_kernels(request, gpu, [], [])
+    assert spent >= 0.02 and given == [COMPILE_SECONDS]
