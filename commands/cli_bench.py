@@ -142,12 +142,11 @@ def _tests(args: Any) -> "list[BenchTest]":
 
 
 def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list[Measurement]":
-    from pshard.planner.published.strategies import NAMES
     from pshard.session.this_machine import environment_of
 
     tests, found = _tests(args), []
-    if (made := opened.variant.ranks[0].tiers[0].solve.strategy) in NAMES:
-        print(f"note: the registry's plan is the published strategy {made!r}; its rows are called ilp", file=sys.stderr)
+    if note := _describe_published(opened.variant.ranks[0].tiers[0].solve.strategy):
+        print(f"note: the registry's plan is {note}; its rows are called ilp", file=sys.stderr)
     setting = _setting(opened, "ilp", environment_of(opened.profile), command)
     found += _run_strategy(opened, opened.variant, "ilp", tests, args, group, setting)
     names = [*args.strategy, *(["fit"] if "fit" in args.baseline else [])]
@@ -159,6 +158,16 @@ def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list
         path, kind = Path(opened.file.spec.path), opened.profile.accelerators[0].kind
         found += run_accelerate(path, opened.variant, kind, tests, args.repetitions, setting)
     return found
+
+
+def _describe_published(made: str) -> str:
+    """Which published strategy a plan is, or was before it was improved; empty for the planner's own."""
+    from pshard.planner.published.strategies import IMPROVED, NAMES
+
+    if made in NAMES:
+        return f"the published strategy {made!r}"
+    name = made.removeprefix(IMPROVED)
+    return f"the published strategy {name!r}, improved" if name in NAMES else ""
 
 
 def _setting(opened: "Opened", strategy: str, environment: Any, command: str) -> "BenchSetting":

@@ -204,7 +204,7 @@ def print_plans(planned: Planned, explained: Explained | None, asked: Asked = NO
         if explained:
             gains, alone = explained.gains.get(i, ()), explained.alone.get(i, ())
             print_explanation(variant, gains, alone, out, map_experts(planned.spec, variant), words)
-            print_outlook(explained.outlooks[i], out)
+            print_outlook(explained.outlooks[i], out, variant.ranks[0].tiers[0].solve.strategy)
             if drafts := tabulate_drafts(planned.spec, variant):
                 print_drafts(drafts, out)
         for timed in asked.steps[i : i + 1]:

@@ -27,6 +27,7 @@ from pshard.planner.published.strategies import (
     check_strategy,
     find_left_out,
     list_strategies,
+    name_improved,
 )
 from pshard.planner.rank_task import RankTask
 from pshard.planner.remedies.advise import plan_or_advise
@@ -485,7 +486,11 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
         improved = restage_candidate(task.room, task.costs, improved)
         if improved.total >= candidate.total:
             return candidate
-    return improved if improved.keeps(task.costs) else candidate
+    if not improved.keeps(task.costs):
+        return candidate
+    if same_placements(improved.tiers, candidate.tiers):
+        return improved
+    return replace(improved, strategy=name_improved(improved.strategy))
 
 
 def _search_units(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:

@@ -7,6 +7,7 @@ from pshard.collectives import describe_sums
 from pshard.homes import DIVIDED, ON_CPU, PINNED, STREAMED, list_sorts
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import WhatIf
+from pshard.planner.published.strategies import IMPROVED
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import WITH_GPU, Words
 from pshard.planner.tier_alone import NOTABLE, TierAlone
@@ -180,13 +181,15 @@ def _show_pace(gain: WhatIf) -> str:
     return f", {show_rate(gain.decode_rate)} tok/s" if gain.decode_rate else ""
 
 
-def print_outlook(outlook: Outlook, out: "Console") -> None:
-    """The plan and the published strategies, by prediction."""
+def print_outlook(outlook: Outlook, out: "Console", strategy: str = "") -> None:
+    """The plan and the published strategies, by prediction. strategy: that the plan's solve names, which is said of an
+    improved one: it has other figures than the strategy's own row."""
     title = f"\nThis plan beside published strategies, predicted, not run, on {outlook.machine}"
     out.print(title, highlight=False, soft_wrap=True)
     table = new_table("", ("plan", "first token s", "tok/s", "round s", "more"))
     own, *others = outlook.forecasts
-    for name, each in (("this plan", own), *((other.strategy, other) for other in others)):
+    own_name = f"this plan, {strategy}" if strategy.startswith(IMPROVED) else "this plan"
+    for name, each in ((own_name, own), *((other.strategy, other) for other in others)):
         more = each.round_seconds / own.round_seconds - 1
         table.add_row(
             name, f"{each.first_token:.3g}", show_rate(each.rate), f"{each.round_seconds:.4g}", f"{more:+.1%}"

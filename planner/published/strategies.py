@@ -187,6 +187,14 @@ PER_TIER = "per-tier"  # the best of the published planner's own four in each ti
 NAMES = (*STRATEGIES, PER_TIER)
 
 
+IMPROVED = "improved "  # before the name of a strategy whose plan was improved
+
+
+def name_improved(strategy: str) -> str:
+    """What a plan is called that was improved; only published ones are called otherwise then."""
+    return f"{IMPROVED}{strategy}" if strategy in NAMES else strategy
+
+
 def list_strategies(spec: ModelSpec) -> tuple[str, ...]:
     """Names of the strategies that are placements alone, of those that there are for a model: those of experts only
     where it has some."""

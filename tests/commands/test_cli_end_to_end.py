@@ -372,6 +372,16 @@ def test_bench_says_when_the_plan_is_a_published_strategy(world: World, capsys: 
         assert (note in capsys.readouterr().err) == (made == "fit") and (made == strategy or strategy == "ilp")
 
 
+def test_bench_says_when_the_plan_is_a_published_strategy_improved(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", "6", "--no-validate", "--strategy", "fit")
+    text = world.registry.read_text()
+    world.registry.write_text(text.replace('"fit"', '"improved fit"'))
+    assert world.registry.read_text() != text
+    capsys.readouterr()
+    assert cli_bench.main(["-m", str(world.model), "--vram", "6", "-p", "0", "-n", "2", "-r", "1"]) == 0
+    assert "note: the registry's plan is the published strategy 'fit', improved;" in capsys.readouterr().err
+
+
 def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:
     plan(world, "--vram", world.budget, "-np", 2)
     for form in ("md", "csv"):

@@ -152,6 +152,9 @@ def test_popular_experts_of_which_a_layer_has_none_in_vram_are_no_plan() -> None
     console = Console(file=StringIO(), width=300)
     print_outlook(outlook, console)
     assert "left out: strategy 'hot-experts' has no room in 2500 MiB" in console.file.getvalue()
+    assert "this plan  " in console.file.getvalue()
+    print_outlook(outlook, console, "improved fit")
+    assert "this plan, improved fit  " in console.file.getvalue()
 
 
 def test_a_strategy_is_the_same_plan_among_others_and_alone() -> None:

@@ -23,14 +23,16 @@ from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.plan import Correction, Factor, Variant
 from pshard.planner import make_plan
-from pshard.planner.make_plan import plan_several, plan_variant
+from pshard.planner.make_plan import plan_baseline, plan_several, plan_variant, same_placements
 from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.fit_correction import Sample, fit_correction, is_off
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.planner.published.strategies import IMPROVED, NAMES, place_strategy
 from pshard.planner.rank_task import RankTask
+from pshard.planner.search.candidates import Candidate, price_baseline
 from pshard.planner.search.small import refine_units
 from pshard.planner.show_plan import print_trials
 from pshard.registries.codec import decode_registry, encode_registry
@@ -146,6 +148,25 @@ def test_what_is_worth_trying_differs_and_begins_with_the_planners_choice(planne
     made = {tuple((t.placements, t.buffers) for t in v.ranks[0].tiers) for v in several}
     assert len(made) == len(several) >= 2
     assert sum(v.ranks[0].tiers[0].solve.strategy != "ilp" for v in several) == 1
+
+
+def test_a_published_plan_is_called_improved_exactly_where_other_things_are_placed(several: tuple[Variant, ...]):
+    """It stood beside the strategy's own figures under the strategy's name, with others."""
+    (other,) = (v for v in several if v.ranks[0].tiers[0].solve.strategy != "ilp")
+    made = other.ranks[0].tiers[0].solve.strategy
+    published = plan_baseline(made.removeprefix(IMPROVED), SPEC, PROFILE, other.workload)
+    assert same_placements(other.ranks[0].tiers, published.ranks[0].tiers) == (made in NAMES)
+    placed = price_published(TASK, made.removeprefix(IMPROVED))
+    (improved,) = make_plan.refine_ranks((TASK,), (placed,))
+    assert not same_placements(improved.tiers, placed.tiers) and improved.strategy.startswith(IMPROVED)
+
+
+def price_published(task: RankTask, name: str) -> Candidate:
+    """A published strategy as the search begins with it."""
+    placed = place_strategy(name, task.room, tuple(cost.load.tokens for cost in task.costs))
+    priced = price_baseline(name, task.room, task.costs, placed) if placed else None
+    assert priced
+    return priced
 
 
 class Scripted:
