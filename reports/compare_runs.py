@@ -1,7 +1,7 @@
 """Measurements side by side: the same test under the planner's plan and under baselines."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
 from statistics import fmean, stdev
 
@@ -15,8 +15,8 @@ REFERENCES = ("fit", "accelerate")  # bars are relative to the first of these th
 
 @dataclass(frozen=True)
 class Comparison:
-    """One test, on one model within one budget: seconds of one repetition by strategy, and the standard deviation of
-    the samples as a share of them.
+    """One test, on one model within one budget: seconds of one repetition at the mean rate by strategy, and the
+    standard deviation of the rates as a share of it.
 
     `quantity`: "prefill", "decode" or "end to end". `tokens` are those processed in the seconds. `summed` says that
     the seconds are a prefill's and a decode's measured apart, added up. `same` are strategies that are the planner's
@@ -59,7 +59,7 @@ def compare_strategies(measurements: Sequence[Measurement]) -> list[Comparison]:
     for m in measurements:
         tests = settings.setdefault((m.model, m.budget_mib, m.n_sequences), {})
         best = tests.setdefault((m.n_prompt, m.n_gen, m.n_depth), {})
-        if m.strategy not in best or m.avg_ns < best[m.strategy].avg_ns:
+        if m.strategy not in best or m.avg_ts > best[m.strategy].avg_ts:
             best[m.strategy] = m
     found = []
     for tests in settings.values():
@@ -72,9 +72,8 @@ def compare_strategies(measurements: Sequence[Measurement]) -> list[Comparison]:
 def _compare(best: dict[str, Measurement]) -> Comparison:
     m = next(iter(best.values()))
     quantity = "end to end" if m.n_prompt and m.n_gen else "prefill" if m.n_prompt else "decode"
-    tokens = (m.n_prompt + m.n_gen) * m.n_sequences
     times, same = _join_same(best)
-    return Comparison(quantity, m.test, m.model, m.budget_mib, tokens, *_part(times), same=same)
+    return Comparison(quantity, m.test, m.model, m.budget_mib, m.tokens, *_part(times), same=same)
 
 
 Times = dict[str, tuple[float, float]]  # by strategy: seconds of one repetition, and their standard deviation
@@ -83,10 +82,12 @@ Times = dict[str, tuple[float, float]]  # by strategy: seconds of one repetition
 def _join_same(best: dict[str, Measurement]) -> tuple[Times, tuple[str, ...]]:
     """The times of each strategy, and the strategies that are the plan itself, whose samples joined the plan's."""
     same = tuple(name for name, run in best.items() if run.same_as == OWN_STRATEGY and OWN_STRATEGY in best)
-    times = {name: (run.avg_ns / 1e9, run.stddev_ns / 1e9) for name, run in best.items() if name not in same}
+    times = {name: (run.seconds, run.seconds_deviation) for name, run in best.items() if name not in same}
     if same:
-        samples = [ns / 1e9 for name in (OWN_STRATEGY, *same) for ns in best[name].samples_ns]
-        times[OWN_STRATEGY] = fmean(samples), stdev(samples)
+        own = best[OWN_STRATEGY]
+        rates = tuple(rate for name in (OWN_STRATEGY, *same) for rate in best[name].samples_ts)
+        joined = replace(own, avg_ts=fmean(rates), stddev_ts=stdev(rates))
+        times[OWN_STRATEGY] = joined.seconds, joined.seconds_deviation
     return times, same
 
 

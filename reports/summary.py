@@ -40,14 +40,14 @@ class Gain:
 
     @property
     def times(self) -> float:
-        """How many times as fast the plan is, by the means."""
-        return self.best.avg_ns / self.own.avg_ns
+        """How many times as fast the plan is, by the mean rates."""
+        return self.own.avg_ts / self.best.avg_ts
 
     @property
     def span(self) -> tuple[float, float]:
         """The same at the least and at the most: the slowest repeat of one beside the fastest of the other."""
-        own, best = self.own.samples_ns, self.best.samples_ns
-        return min(best) / max(own), max(best) / min(own)
+        own, best = self.own.samples_ts, self.best.samples_ts
+        return min(own) / max(best), max(own) / min(best)
 
     def in_words(self) -> str:
         """As the summary says it."""
@@ -86,7 +86,7 @@ def find_gains(measurements: Sequence[Measurement]) -> tuple[Gain, ...]:
         own = [m for m in runs if m.strategy == OWN_STRATEGY]
         others = [m for m in runs if m.strategy != OWN_STRATEGY and m.same_as != OWN_STRATEGY]
         if own and others:
-            gains.append(Gain(min(own, key=lambda m: m.avg_ns), min(others, key=lambda m: m.avg_ns)))
+            gains.append(Gain(max(own, key=lambda m: m.avg_ts), max(others, key=lambda m: m.avg_ts)))
     prompts = sorted(
         (g for g in gains if g.is_prompt), key=lambda g: (g.own.n_depth, -g.own.n_prompt, g.own.budget_mib)
     )

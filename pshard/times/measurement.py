@@ -95,6 +95,21 @@ class Measurement:
     drafts: BenchedDrafts | None = None  # of a test with drafts
     stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
 
+    @property
+    def tokens(self) -> int:
+        """Of one repetition, over all sequences."""
+        return (self.n_prompt + self.n_gen) * self.n_sequences
+
+    @property
+    def seconds(self) -> float:
+        """Of one repetition at the mean rate: a report's seconds and rates are one statistic, llama-bench's."""
+        return self.tokens / self.avg_ts
+
+    @property
+    def seconds_deviation(self) -> float:
+        """One standard deviation of the rates, as seconds of that repetition."""
+        return self.seconds * self.stddev_ts / self.avg_ts
+
 
 def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:
     """Name of a test as llama-bench writes it: "pp512", "tg128", "pp512+tg128", "pp512 @ d4096"."""

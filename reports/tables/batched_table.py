@@ -30,8 +30,8 @@ def _pair(measurements: Sequence[Measurement]) -> Iterator[tuple[Measurement, Me
 
 def _row(prefill: Measurement, decode: Measurement) -> list[str]:
     b = prefill.n_sequences
-    tokens = prefill.n_prompt * b, decode.n_gen * b
-    seconds = prefill.avg_ns / 1e9, decode.avg_ns / 1e9
+    tokens = prefill.tokens, decode.tokens
+    seconds = prefill.seconds, decode.seconds
     expected = "-"
     if prefill.predicted_ts and decode.predicted_ts:
         expected = f"{sum(tokens) / (tokens[0] / prefill.predicted_ts + tokens[1] / decode.predicted_ts):.2f}"

@@ -39,7 +39,7 @@ def make_measurement(
     n_depth: int = 0,
     **changes,
 ) -> Measurement:
-    tokens = n_prompt + n_gen
+    tokens = (n_prompt + n_gen) * changes.get("n_sequences", 1)
     samples = tuple(round(tokens / (rate * wobble) * 1e9) for wobble in (0.98, 1.0, 1.03))
     fields = {
         "test": name_test(n_prompt, n_gen, n_depth),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from statistics import stdev
+from statistics import fmean, stdev
 
 import pytest
 from plan_samples import with_workload
@@ -10,14 +10,18 @@ from report_samples import make_bench, make_measurement, make_outlook, make_plan
 
 from pshard.reports.compare_runs import compare_strategies
 from pshard.reports.figures.foreseen_rates import draw_outlook
+from pshard.reports.figures.in_short import draw_in_short
 from pshard.reports.figures.placement_map import COLOURS, draw_placement
 from pshard.reports.figures.predicted_rates import draw_predicted, spread_apart
 from pshard.reports.figures.scaling import draw_scaling, group_scaling
 from pshard.reports.figures.speedup import draw_speedup
+from pshard.reports.figures.style import format_number
 from pshard.reports.figures.sweep import group_sweeps, predict_decode, predict_first_token
 from pshard.reports.figures.timeline import draw_timeline
+from pshard.reports.summary import find_gains
+from pshard.reports.tables.bench_formats import format_measurements
 from pshard.reports.tables.report_tables import tabulate_plan
-from pshard.times.measurement import Timeline
+from pshard.times.measurement import Timeline, summarise_samples
 
 
 def test_speedups_are_ratios_to_the_baseline_of_the_same_test_and_budget():
@@ -58,6 +62,22 @@ def test_speedup_bars_have_the_lengths_of_the_comparisons():
     assert drawn == pytest.approx(sorted(c.speedup(name) for c in comparisons for name, _ in c.seconds))
 
 
+def test_tables_sentences_and_figures_give_one_figure_for_a_test() -> None:
+    """A table had the mean of the rates, the speed figure the rate at the mean time: 382 tok/s and 365."""
+    uneven = {"ilp": (2 * 10**8, 3 * 10**8), "fit": (10**8, 3 * 10**8)}  # rates of tg64 whose mean time says otherwise
+    runs = [make_measurement(0, 64, strategy=s, **summarise_samples(ns, 64)) for s, ns in uneven.items()]
+    own, fit = (fmean(64e9 / ns for ns in samples) for samples in uneven.values())
+    assert f" {own:.2f} ± " in format_measurements(runs[:1], "md")
+    (gain,) = find_gains(runs)
+    (panel,) = draw_in_short((), None, (gain,)).axes
+    assert gain.times == pytest.approx(own / fit) and panel.get_title("left") == f"Answers: {own / fit:.2f} times"
+    assert sorted(bar.get_height() for bar in panel.patches) == pytest.approx([own, fit])
+    (comparison,) = compare_strategies(runs)
+    assert comparison.speedup("ilp") == pytest.approx(own / fit)
+    labels = " ".join(text.get_text() for text in draw_speedup([comparison]).axes[0].texts)
+    assert f"pshard  {format_number(own)} tok/s" in labels and f"fit  {format_number(fit)} tok/s" in labels
+
+
 def one_plan_under_two_names():
     """The plan, `fit` that does the same work, and a strategy that does not."""
     runs = {"ilp": 12.0, "fit": 10.0, "layer-stream": 5.0}
@@ -75,10 +95,10 @@ def test_a_strategy_that_is_the_plan_is_no_rival_of_it():
         assert {name for name, _ in comparison.seconds} == {"ilp", "layer-stream"}
         assert comparison.name("ilp") == "pshard = fit" and comparison.name("layer-stream") == "layer-stream"
     prefill, _, summed = compare_strategies(runs)
-    samples = [ns / 1e9 for run in runs[:2] for ns in run.samples_ns]
-    assert dict(prefill.seconds)["ilp"] == pytest.approx(sum(samples) / 6)
-    assert dict(prefill.spreads)["ilp"] == pytest.approx(stdev(samples) / (sum(samples) / 6))
-    assert dict(summed.seconds)["layer-stream"] == pytest.approx(runs[2].avg_ns / 1e9 + runs[5].avg_ns / 1e9)
+    rates = [rate for run in runs[:2] for rate in run.samples_ts]
+    assert 64 / dict(prefill.seconds)["ilp"] == pytest.approx(sum(rates) / 6)
+    assert dict(prefill.spreads)["ilp"] == pytest.approx(stdev(rates) / (sum(rates) / 6))
+    assert dict(summed.seconds)["layer-stream"] == pytest.approx(64 / runs[2].avg_ts + 16 / runs[5].avg_ts)
     (alone, *_) = compare_strategies(runs[:2])
     assert alone.same == ("fit",)
 

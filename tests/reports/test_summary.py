@@ -11,7 +11,7 @@ from pshard.reports.inputs import ReportInputs
 from pshard.reports.page import build_page
 from pshard.reports.sections import draw_sections
 from pshard.reports.summary import count_places, find_gains, name_sort, summarise
-from pshard.times.measurement import Timeline
+from pshard.times.measurement import Timeline, summarise_samples
 
 
 def make_inputs(**fields) -> ReportInputs:
@@ -91,7 +91,8 @@ def test_strategies_that_all_are_the_plan_are_named_as_what_was_measured() -> No
 
 
 def test_one_run_each_has_no_range() -> None:
-    runs = [make_measurement(0, 64, 8.0, s, samples_ns=(n,)) for s, n in (("ilp", 10**9), ("fit", 2 * 10**9))]
+    once = {"ilp": summarise_samples((10**9,), 64), "fit": summarise_samples((2 * 10**9,), 64)}
+    runs = [make_measurement(0, 64, strategy=strategy, **samples) for strategy, samples in once.items()]
     (gain,) = find_gains(runs)
     assert "(one run each)" in gain.in_words()
 
