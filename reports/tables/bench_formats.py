@@ -87,12 +87,13 @@ def _describe_hits(m: Measurement) -> str:
 
 
 def describe_drafts(m: Measurement) -> str:
-    """Steps that drafts saved, which of them held by position, and how much faster than without."""
+    """Steps that drafts saved, which of them held by position, and how many times the rate without, in turns."""
     if m.drafts is None:
         return "-"
     d, tokens = m.drafts, m.n_gen * len(m.samples_ns)
     held = " ".join(f"{share:.2f}" for share in d.held) or "none"
-    return f"{tokens / max(1, d.steps):.2f} tokens a step, held {held}, {m.avg_ts / d.without_ts:.2f}x"
+    beside = f"{m.avg_ts / d.without_ts:.2f}x of {d.without_ts:.2f} t/s without (in turns)"
+    return f"{tokens / max(1, d.steps):.2f} tokens a step, held {held}, {beside}"
 
 
 def _peaks(m: Measurement) -> str:

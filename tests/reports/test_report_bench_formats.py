@@ -10,7 +10,7 @@ from report_samples import make_bench, make_measurement
 
 from pshard.jsonio import from_json
 from pshard.reports.tables.bench_formats import format_measurements
-from pshard.times.measurement import Measurement, summarise_samples
+from pshard.times.measurement import BenchedDrafts, Measurement, summarise_samples
 from pshard.times.measurement import test_name as name_test
 
 
@@ -50,6 +50,14 @@ def test_table_shows_what_differs_between_rows():
     head, _, first, second = format_measurements(both, "md").splitlines()
     assert " ranks " in head and " ubatch " in head and " kv " not in head
     assert "12000 |" in first and "1,2 |" in second and second.endswith("- |")
+
+
+def test_a_row_with_drafts_names_the_rate_that_its_factor_is_against() -> None:
+    """The row above it is measured by itself, so the factor is none between rows."""
+    drafts = BenchedDrafts("lookup", 7, steps=96, held=(0.25,), without_ts=8.0)
+    row = make_measurement(0, 64, 10.0, drafts=drafts)
+    said = f"2.00 tokens a step, held 0.25, {row.avg_ts / 8:.2f}x of 8.00 t/s without (in turns)"
+    assert said in format_measurements([make_measurement(0, 64, 12.0), row], "md").splitlines()[-1]
 
 
 def test_a_batched_row_is_a_prefill_and_the_decode_after_it():
