@@ -52,6 +52,8 @@ def choose_drafts(
     planned = tuple(_describe_steps(v, settling, head) for v in made)
     texts = workload.answer_tokens / workload.generated
     said = Speculation(question.kind, question.acceptance, texts, planned)
+    rounds = (round_seconds(replace(v, speculation=said)) for v in made)
+    said = replace(said, planned=tuple(replace(p, round_seconds=s) for p, s in zip(planned, rounds)))
     best = min((replace(v, speculation=said) for v in allowed), key=round_seconds)
     return _give_plans(best, head.plans) if head and best.workload.drafting.drafts else best
 

@@ -219,7 +219,7 @@ class PlannedDrafts:
     """A number of drafts that was planned for, with places of its own. Seconds of a step of all texts that run, in the
     mean: `alone` with a row each, `step` with all drafts, which no plan can have below `bound`, and `drafting` to make
     these; `settling`, for the host to verify them, and to take the rows that hold into states that cannot be cut
-    back."""
+    back. round_seconds: of a round of prompts and answers, which decides; 0 in plans of before it was kept."""
 
     drafts: int
     alone: float
@@ -227,6 +227,7 @@ class PlannedDrafts:
     bound: float
     drafting: float = 0.0
     settling: float = 0.0
+    round_seconds: float = 0.0
 
     @property
     def beside(self) -> float:

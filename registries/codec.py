@@ -76,7 +76,7 @@ def _check_speculation(said: Speculation, workload: Workload, where: str) -> Non
     if drafts[:1] != [0] or drafts != sorted(set(drafts)) or workload.drafting.drafts not in drafts:
         raise ValueError(f"{where}.planned must ascend from no drafts and have the plan's own; it has {drafts}")
     for i, planned in enumerate(said.planned):
-        beside = min(planned.drafting, planned.settling)
+        beside = min(planned.drafting, planned.settling, planned.round_seconds)
         if min(planned.alone, planned.step, planned.bound) <= 0 or beside < 0:
             raise ValueError(f"{where}.planned[{i}] has seconds that no step takes")
     if len(said.rows) not in (0, workload.drafting.rows) or any(seconds <= 0 for seconds in said.rows):

@@ -7,6 +7,7 @@ from pshard.plan import Variant
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import Words
 from pshard.planner.shown.memory_use import MemoryUse, show_bytes
+from pshard.planner.shown.show_drafts import describe_choice
 from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.print_table import new_table, print_whole
 from pshard.speculation import MTP, PROGRAMS
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console") -> None:
-    """A few lines, the first of a plan: rate, budget, host memory, and what stays on disk."""
+    """A few lines, the first of a plan: rate, drafts, budget, host memory, and what stays on disk."""
     w = variant.workload
     budget = ", ".join(f"{used} of {mib}" for used, mib in zip(use.vram_mib, w.vram_mib))
     arena = words.arena[0].upper() + words.arena[1:]
+    drafts = [("Drafts", said)] if (said := describe_choice(variant)) else []
     far = [("Disk", f"{show_bytes(use.disk_bytes)} stay there; {describe_reads(variant)}")] * bool(use.disk_bytes)
     lines = (
-        ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{_of_all(w)}"),
+        ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{_of_all(w)}{_with_drafts(w)}"),
         ("", f"time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens"),
+        *drafts,
         (arena, f"{budget} MiB"),
         ("Host memory", use.host),
         *far,
@@ -68,6 +71,10 @@ def print_budgets(
         first = f"{first_token_seconds(variant):.3g}"
         table.add_row(budget, show_rate(decode_rate(variant)), first, f"{use.host_bytes / (1 << 30):.1f}")
     print_whole(table, out)
+
+
+def _with_drafts(workload: Workload) -> str:
+    return f" with {workload.drafting} a step" if workload.drafting.drafts else ""
 
 
 def _of_all(workload: Workload) -> str:

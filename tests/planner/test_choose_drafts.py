@@ -50,6 +50,7 @@ def test_no_number_of_drafts_has_a_shorter_round_than_the_chosen_one(chance: flo
     said = chosen.speculation
     assert said is not None and [planned.drafts for planned in said.planned] == [0, 1, 3, 7]
     own = next(p for p in said.planned if p.drafts == chosen.workload.drafting.drafts)
+    assert own.round_seconds == round_seconds(chosen) == min(p.round_seconds for p in said.planned)
     assert said.rate(own, said.acceptance) == pytest.approx(decode_rate(chosen))
     assert own.bound <= own.step * (1 + 1e-9)
 
@@ -121,6 +122,18 @@ def test_the_table_has_three_acceptances_around_a_given_one_and_usual_ones_besid
     assumed = tabulate_drafts(DENSE, choose_drafts(lambda asked: plan(DENSE, asked), DENSE, PROFILE, WORK, question))
     assert [a.rates for a in assumed.acceptances] == [(0.27,), (0.5,), (0.65,), (0.8,)] and assumed.own == 0
     assert tabulate_drafts(DENSE, plan(DENSE, WORK)) is None
+
+
+def test_the_table_says_where_its_rate_is_not_the_plans() -> None:
+    """Predictions are fitted to what was measured after the table's plans were made."""
+    chosen = choose(DENSE, 0.8)
+    said = "The table is of before plans were run"
+    table = tabulate_drafts(DENSE, chosen)
+    assert table is not None and not any(line.startswith(said) for line in describe_drafts(table))
+    (rank,) = chosen.ranks
+    slower = [replace(t, prediction=replace(t.prediction, seconds=2 * t.prediction.seconds)) for t in rank.tiers]
+    again = tabulate_drafts(DENSE, replace(chosen, ranks=(replace(rank, tiers=tuple(slower)),)))
+    assert again is not None and any(line.startswith(said) for line in describe_drafts(again))
 
 
 def test_rows_that_hold_take_as_long_to_go_into_states_as_a_token_does(tmp_path) -> None:

@@ -63,7 +63,22 @@ def test_explain_shows_what_each_number_of_drafts_brings_and_from_where_on_it_pa
     assert "Drafts of lookup,mtp, each number with a plan of its own" in out
     assert "tok/s at .8,.6" in out and "tok/s at .7,.455" in out and "tok/s at .9,.765" in out
     assert "Planned by .8,.6: chances that the first, the first two, ... drafts are all accepted; given." in out
-    assert "pays from" in out
+    assert "pays from" in out and "round s" in out
+
+
+def test_a_plan_says_without_being_asked_what_its_drafts_cost_or_why_it_has_none(plan):
+    _, out, _ = plan("--spec", "lookup", "--spec-n", "3", "--spec-rates", "0")
+    rate, drafts = (
+        next(line for line in out.splitlines() if line.startswith(name)) for name in ("Predicted", "Drafts")
+    )
+    assert rate.endswith(" tok/s with 3 drafts of lookup a step") and "none would be faster: " in drafts
+    _, out, _ = plan("--spec", "auto", "--spec-rates", "0")
+    rate, drafts = (
+        next(line for line in out.splitlines() if line.startswith(name)) for name in ("Predicted", "Drafts")
+    )
+    assert rate.endswith(" tok/s") and "none, for the shortest round of prompts and answers, " in drafts
+    assert "with 1 draft of lookup,mtp a step" in drafts
+    assert "Drafts" not in plan()[1]
 
 
 @pytest.mark.parametrize(
