@@ -277,9 +277,9 @@ def _write(found: "list[Measurement]", args: Any) -> None:
     the cache folder instead. Raises UserError."""
     from pshard.paths import cache_dir
     from pshard.reports.tables.bench_formats import format_measurements
-    from pshard.times.stolen_time import describe_stolen
+    from pshard.times.stolen_time import describe_disturbed
 
-    if note := describe_stolen({f"{m.strategy} {m.test}": m.stolen for m in found}):
+    if note := describe_disturbed({f"{m.strategy} {m.test}": m.disturbed for m in found}):
         print(f"note: {note}", file=sys.stderr)
     data, kept, problems = format_measurements(found, "json"), args.output_file, []
     if kept is not None and (why := _write_file(kept, data)):

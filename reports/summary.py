@@ -10,6 +10,7 @@ from pshard.predicted_times import decode_rate, first_token_seconds
 from pshard.reports.figures.style import OWN_STRATEGY, format_number, name_strategy
 from pshard.reports.inputs import ReportInputs
 from pshard.times.measurement import Measurement
+from pshard.times.stolen_time import DISTURBED, TOO_LOW
 
 WHERE = {
     PINNED: "in VRAM",
@@ -59,7 +60,8 @@ class Gain:
 
 
 def summarise(inputs: ReportInputs) -> tuple[str, ...]:
-    """Up to three sentences; fewer where the files hold no profile, plan or measurement."""
+    """Up to three sentences, and one on what other programs may have cost; fewer where the files hold no profile, plan
+    or measurement."""
     gains = find_gains(inputs.measurements)
     plan = choose_plan(inputs, gains)
     return tuple(
@@ -68,6 +70,7 @@ def summarise(inputs: ReportInputs) -> tuple[str, ...]:
             _describe_machine(inputs.profiles[0]) if inputs.profiles else "",
             _describe_plan(*plan) if plan else "",
             _describe_gains(gains, inputs.measurements),
+            _describe_disturbed(inputs.measurements),
         )
         if sentence
     )
@@ -166,3 +169,12 @@ def _describe_gains(gains: Sequence[Gain], measurements: Sequence[Measurement]) 
     if any(m.strategy == OWN_STRATEGY for m in measurements):
         return "Nothing else was measured beside the plan; pshard bench --baseline fit does that."
     return ""
+
+
+def _describe_disturbed(measurements: Sequence[Measurement]) -> str:
+    """Empty where the machine was quiet."""
+    shares = [m.disturbed for m in measurements if m.disturbed >= DISTURBED]
+    if not shares:
+        return ""
+    which = f"{len(shares)} of {len(measurements)} tests ran, for up to {max(shares):.0%} of their time"
+    return f"Other programs or machines had cores while {which}: {TOO_LOW}."

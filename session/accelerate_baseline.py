@@ -15,6 +15,7 @@ import torch
 from pshard.errors import UserError
 from pshard.plan import Variant
 from pshard.times.measurement import Measurement, summarise_samples
+from pshard.times.stolen_time import lost_since, read_core_time
 
 if TYPE_CHECKING:
     from pshard.session.bench_engine import BenchSetting, BenchTest
@@ -66,8 +67,9 @@ def _measure(
         device = torch.device(kind)
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    samples = []
-    for _ in range(repetitions + 1):  # the first is the warm-up
+    samples, began = [], read_core_time()
+    for nth in range(repetitions + 1):
+        began = read_core_time() if nth == 1 else began  # the first is the warm-up
         cache = _prefill(model, None, test.n_depth, test, device)
         _synchronise(kind)
         start = time.perf_counter_ns()
@@ -76,6 +78,7 @@ def _measure(
             cache = _prefill(model, cache, 1, test, device)
         _synchronise(kind)
         samples.append(time.perf_counter_ns() - start)
+    lost = lost_since(began)
     peak = torch.cuda.max_memory_reserved() / (1 << 20) if kind == "cuda" else None
     return Measurement(
         test=test.name,
@@ -100,6 +103,8 @@ def _measure(
         kernels="transformers, bfloat16",
         environment=setting.environment,
         command=setting.command,
+        stolen=lost.stolen,
+        disturbed=lost.disturbed,
     )
 
 

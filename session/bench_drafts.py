@@ -10,6 +10,7 @@ from pshard.session.bench_engine import BenchTest, count_ids, warm_up
 from pshard.session.lead_ranks import lead
 from pshard.speculation import AcceptanceRecord
 from pshard.times.measurement import BenchedDrafts, Measurement, summarise_samples
+from pshard.times.stolen_time import lost_since, read_core_time
 
 if TYPE_CHECKING:
     from pshard.planner.price.predict_published import Predictor
@@ -40,13 +41,14 @@ def run_drafted(
     warm_up(lambda: lead(engine, _take_turns, test, settings))
     counted = replace(settings, record=AcceptanceRecord(settings.kind), spent=DraftSeconds())
     samples, without = list[int](), list[int]()
-    link = 0
+    link, began = 0, read_core_time()
     for _ in range(repetitions):
         without.append(lead(engine, _time_text, test, None))
         before = engine.link_bytes
         samples.append(lead(engine, _time_text, test, counted))
         link += engine.link_bytes - before
         progress()
+    lost = lost_since(began, len(engine.plan.ranks))
     each = counted.spent.seconds / max(1, counted.spent.drafts)
     made_up = settings.made_up.rates if settings.made_up else ()
     base = summarise_samples(tuple(without), test.n_gen)["avg_ts"]
@@ -56,6 +58,8 @@ def run_drafted(
         **summarise_samples(tuple(samples), test.n_gen),
         predicted_ts=_predict(engine, predictor, test, settings),
         link_bytes=link // repetitions,
+        stolen=lost.stolen,
+        disturbed=lost.disturbed,
         drafts=BenchedDrafts(counted.kind, counted.most, counted.steps, counted.record.shares, base, made_up, each),
     )
 

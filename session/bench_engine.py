@@ -13,7 +13,7 @@ from pshard.quant import align
 from pshard.routing.follow_use import join_hits
 from pshard.session.lead_ranks import lead
 from pshard.times.measurement import Measurement, summarise_samples, test_name
-from pshard.times.stolen_time import read_core_time, stolen_share
+from pshard.times.stolen_time import lost_since, read_core_time
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def run_test(
         samples.append(nanoseconds)
         link += moved
         progress()
-    stolen, link = stolen_share(began, read_core_time()), link // repetitions
+    lost, link = lost_since(began, len(plan.ranks)), link // repetitions
     slots = join_hits([after.since(before) for after, before in zip(lead(engine, "hits_by_rank"), hits)])
     peaks = tuple(rank.accelerator / (1 << 20) for rank in lead(engine, "memory_by_rank"))
     tokens = (test.n_prompt + test.n_gen) * test.n_sequences
@@ -115,7 +115,8 @@ def run_test(
         same_as=setting.same_as,
         slot_hits=slots.found.share if slots.found.chosen else None,
         slot_hits_expected=slots.expected if slots.found.chosen else None,
-        stolen=round(stolen, 4),
+        stolen=lost.stolen,
+        disturbed=lost.disturbed,
     )
 
 

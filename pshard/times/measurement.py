@@ -94,6 +94,7 @@ class Measurement:
     slot_hits_expected: float | None = None  # the same as the plan expects it; None where it has no slots
     drafts: BenchedDrafts | None = None  # of a test with drafts
     stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
+    disturbed: float = 0.0  # share of the samples' time that other programs and machines may have cost (stolen_time.py)
 
     @property
     def tokens(self) -> int:

@@ -1,10 +1,13 @@
 """Core time that measurements did not get: a virtual machine's that went to other machines, as the system counts it
 ("steal"), and this machine's that other programs used. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-NOTABLE = 0.05  # cores from which measurements are called too low
 DISTURBED = 0.05  # share of its time that a measurement may lose before nothing is learnt from it
+SHORT = 0.2  # seconds: the system counts core time in steps of 0.01
+MOST_NAMED = 4  # tests that a line names where it could say "all"
+TOO_LOW = "rates may be too low by that share of the time; measure again when nothing else runs"
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,36 @@ def _share(seconds: float, before: CoreTime, after: CoreTime) -> float:
     return min(1.0, max(0.0, seconds) / max(after.total - before.total, 1e-9))
 
 
-def describe_stolen(shares: dict[str, float]) -> str | None:
-    """A line on the measurements (name -> share of all cores' time) that suffered; None when none did."""
-    cores = count_all_cores()
-    worst = {name: share * cores for name, share in shares.items() if share * cores >= NOTABLE}
+@dataclass(frozen=True)
+class Lost:
+    """Shares of a measurement's time: `stolen` by other machines, of all cores' time; `disturbed`: see
+    `disturbed_share`."""
+
+    stolen: float
+    disturbed: float
+
+
+def lost_since(before: CoreTime, processes: int = 1) -> Lost:
+    """What a measurement that began at a reading may have lost until now.
+
+    Other programs are not counted where they cannot be told: beside several processes that measure together, each of
+    which is another program to the others, and in less time than the system's counters need for a few steps.
+    """
+    after = read_core_time()
+    if processes > 1 or after.total - before.total < SHORT * after.cores:
+        counted = replace(after, others=before.others)
+    else:
+        counted = after
+    return Lost(round(stolen_share(before, after), 4), round(disturbed_share(before, counted), 4))
+
+
+def describe_disturbed(shares: Mapping[str, float]) -> str | None:
+    """A line on the measurements (name -> share of its time that others may have cost) that suffered; None when none
+    did."""
+    worst = {name: share for name, share in shares.items() if share >= DISTURBED}
     if not worst:
         return None
-    which = ", ".join(f"{name} ({stolen:.2g} of {cores} cores)" for name, stolen in worst.items())
-    return (
-        f"this host gave core time to other machines during {which}: all threads wait for one that does not run, so "
-        "what the CPU takes part in may be slower there by that share of a core's time, or more"
-    )
+    which = ", ".join(f"{name} ({share:.0%})" for name, share in worst.items())
+    if len(worst) == len(shares) > MOST_NAMED:
+        which = f"all {len(worst)} tests ({min(worst.values()):.0%} to {max(worst.values()):.0%})"
+    return f"other programs or machines had cores during {which}: {TOO_LOW}"

@@ -16,6 +16,8 @@ import pshard
 from pshard.commands import cli_bench, cli_plan, cli_report, cli_run
 from pshard.commands.command_line import run_cli
 from pshard.registries.store import load_registry
+from pshard.session import bench_engine
+from pshard.times.stolen_time import Lost
 
 pytestmark = pytest.mark.usefixtures("few_to_collect")
 
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("few_to_collect")
 LLAMA_BENCH = {"n_prompt", "n_gen", "n_depth", "n_ubatch", "type_k", "type_v", "test_time"}
 LLAMA_BENCH |= {"avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts"}
 OURS = {"strategy", "budget_mib", "tier", "predicted_ts", "peak_vram_mib", "link_bytes", "ranks", "environment"}
+OURS |= {"stolen", "disturbed"}
 
 
 SHORT = ("-p", "8", "-n", "0", "-r", "1")  # a bench, which takes stored plans only
@@ -380,6 +383,18 @@ def test_bench_says_when_the_plan_is_a_published_strategy_improved(world: World,
     capsys.readouterr()
     assert cli_bench.main(["-m", str(world.model), "--vram", "6", "-p", "0", "-n", "2", "-r", "1"]) == 0
     assert "note: the registry's plan is the published strategy 'fit', improved;" in capsys.readouterr().err
+
+
+def test_bench_names_the_tests_while_which_others_had_cores(
+    planned: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    shares = iter((0.3, 0.0))
+    monkeypatch.setattr(bench_engine, "lost_since", lambda began, ranks: Lost(0.0, next(shares)))
+    call = ["-m", str(planned.model), "--vram", "6", "-p", "8", "-n", "2", "-r", "1", "-o", "json"]
+    assert cli_bench.main(call) == 0
+    said = capsys.readouterr()
+    assert [row["disturbed"] for row in json.loads(said.out)] == [0.3, 0.0]
+    assert said.err.count("had cores during ilp pp8 (30%): rates may be too low") == 1 and "tg2 (" not in said.err
 
 
 def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:

@@ -8,8 +8,10 @@ from cli_world import World, make_world
 
 from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.commands.everyday import cli_chat
+from pshard.session import bench_drafts, bench_engine
 from pshard.session.choose_drafts import DraftAsk, choose_drafts
 from pshard.speculation import Acceptance
+from pshard.times.stolen_time import Lost
 
 
 @pytest.fixture
@@ -79,6 +81,16 @@ def test_a_run_records_acceptance_beside_the_registry(planned: World, capsys) ->
     assert "acceptance record: " in capsys.readouterr().err
     stored = json.loads(planned.registry.with_name(f"{planned.registry.name}.acceptance").read_text())
     assert stored["records"][0]["kind"] == "lookup" and stored["records"][0]["steps"] > 0
+
+
+def test_what_others_cost_a_test_with_drafts_is_measured_apart(planned: World, monkeypatch, capsys) -> None:
+    """It had what the test without them had lost."""
+    monkeypatch.setattr(bench_engine, "lost_since", lambda began, ranks: Lost(0.1, 0.3))
+    monkeypatch.setattr(bench_drafts, "lost_since", lambda began, ranks: Lost(0.2, 0.4))
+    flags = ["-m", str(planned.model), "--spec", "lookup", "--spec-n", "3", "-p", "0", "-n", "4", "-r", "1"]
+    assert cli_bench.main([*flags, "-o", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["stolen"], row["disturbed"]) for row in rows] == [(0.1, 0.3), (0.2, 0.4)]
 
 
 def test_made_up_acceptance_is_said_in_every_output(planned: World, capsys) -> None:

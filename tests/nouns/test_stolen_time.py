@@ -7,7 +7,15 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from pshard.times.stolen_time import CoreTime, describe_stolen, disturbed_share, read_core_time, stolen_share
+from pshard.times import stolen_time
+from pshard.times.stolen_time import (
+    CoreTime,
+    describe_disturbed,
+    disturbed_share,
+    lost_since,
+    read_core_time,
+    stolen_share,
+)
 
 
 def test_the_share_is_of_all_cores_time_between_two_readings() -> None:
@@ -24,11 +32,24 @@ def test_readings_grow() -> None:
     assert 0 <= before.stolen <= before.total <= after.total
 
 
-def test_only_measurements_that_suffered_are_named_by_cores_that_were_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 64)
-    assert describe_stolen({"ilp pp512": 0.0, "ilp tg64": 0.0007}) is None
-    said = describe_stolen({"ilp pp512": 0.0, "ilp tg64": 0.016})  # of 64 cores, one whole core
-    assert said is not None and "ilp tg64 (1 of 64 cores)" in said and "pp512" not in said
+def test_only_measurements_that_suffered_are_named_by_the_share_that_others_may_have_cost() -> None:
+    assert describe_disturbed({"ilp pp512": 0.0, "ilp tg64": 0.04}) is None
+    said = describe_disturbed({"ilp pp512": 0.0, "ilp tg64": 0.516})
+    assert said is not None and "during ilp tg64 (52%): rates may be too low" in said and "pp512" not in said
+    said = describe_disturbed({f"ilp tg{n}": 0.1 * n for n in range(1, 6)})
+    assert said is not None and "during all 5 tests (10% to 50%): " in said
+
+
+@pytest.mark.parametrize(("processes", "seconds", "disturbed"), [(1, 10.0, 0.35), (2, 10.0, 0.2), (1, 0.1, 0.2)])
+def test_other_programs_count_where_they_can_be_told(
+    monkeypatch: pytest.MonkeyPatch, processes: int, seconds: float, disturbed: float
+) -> None:
+    """Ranks are other programs to each other, and counters have steps of 10 ms."""
+    cores_time = 4 * seconds
+    after = CoreTime(cores_time, 0.05 * cores_time, 0.15 * cores_time, cores=4)
+    monkeypatch.setattr(stolen_time, "read_core_time", lambda: after)
+    lost = lost_since(CoreTime(0.0, 0.0, 0.0, cores=4), processes)
+    assert (lost.stolen, lost.disturbed) == (0.05, pytest.approx(disturbed))
 
 
 def test_other_programs_count_by_their_share_and_stolen_seconds_whole() -> None:

@@ -90,6 +90,13 @@ def test_strategies_that_all_are_the_plan_are_named_as_what_was_measured() -> No
     assert "Beside fit the plan" in summarise(make_inputs(measurements=tuple(runs[:2])))[-1]
 
 
+def test_a_machine_that_was_busy_is_told_of_in_short() -> None:
+    runs = (make_measurement(0, 64, 12.0, disturbed=0.52), make_measurement(0, 64, 6.0, "fit", disturbed=0.04))
+    said = summarise(make_inputs(measurements=runs))[-1]
+    assert said.startswith("Other programs or machines had cores while 1 of 2 tests ran, for up to 52% of their time")
+    assert "Other programs" not in " ".join(summarise(make_inputs(measurements=runs[1:])))
+
+
 def test_one_run_each_has_no_range() -> None:
     once = {"ilp": summarise_samples((10**9,), 64), "fit": summarise_samples((2 * 10**9,), 64)}
     runs = [make_measurement(0, 64, strategy=strategy, **samples) for strategy, samples in once.items()]
