@@ -35,7 +35,7 @@ def print_variant(variant: Variant, out: "Console", words: Words = WITH_GPU) -> 
             print_whole(table, out)
     out.print()
     if not variant.plan_needed:
-        text = f"Everything fits in {words.arena}: no plan is needed, and every tier keeps everything there."
+        text = f"Everything is in {words.arena}{variant.but_for}: no plan is needed, and all tiers are alike."
         out.print(text, highlight=False, soft_wrap=True)
     w = variant.workload
     if w.split_mode == "tensor":

@@ -353,6 +353,14 @@ class Variant:
         return any(t.prediction.disturbed >= DISTURBED for rank in self.ranks for t in rank.tiers)
 
     @property
+    def but_for(self) -> str:
+        """In words, what is not in VRAM under every tier of a plan that was not needed; empty where all is."""
+        away = dict.fromkeys(
+            place.unit for rank in self.ranks for place in rank.tiers[0].placements if place.unit not in rank.resident
+        )
+        return f" but {', '.join(away)} (the CPU looks its rows up)" if away else ""
+
+    @property
     def way(self) -> str:
         """How the model is spread, as the flags that ask for it; of one device, which."""
         return name_way(self.workload, [rank.share for rank in self.ranks])

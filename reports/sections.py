@@ -141,7 +141,7 @@ def _placements(inputs: ReportInputs) -> Drawn:
         for rank in variant.ranks:
             caption = "One band per tier; a step runs under the smallest tier that covers its tokens."
             if not variant.plan_needed:
-                caption += " Everything fits in VRAM, so no plan was needed."
+                caption += f" Everything is in VRAM{variant.but_for}, so no plan was needed."
             yield "placement", "Where the model lives", caption, draw_placement(model, variant, rank)
 
 

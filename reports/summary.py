@@ -149,7 +149,7 @@ def _describe_plan(model: str, variant: Variant) -> str:
         f"{format_number(decode_rate(variant))} tokens a second"
     )
     if not variant.plan_needed:
-        return f"All of {model} fits into {budget}: {promise}."
+        return f"All of {model}{variant.but_for} fits into {budget}: {promise}."
     places = count_places(rank.covering(variant.workload.answer_rows))
     where = ", ".join(f"{count} {name_sort(sort)}" for sort, count in places.items())
     units = f"of the {sum(places.values())} units of {model}"

@@ -52,6 +52,26 @@ def test_a_plan_begins_with_rate_and_memory_and_fits_80_columns(capsys: pytest.C
     assert use.host_bytes == count_host_bytes(specs, planned.variants[0], "cuda") > 0
 
 
+def test_a_plan_that_is_not_needed_names_what_the_cpu_looks_up() -> None:
+    whole = made(PROFILE, replace(WORK, vram_mib=(4000,))).variants[0]
+    (rank,) = whole.ranks
+    first = rank.tiers[0].placements[0].unit
+    assert first == rank.pin_order[0] == "embedding"
+    tiers = tuple(
+        replace(tier, placements=(replace(tier.placements[0], where="cpu"), *tier.placements[1:]))
+        for tier in rank.tiers
+    )
+    looked_up, said = replace(whole, ranks=(replace(rank, tiers=tiers, pin_order=rank.pin_order[1:]),)), []
+    for variant in (whole, looked_up):
+        out = StringIO()
+        print_variant(variant, Console(file=out, width=80))
+        said.append(out.getvalue().splitlines()[-1])
+    assert said == [
+        "Everything is in VRAM: no plan is needed, and all tiers are alike.",
+        "Everything is in VRAM but embedding (the CPU looks its rows up): no plan is needed, and all tiers are alike.",
+    ]
+
+
 def test_tables_of_large_figures_fit_80_columns() -> None:
     """As of a model of 100 layers that takes minutes for a micro-batch."""
     variant, out = made(PROFILE, WORK).variants[0], StringIO()
