@@ -10,12 +10,12 @@ from pshard.planner.explain import WhatIf
 from pshard.planner.published.strategies import IMPROVED
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import WITH_GPU, Words
+from pshard.planner.shown.memory_use import count_mib
 from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import new_table, print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.outlook import Outlook
 from pshard.units.moe.expert_cache import DEMAND
-from pshard.workload import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ WHERE_EXPERTS = ("in VRAM", STREAMED, "read over the link", "on the CPU", "from 
 def print_variant(variant: Variant, out: "Console", words: Words = WITH_GPU) -> None:
     """One table per rank: counts, time, what binds, memory, solver. words: what things are called on the machine."""
     for rank in variant.ranks:
-        for table in (_time_table(variant, rank, words), _memory_table(rank)):
+        for table in (_time_table(variant, rank, words), _memory_table(variant, rank, words)):
             out.print()
             print_whole(table, out)
     out.print()
@@ -85,18 +85,22 @@ def _time_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
     return table
 
 
-def _memory_table(rank: RankPlan) -> "Table":
-    """What the arena holds in each tier, in MiB."""
+def _memory_table(variant: Variant, rank: RankPlan, words: Words) -> "Table":
+    """What the arena holds in each tier, and what of the budget is kept for others, in MiB: in use, what is kept and
+    what is left are the budget."""
     cached = ("following",) if rank.caches else ()
-    columns = ("tokens", "pinned", *cached, "scratch", "slots", "KV", "in use", "left")
+    kept = {"reserve": rank.reserve_mib} if words.has_gpu else {}
+    kept |= {"drafter": variant.workload.drafter_mib} if variant.drafter_on(rank.rank) else {}
+    columns = ("tokens", "pinned", *cached, "scratch", "slots", "KV", "in use", *kept, "left")
     title = "MiB of the budget" + "; following: experts that follow use" * bool(cached)
     table = new_table(title, columns)
     for tier in rank.tiers:
         b = tier.buffers
-        slots = f"{b.slots} x {b.slot_bytes / MIB:.0f}" if b.slots else "0"
-        sizes = [f"{n / MIB:.0f}" for n in (b.pinned, *((b.cached,) if cached else ()), b.scratch)]
-        left = rank.budget_mib - b.total / MIB
-        table.add_row(str(tier.tokens), *sizes, slots, f"{b.kv / MIB:.0f}", f"{b.total / MIB:.0f}", f"{left:.0f}")
+        slots = f"{b.slots} x {count_mib(b.slot_bytes)}" if b.slots else "0"
+        sizes = [count_mib(n) for n in (b.pinned, *((b.cached,) if cached else ()), b.scratch)]
+        used = count_mib(b.total)
+        ends = (count_mib(b.kv), used, *kept.values(), rank.budget_mib - used - sum(kept.values()))
+        table.add_row(str(tier.tokens), *map(str, sizes), slots, *map(str, ends))
     return table
 
 

@@ -14,9 +14,14 @@ class Words:
     lanes: dict[str, str]
     binds: dict[str, str]
 
+    @property
+    def has_gpu(self) -> bool:
+        """Whether they are those of a machine with a GPU."""
+        return self.arena == "VRAM"
+
     def say(self, text: str) -> str:
         """A text about a machine with a GPU, in words for this one."""
-        return text if self.arena == "VRAM" else _without_gpu(text)
+        return text if self.has_gpu else _without_gpu(text)
 
 
 def _without_gpu(text: str) -> str:

@@ -36,9 +36,14 @@ class MemoryUse:
         return f"{show_bytes(self.host_bytes)} of {self.host_memory_bytes / GIB:.4g} GiB"
 
 
+def count_mib(nbytes: int) -> int:
+    """MiB that hold so many bytes."""
+    return -(-nbytes // MIB)
+
+
 def show_bytes(nbytes: int) -> str:
     """In GiB, or in MiB where that is not one."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{-(-nbytes // MIB)} MiB"
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{count_mib(nbytes)} MiB"
 
 
 def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> MemoryUse:
@@ -50,7 +55,7 @@ def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> M
     own = map(add, reserves, drafting)
     used = (max(tier.buffers.total for tier in rank.tiers) for rank in variant.ranks)
     return MemoryUse(
-        tuple(mib - -nbytes // MIB for mib, nbytes in zip(own, used)),
+        tuple(mib + count_mib(nbytes) for mib, nbytes in zip(own, used)),
         count_host_bytes(specs, variant, kind),
         hosts * (profile.ram_bytes or profile.host.memory_bytes),
         profile.ram_bytes > 0,

@@ -72,6 +72,24 @@ def test_a_plan_that_is_not_needed_names_what_the_cpu_looks_up() -> None:
     ]
 
 
+@pytest.mark.parametrize("profile", (PROFILE, ON_CPU), ids=("gpu", "cpu"))
+def test_what_is_in_use_kept_and_left_add_up_to_the_budget(profile: MachineProfile) -> None:
+    planned, out = made(profile, WORK), StringIO()
+    (variant,), rank = planned.variants, planned.variants[0].ranks[0]
+    variant = replace(variant, workload=replace(WORK, drafter_mib=3), drafter=rank)
+    print_variant(variant, Console(file=out, width=80), words_for(profile))
+    lines = out.getvalue().splitlines()
+    first = next(i for i, line in enumerate(lines) if " in use " in line)
+    names = lines[first].replace("in use", "in_use").split()
+    rows = [line.replace(" x ", "x").split() for line in lines[first + 2 : first + 2 + len(rank.tiers)]]
+    kept = ("reserve", "drafter") if profile is PROFILE else ("drafter",)
+    assert tuple(names[names.index("in_use") + 1 : -1]) == kept
+    ends = [[int(cell) for cell in row[names.index("in_use") :]] for row in rows]
+    assert {sum(row) for row in ends} == {OWN + 40}
+    (takes,) = measure_use(SPEC, profile, variant).vram_mib
+    assert max(sum(row[:-1]) for row in ends) == takes
+
+
 def test_tables_of_large_figures_fit_80_columns() -> None:
     """As of a model of 100 layers that takes minutes for a micro-batch."""
     variant, out = made(PROFILE, WORK).variants[0], StringIO()
