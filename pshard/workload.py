@@ -130,6 +130,12 @@ class Workload:
         """Cells of each sequence when all have equally many."""
         return self.context // self.sequences
 
+    def cut_texts(self) -> "Workload":
+        """The same with texts that its cells hold: a prompt takes half of them at most, an answer the rest."""
+        cells = self.context if self.concurrency else self.share
+        prompt = min(self.prompt, max(1, cells // 2))
+        return replace(self, prompt=prompt, generated=max(1, min(self.generated, cells - prompt)))
+
     @property
     def prompt_tokens(self) -> int:
         """Tokens of prompts that are computed together: those of all sequences, or of one request to a server."""

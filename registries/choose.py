@@ -127,9 +127,9 @@ def _rank_context(variant: Variant, want: Workload) -> int:
 
 
 def _round(variant: Variant, want: Workload) -> float:
-    return round_seconds(
-        replace(variant, workload=replace(variant.workload, prompt=want.prompt, generated=want.generated))
-    )
+    """Seconds of a round of the wanted texts, cut to what the variant's cells hold, as pshard-plan cuts them."""
+    load = replace(variant.workload, prompt=want.prompt, generated=want.generated).cut_texts()
+    return round_seconds(replace(variant, workload=load))
 
 
 def _name_way(variant: Variant) -> str:

@@ -129,9 +129,8 @@ def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Wor
         sizes = size_load(want.concurrency, most or None, request.sequences, request.context)
         return replace(want, **vars(sizes))
     usual = min(Workload.context, (most or Workload.context) * want.sequences)
-    full = replace(want, context=request.context or max(request.needed, usual))
-    prompt = min(max(want.prompt, request.needed // 2 // want.sequences), max(1, full.share // 2))
-    return replace(full, prompt=prompt, generated=max(1, min(want.generated, full.share - prompt)))
+    context, prompt = request.context or max(request.needed, usual), request.needed // 2 // want.sequences
+    return replace(want, context=context, prompt=max(want.prompt, prompt)).cut_texts()
 
 
 def suggest_budget(full: Workload, spec: "ModelSpec", profile: MachineProfile) -> Workload:

@@ -13,6 +13,7 @@ from registry_samples import INPUTS, make_plan_set, make_variant
 from pshard.commands.command_line import parse_ratios
 from pshard.errors import StaleRegistry, UserError
 from pshard.paths import bundled_model
+from pshard.predicted_times import round_seconds
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import MOST_SETS, load_registry, own_plans, registry_path, save_variants
 from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
@@ -295,6 +296,13 @@ def test_auto_compares_plans_as_predicted_where_others_disturbed_what_was_measur
     other = with_prediction(make_variant((900,), seconds=0.04), measured_seconds=0.045)
     found = choose_auto(first, other)
     assert found.variant == first and "shortest of the predicted rounds" in found.why
+
+
+def test_auto_compares_rounds_of_texts_that_the_context_holds():
+    made = [make_variant((1000,), seconds=0.05), make_variant((900,), seconds=0.04)]
+    rounds = [round_seconds(replace(v, workload=replace(v.workload, prompt=256, generated=256))) for v in made]
+    why = choose_auto(*made).why
+    assert all(f"({v.workload.vram_mib[0]} MiB) {s:.3g} s" in why for v, s in zip(made, rounds))
 
 
 def test_auto_also_takes_a_plan_for_the_first_of_the_devices():
