@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pshard.machine import MEMORIES, CopyTiming, MachineProfile, MatmulTiming
-from pshard.print_table import print_whole
+from pshard.print_table import print_whole, show_size
 from pshard.profile.compare_profiles import Change
 from pshard.profile.timed.kernel_jobs import side_name
 from pshard.quant import packed_nbytes
@@ -69,12 +69,12 @@ def _table(title: str, *columns: str) -> Table:
 def _host_table(profile: MachineProfile) -> Table:
     host = profile.host
     table = Table(title="Machine", title_justify="left", show_header=False, box=None, pad_edge=False)
-    caches = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in host.caches) or "unknown"
+    caches = ", ".join(f"{name} {show_size(nbytes)}" for name, nbytes in host.caches) or "unknown"
     table.add_row("CPU", f"{host.cpu}, {host.cores} cores usable, {host.numa_nodes} NUMA node(s)")
     table.add_row("caches", caches)
     limit = profile.lockable_bytes
-    of_it = "" if limit is None else f", of which a run could page-lock {_size(limit)}"
-    table.add_row("memory", _size(host.memory_bytes) + of_it)
+    of_it = "" if limit is None else f", of which a run could page-lock {show_size(limit)}"
+    table.add_row("memory", show_size(host.memory_bytes) + of_it)
     table.add_row("host kernels", f"{host.kernels}, {host.isa}, {host.threads} threads chosen")
     for acc in profile.accelerators:
         pcie = f", PCIe gen {acc.pcie_generation} x{acc.pcie_width}" if acc.pcie_generation else ""
@@ -84,7 +84,7 @@ def _host_table(profile: MachineProfile) -> Table:
             measured = profile.reserve_of(acc.index)
             how = "assumed" if measured is None else "measured"
             kept = f"; {reserve_mib(measured)} MiB of a budget are kept for torch and kernels ({how})"
-        what = f"{acc.kind}: {acc.name}, {_size(acc.memory_bytes)}{pcie}{driver}{kept}"
+        what = f"{acc.kind}: {acc.name}, {show_size(acc.memory_bytes)}{pcie}{driver}{kept}"
         table.add_row(f"accelerator {acc.index}", what)
     table.add_row("torch", profile.provenance.torch)
     return table
@@ -107,7 +107,7 @@ def _link_table(profile: MachineProfile, side: str) -> Table:
         by_size.setdefault(copy.nbytes, {})[copy.direction, copy.memory] = copy
     for nbytes, found in sorted(by_size.items()):
         cells = [f"{nbytes / found[way].seconds / 1e9:.1f}" if way in found else "-" for way in ways]
-        table.add_row(_size(nbytes), *cells)
+        table.add_row(show_size(nbytes), *cells)
     if side != "acc":
         return table
     both = profile.contention
@@ -215,7 +215,7 @@ def _delta_table(profile: MachineProfile) -> Table:
 
 def _collective_table(profile: MachineProfile) -> Table:
     sizes = sorted({c.nbytes for c in profile.collectives})
-    table = _table("All-reduce, µs", "ranks", *(_size(nbytes) for nbytes in sizes))
+    table = _table("All-reduce, µs", "ranks", *(show_size(nbytes) for nbytes in sizes))
     rows = sorted({(c.ranks, c.backend, c.dtype, c.copies) for c in profile.collectives})
     for ranks, backend, dtype, copies in rows:
         key = (ranks, backend, dtype, copies)
@@ -228,7 +228,7 @@ def _collective_table(profile: MachineProfile) -> Table:
 def _share_table(profile: MachineProfile) -> Table:
     table = _table("Ranks of this host: times as long as with all of it", "ranks", "work", "one alone", "all at once")
     for s in sorted(profile.shares, key=lambda s: (s.ranks, s.what, s.size)):
-        work = f"CPU matmul, tokens: {s.size}" if s.what == "matmul" else f"copy, {_size(s.size)}"
+        work = f"CPU matmul, tokens: {s.size}" if s.what == "matmul" else f"copy, {show_size(s.size)}"
         table.add_row(str(s.ranks), work, f"{s.alone / s.whole:.2f}", f"{s.together / s.whole:.2f}")
     return table
 
@@ -242,10 +242,3 @@ def _spread(values: list[int], most: int) -> list[int]:
 
 def _rate(value: float) -> str:
     return f"{value / 1e9:.1f}" if value else "-"
-
-
-def _size(nbytes: int) -> str:
-    for suffix, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {suffix}"
-    return f"{nbytes} B"

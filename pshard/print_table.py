@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables for people, and the sizes in them."""
 
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,14 @@ def new_table(title: str, columns: tuple[str, ...], left: tuple[str, ...] = TEXT
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     return table
+
+
+def show_size(nbytes: int) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for suffix, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {suffix}"
+    return f"{nbytes} B"
 
 
 def print_whole(table: "Table", out: "Console") -> None:

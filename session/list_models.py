@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pshard.errors import UserError
@@ -30,7 +30,7 @@ class PlannedRate:
 @dataclass(frozen=True)
 class FoundModel:
     """A model on disk, or a packed file of one. `name` is what a command takes; `problem`: why its plans cannot be
-    read, or why it is not used."""
+    read, or why it cannot be used."""
 
     name: str
     path: Path
@@ -52,6 +52,21 @@ def list_models(folders: Iterable[Path]) -> list[FoundModel]:
         found.pop(path.absolute(), None)
         found[path] = name
     return [_describe(path, name) for path, name in found.items()]
+
+
+def find_damage(model: FoundModel) -> FoundModel:
+    """The model with what is wrong with its files. Reads the header of a GGUF file that has no plans: where there are
+    some it was whole."""
+    if model.plans or model.problem or model.path.is_dir():
+        return model
+    from pshard.models.gguf_header import read_gguf
+
+    try:
+        for file in read_gguf(model.path).files:
+            file.close()
+    except UserError as error:
+        return replace(model, problem=str(error).removeprefix(f"{model.path}: "))
+    return model
 
 
 def list_packed_as_found(folder: Path) -> list[FoundModel]:

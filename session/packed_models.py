@@ -18,6 +18,7 @@ from pshard.packed_file import (
     packed_place,
     read_packed,
 )
+from pshard.print_table import show_size
 from pshard.session.byte_bar import byte_bar
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def pack_model(file: "ModelFile", folder: Path, say: Tell) -> Path:
 
             contents = describe_contents(file)
             _check_room(file, contents, folder)
-            say(f"packing {file.spec.name} into {place} ({contents.nbytes / 2**30:.2f} GiB)")
+            say(f"packing {file.spec.name} into {place} ({show_size(contents.nbytes)})")
             with byte_bar(f"packing {file.spec.name}", contents.end) as progress:
                 write_packed(file, contents, place, progress)
     except OSError as error:

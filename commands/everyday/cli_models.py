@@ -12,6 +12,7 @@ from pshard.commands.command_line import new_parser, run_cli
 from pshard.commands.parsing.model_flags import add_cache_flag
 from pshard.errors import UserError
 from pshard.packed_file import packed_folder
+from pshard.print_table import print_whole, show_size
 
 if TYPE_CHECKING:
     from pshard.session.list_models import FoundModel, PlannedRate
@@ -45,9 +46,9 @@ def _main(argv: list[str]) -> int:
     beside = Path(os.environ.get("PSHARD_MODEL", "")).expanduser().parent  # it may name a model of the Hub
     folders = args.folders or list(dict.fromkeys((Path(), *([beside] if beside.is_dir() else []))))
 
-    from pshard.session.list_models import list_models, list_packed_as_found
+    from pshard.session.list_models import find_damage, list_models, list_packed_as_found
 
-    found = list_models(folders) + list_packed_as_found(packed_folder(args.disk_cache))
+    found = [*map(find_damage, list_models(folders)), *list_packed_as_found(packed_folder(args.disk_cache))]
     if args.json:
         from pshard.jsonio import to_json
 
@@ -66,7 +67,7 @@ def _unpack(name: str, folder: Path) -> int:
     from pshard.session.packed_models import remove_kept
 
     for kept in remove_kept(name, folder):
-        print(f"deleted {kept.path}: {kept.nbytes / (1 << 30):.3g} GiB are free again", file=sys.stderr)
+        print(f"deleted {kept.path}: {show_size(kept.nbytes)} are free again", file=sys.stderr)
     return 0
 
 
@@ -74,17 +75,15 @@ def _print(found: "list[FoundModel]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pshard.print_table import print_whole
-
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")
-    table.add_column("GiB", justify="right")
+    table.add_column("size", justify="right")
     table.add_column("plans: budget, context, predicted rate of prompts and of answers", overflow="fold")
     for model in found:
         plans = "\n".join(map(_describe_rate, model.plans)) or model.problem or "none; pshard plan makes one"
         if model.packed_of and not model.problem:
             plans = f"packed file of {model.packed_of}"
-        table.add_row(model.name, f"{model.nbytes / (1 << 30):.3g}", plans)
+        table.add_row(model.name, show_size(model.nbytes), plans)
     print_whole(table, Console())
 
 

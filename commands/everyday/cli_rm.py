@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 
 from pshard.commands.command_line import new_parser, run_cli
 from pshard.errors import UserError
+from pshard.print_table import show_size
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +29,7 @@ def _main(argv: list[str]) -> int:
     from pshard.session.remove_model import find_removable, remove_model
 
     model = find_removable(args.name)
-    size = f"{model.nbytes / (1 << 30):.3g} GiB"
+    size = show_size(model.nbytes)
     if not args.yes:
         if not sys.stdin.isatty():
             raise UserError(f"{model.name} ({size}) is deleted only when you say so; add -y")
@@ -36,7 +37,7 @@ def _main(argv: list[str]) -> int:
             print("nothing is deleted", file=sys.stderr)
             return 1
     freed = remove_model(model)
-    print(f"deleted {model.name}: {freed / (1 << 30):.3g} GiB are free again", file=sys.stderr)
+    print(f"deleted {model.name}: {show_size(freed)} are free again", file=sys.stderr)
     return 0
 
 

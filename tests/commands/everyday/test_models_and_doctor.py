@@ -41,17 +41,34 @@ def test_models_are_listed_with_size_and_rates(
     assert list_json(capsys, empty) == []
     for part in ("big-00001-of-00002.gguf", "big-00002-of-00002.gguf"):
         (world.model.parent / part).write_bytes(b"x" * 100)
+    whole = world.model.read_bytes()
+    (world.model.parent / "other.gguf").write_bytes(whole)
     assert cli_plan.main(["-m", str(world.model), "--vram", "6", "-c", "128"]) == 0
-    tiny, big = sorted(list_json(capsys, world.model.parent), key=lambda model: -model["nbytes"])
+    big, other, tiny = list_json(capsys, world.model.parent)
     assert tiny["nbytes"] == world.model.stat().st_size and tiny["name"] == str(world.model)
     (rate,) = tiny["plans"]
     assert rate["vram_mib"] == [6] and rate["context"] == 128 and rate["prompt"] > 0 < rate["decode"]
-    assert big["nbytes"] == 200 and big["plans"] == []
+    assert big["nbytes"] == 200 and big["plans"] == other["plans"] == []
     assert [model["name"] for model in list_json(capsys, empty)] == [str(world.model)]  # it was planned before
     assert one_program.main(["models", str(world.model.parent)]) == 0
     said = capsys.readouterr().out
     assert "6 MiB, 128 tokens: " in said and "none; pshard plan makes one" in said
+    assert " 200 B " in said and f" {len(whole) / 2**20:.4g} MiB " in said
     assert one_program.main(["models", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [(0, "the file is empty"), (20, "truncated or damaged"), (-64, "truncated or damaged")],
+    ids=("empty", "within its header", "within a tensor"),
+)
+def test_files_that_no_command_takes_are_listed_with_what_is_wrong(
+    kept: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = make_world(tmp_path).model
+    whole.write_bytes(whole.read_bytes()[:kept])
+    (model,) = list_json(capsys, whole.parent)
+    assert said in model["problem"] and str(whole) not in model["problem"]
 
 
 @pytest.mark.parametrize("given", ["", "org/repo:Q4_0", "models/tiny.gguf"])
