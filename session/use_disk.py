@@ -22,6 +22,8 @@ AMPLE = 0.8  # what is below this part of what is usable needs no disk: slots an
 ALIKE = 64  # sizes of --ram that are nearer to each other than this part of a model are alike
 MOST_PLANNED = 4  # sizes of --ram that are planned in full before one is named
 SLOW = 1e9  # bytes a second: NVMe drives do better
+PACKS = 0.8  # of the time that units take: from here on the processor's time is what they take
+FASTER = 2  # times the rate of units that a disk has, which is then not what they wait for
 
 
 def limit_ram(profile: MachineProfile, ram_mib: int, flag: str = "--ram") -> MachineProfile:
@@ -162,4 +164,7 @@ def describe_disk(profile: MachineProfile) -> str:
     line = f"disk: {best.disk} brings {rate / 1e9:.2f} GB/s of weights to host memory"
     if not best.direct:
         line += ", through the page cache, as its file system refuses direct reads"
+    alone = max(row.nbytes / row.seconds for row in profile.disks)
+    if best.cpu_seconds > PACKS * best.seconds and alone > FASTER * rate:
+        return f"{line}; the processor, which packs what is read, limits that, not the disk"
     return line + ("; an NVMe drive would be several times as fast" if rate < SLOW else "")

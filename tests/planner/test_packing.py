@@ -16,6 +16,7 @@ from pshard.planner.price.packing import end_of_burst
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import _Link
+from pshard.session.use_disk import describe_disk
 
 SPEC = ToyFile("aaaaaa", d_model=256, d_ffn=512).spec
 TOKENS = 1024
@@ -53,6 +54,16 @@ def make_machine(rate: float, each: float) -> MachineProfile:
     rows = tuple(DiskTiming("drive", True, 0, 0, n, n / rate, n * each) for n in sizes)
     profile = profile_from_datasheet(replace(DESKTOP, kind="cpu"))
     return replace(profile, host=replace(profile.host, cores=2, threads=2), disks=rows)
+
+
+def test_a_disk_that_waits_for_the_cores_that_pack_is_not_said_to_be_slow() -> None:
+    alone = DiskTiming("drive", True, 1 << 20, 16, 1 << 26, (1 << 26) / 3e9)
+    slow, better = "limits that, not the disk", "an NVMe drive would be several times as fast"
+    for each, disk, said in ((0.95, 3e9, slow), (0.5, 3e9, better), (0.95, 0.6e9, better)):
+        profile = make_machine(0.5e9, each / 0.5e9)
+        row = replace(alone, seconds=alone.nbytes / disk)
+        line = describe_disk(replace(profile, disks=(*profile.disks, row)))
+        assert line.startswith("disk: drive brings 0.50 GB/s of weights to host memory; ") and line.endswith(said)
 
 
 def predict(rate: float, each: float) -> tuple[float, float]:
