@@ -223,7 +223,8 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
             tell(f"note: {note}")
         if args.why:
             find_layer(model.spec, args.why)  # a name that there is not is told before minutes of planning
-        profile, workloads = see_machine(args, model, profile, elsewhere, tell)
+        late = list[str]()  # where no plan is made, the error says all
+        profile, workloads = see_machine(args, model, profile, elsewhere, tell, late.append)
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         record = _use_record(args.routing, model) if args.routing else None
         if record is None and model.spec.config.experts is not None:
@@ -239,6 +240,8 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
     found = [(variant, trials) for variant, trials in made if variant is not None]
     if not found:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
+    for line in late:
+        tell(line)
     variants, trials = zip(*found)
     replay = _replay(record) if record else None
     skipped = tuple(w.vram_mib for w, (variant, _) in zip(workloads, made) if variant is None)

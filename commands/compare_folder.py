@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from pshard.commands.plan_flags import make_workloads
 from pshard.errors import UserError
 from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
-from pshard.session.packed_models import use_packed
+from pshard.session.packed_models import Tell, use_packed
 from pshard.session.planning_bar import planning_bar
 from pshard.session.use_disk import assume_disk, limit_ram
 from pshard.workload import Workload
@@ -25,15 +25,15 @@ _FOR_ONE = ("registry", "validate", "routing", "emit", "explain", "why", "steps"
 
 
 def see_machine(
-    args: argparse.Namespace, file: "ModelFile", profile: MachineProfile, elsewhere: bool, tell: Callable[[str], None]
+    args: argparse.Namespace, file: "ModelFile", profile: MachineProfile, elsewhere: bool, tell: Tell, later: Tell
 ) -> tuple[MachineProfile, list[Workload]]:
     """The machine as a model's plans may use it, under --ram and with the timings of a disk where they may need it; and
-    what plans are for."""
+    what plans are for. later: takes what is worth a line where a plan is made."""
     profile = replace(limit_ram(profile, args.ram), prompt_math=args.prompt_math)
     first, *_ = make_workloads(args, file.spec, profile)
     if not elsewhere:
         use_packed(file, args.disk_cache, False, tell)
-    profile = assume_disk(file, profile, first, args.profile, elsewhere, tell)
+    profile = assume_disk(file, profile, first, args.profile, elsewhere, tell, later)
     return profile, make_workloads(args, file.spec, profile)  # a disk may hold tables that memory need not
 
 
@@ -42,10 +42,10 @@ def ask_outlook(
     profile: MachineProfile,
     elsewhere: bool,
     file: "ModelFile",
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Tell = lambda _: None,
 ) -> tuple[MachineProfile, Workload]:
     """The machine as `see_machine` has it, and what the first plan is for."""
-    machine, workloads = see_machine(args, file, profile, elsewhere, tell)
+    machine, workloads = see_machine(args, file, profile, elsewhere, tell, tell)
     return machine, workloads[0]
 
 
@@ -55,7 +55,7 @@ def compare_folder(
     models: Sequence["HubModel"],
     profile: MachineProfile,
     elsewhere: bool,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> None:
     """Print an outlook for each model of the folder, and which one we would take. No plan is written.
 

@@ -63,7 +63,8 @@ def open_plan(request: RunRequest) -> Opened:
     machine = replace(limit_ram(profile, request.ram_mib), prompt_math=request.prompt_math or Workload.prompt_math)
     want = wanted_workload(request, machine)
     full = full_workload(request, want, file.spec)
-    profile, known = _see_disk(request, file, machine, full)
+    late = list[str]()  # where no plan is made, the error says all
+    profile, known = _see_disk(request, file, machine, full, late)
     path = registry_path(request.model, request.registry)
     inputs, serving = (fingerprint_inputs(file.fingerprint_inputs(), p) for p in (profile, known))
     if request.draft_model is not None:
@@ -93,10 +94,10 @@ def open_plan(request: RunRequest) -> Opened:
         made, path = _plan_again(request, full, file, profile, path, inputs)
         if planned:
             tell_once(f"note: {str(error).split('; run: ')[0]}; so it was planned anew")
-        _tell_made(file.spec, profile, made, path, command)
-        if not request.vram_mib and profile.accelerators[0].kind == "cuda" and (doubt := doubt_free_memory()):
-            tell_once(f"note: {doubt}")
+        _tell_made(file.spec, profile, made, path, command, not request.vram_mib)
         choice = choose()
+    for line in late:
+        tell_once(line)
     if choice.variant.ranks[0].beyond_host and not profile.disks:
         profile, file.spec = known, mark_made(file)
     on_gpu = profile.accelerators[0].kind == "cuda"
@@ -117,12 +118,13 @@ def open_plan(request: RunRequest) -> Opened:
 
 
 def _see_disk(
-    request: RunRequest, file: "ModelFile", machine: MachineProfile, full: Workload
+    request: RunRequest, file: "ModelFile", machine: MachineProfile, full: Workload, late: list[str]
 ) -> tuple[MachineProfile, MachineProfile]:
     """The machine as plans for the workload see it, and as those of more context may, with what is known of the disk
-    that they read from; the model's packed file is there if it may be needed and a folder for it was named."""
+    that they read from; the model's packed file is there if it may be needed and a folder for it was named. late: gets
+    what is worth a line where a plan is made."""
     use_packed(file, request.disk_cache, may_need_disk(file.spec, machine, full), tell_once)
-    profile = use_disk(file, machine, full, request.profile, tell_once)
+    profile = use_disk(file, machine, full, request.profile, tell_once, late.append)
     return profile, profile if profile.disks else recall_disk(file, machine)
 
 
@@ -263,16 +265,22 @@ def _describe_waste(variant: Variant, full: Workload, command: str) -> str | Non
     return f"note: the plan takes {used} MiB of VRAM, {there} are free; for a plan of these: {command}"
 
 
-def _tell_made(spec: "ModelSpec", profile: MachineProfile, variant: Variant, registry: Path, command: str) -> None:
-    """Say what was planned, where it is kept, and the command that plans it again; note when host memory is short."""
+def _tell_made(
+    spec: "ModelSpec", profile: MachineProfile, variant: Variant, registry: Path, command: str, of_free: bool
+) -> None:
+    """Say what was planned, where it is kept, and the command that plans it again; note when host memory is short, and
+    when what is free of a GPU, which the plan is `of_free` for, is doubtful."""
     from pshard.planner.shown.memory_use import describe_tight, measure_use
 
     use = measure_use(spec, profile, variant)
-    tell_once(describe_made(variant, use, profile.accelerators[0].kind == "cuda", registry, command))
+    on_gpu = profile.accelerators[0].kind == "cuda"
+    tell_once(describe_made(variant, use, on_gpu, registry, command))
     if line := describe_tight(use, free_host_bytes()):
         tell_once(f"note: {line}")
     if profile.busy:
         tell_once(f"note: the profile is of a busy machine: {profile.busy}")
+    if of_free and on_gpu and (doubt := doubt_free_memory()):
+        tell_once(f"note: {doubt}")
 
 
 def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Path, command: str) -> str:

@@ -10,11 +10,10 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.errors import CannotWrite, NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.on_disk import mark_made
+from pshard.session.packed_models import Tell
 from pshard.workload import MIB, UNLIMITED_MIB, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
 
@@ -54,11 +53,11 @@ def recall_disk(file: "ModelFile", profile: MachineProfile) -> MachineProfile:
 
 
 def use_disk(
-    file: "ModelFile", profile: MachineProfile, workload: Workload, given: Path | None, say: "Callable[[str], None]"
+    file: "ModelFile", profile: MachineProfile, workload: Workload, given: Path | None, say: Tell, later: Tell
 ) -> MachineProfile:
     """The profile with the timings of the disk that holds the model, where plans may need it, and the model's spec with
     marks on what cannot be read from there; else with none. A disk that the profile lacks is timed now, and kept there.
-    given: the profile's file, where one was asked for."""
+    given: the profile's file, where one was asked for; later: takes what is worth a line where a plan is made."""
     if not may_need_disk(file.spec, profile, workload):
         return replace(profile, disks=())
     from pshard.profile.timed.time_disk import name_source, time_disk
@@ -76,7 +75,7 @@ def use_disk(
         return known
     others = tuple(row for row in profile.disks if row.disk != disk)
     profile = replace(profile, disks=(*others, *found))
-    say(describe_disk(profile.of_disk(disk)))
+    later(describe_disk(profile.of_disk(disk)))
     try:
         save_profile(replace(profile, ram_bytes=0, prompt_math=Workload.prompt_math), given)
     except CannotWrite as error:
@@ -90,12 +89,13 @@ def assume_disk(
     workload: Workload,
     given: Path | None,
     elsewhere: bool,
-    say: "Callable[[str], None]",
+    say: Tell,
+    later: Tell,
 ) -> MachineProfile:
     """The same for a model that is to be planned only: where its weights are not here, or it is to run `elsewhere`,
     with the disk that PSHARD_DISK makes up, or the first that the profile has timed."""
     if not elsewhere and _is_here(Path(file.spec.path)):
-        return use_disk(file, profile, workload, given, say)
+        return use_disk(file, profile, workload, given, say, later)
     if not may_need_disk(file.spec, profile, workload):
         return replace(profile, disks=())
     from pshard.runtime.memory.disk.fake_disk import VARIABLE, read_fake_disk

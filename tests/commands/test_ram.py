@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_world import World, make_world
+from cli_world import World, make_world, write_profile
 from latent_files import write_latent_folder
 from qwen4exp_files import RECIPES, make_weights, write_qwen4exp
 
@@ -42,6 +42,21 @@ def test_no_memory_at_all_is_refused(world: World, capfd) -> None:
         assert capfd.readouterr().err.strip().startswith("error: argument --ram: '0' is no memory")
     with pytest.raises(UserError, match="ram is 0; it is 1 or more"):
         pshard.load(world.model, ram=0)
+
+
+def test_what_the_disk_brings_is_said_where_a_plan_is_made_and_not_beside_an_error(
+    world: World, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["-m", str(world.model), "-c", "128", "-ctk", "f32", "-ctv", "f32"]
+    for module in ("commands.cli_plan", "session.open_plan"):  # to find what would do takes seconds
+        monkeypatch.setattr(f"pshard.{module}.name_least_ram", lambda error, *_: error)
+    for command, more in ((plan, ["--no-validate"]), (run, ["-p", "a", "-n", "1"])):
+        for ram, brings in (("1", False), ("14", True)):
+            write_profile(world.profile)  # which knows no disk
+            assert command([*flags, *more, "--ram", ram]) == (0 if brings else 2)
+            lines = capfd.readouterr().err.strip().splitlines()
+            assert any(line.startswith("disk: fake disk of 1000 MB/s, ") for line in lines) == brings
+            assert brings or (len(lines) == 1 and lines[0].startswith("error: "))
 
 
 @pytest.mark.slow
