@@ -10,6 +10,7 @@ from pshard.plan import PlanSet, Variant
 from pshard.predicted_times import as_measured, as_profiled, round_seconds
 from pshard.workload import UNLIMITED_MIB, Workload, binding_limits, format_limits
 
+MOST_LISTED = 4  # plans that an error lists
 NEAR_BUDGET = 0.9  # of the largest budget that fits: the load that a plan is for tells more from here on
 
 
@@ -58,9 +59,10 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
     """
     fitting = [v for v in plans.variants if _serves(v, want)]
     if not fitting:
-        wanted = _describe(want)
-        there = "; ".join(_describe(v.workload) for v in plans.variants) or "none"
-        raise NotPlanned(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
+        there = list(dict.fromkeys(_describe(v.workload) for v in plans.variants)) or ["none"]
+        more = [f"and {len(there) - MOST_LISTED} more"] if len(there) > MOST_LISTED else []
+        listed = "; ".join(there[:MOST_LISTED] + more)
+        raise NotPlanned(f"no plan fits {_describe(want)}; planned are: {listed}; run: {replan_command}")
     if want.split_mode == "auto":
         return _choose_way(fitting, want)
     largest = max(sum(v.workload.vram_mib) for v in fitting)
@@ -172,5 +174,6 @@ def _describe(made: Workload) -> str:
     split += f" --max-tp {format_limits(made.max_tp)}" if made.max_tp else ""
     split += f" --serve --concurrency {made.concurrency}" if made.concurrency else ""
     split += f" --prompt-math {made.prompt_math}" if made.prompt_math != Workload.prompt_math else ""
-    budget = "any number of" if made.vram_mib[0] >= UNLIMITED_MIB else ",".join(map(str, made.vram_mib))
-    return f"{budget} MiB -c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"
+    budget = "" if made.vram_mib[0] >= UNLIMITED_MIB else f"{','.join(map(str, made.vram_mib))} MiB "
+    budget += f"--ram {made.ram_mib} " if made.ram_mib else ""
+    return f"{budget}-c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"

@@ -17,7 +17,7 @@ from pshard.predicted_times import round_seconds
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import MOST_SETS, load_registry, own_plans, registry_path, save_variants
 from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
-from pshard.workload import Workload
+from pshard.workload import UNLIMITED_MIB, Workload
 
 
 def budgets(path):
@@ -353,6 +353,18 @@ def test_the_wanted_ubatch_goes_first():
 def test_no_match_lists_what_is_planned_and_the_command(want):
     with pytest.raises(UserError, match=r"planned are: 500 MiB -c 512 -np 1 .*; run: pshard-plan -m m"):
         choose([make_variant((500,))], **want)
+
+
+def test_no_match_lists_each_plan_once_with_its_ram_and_a_few_of_many():
+    made = [make_variant((mib,), ram_mib=ram) for mib in (500, 600) for ram in (0, 7, 8)]
+    alike = [replace(v, workload=replace(v.workload, max_ubatch=8)) for v in made]
+    with pytest.raises(UserError) as refused:
+        choose([each for pair in zip(made, alike) for each in pair], vram_mib=(UNLIMITED_MIB,), context=600, ram_mib=9)
+    told, rest = str(refused.value).split("; planned are: ")
+    cells = " -np 1 -ctk bf16 -ctv bf16"
+    assert told == f"no plan fits --ram 9 -c 600{cells}"
+    plans = [f"{budget} -c 512{cells}" for budget in ("500 MiB", "500 MiB --ram 7", "500 MiB --ram 8", "600 MiB")]
+    assert rest == "; ".join([*plans, "and 2 more", "run: pshard-plan -m m"])
 
 
 def test_plan_command_names_what_differs_from_the_defaults():
