@@ -11,6 +11,7 @@ from pshard.on_host import list_beyond
 from pshard.plan import Variant
 from pshard.planner.check_plan import count_host_bytes
 from pshard.planner.price.host_limits import count_hosts
+from pshard.print_table import show_size
 from pshard.routing.followed import under_plan
 from pshard.workload import MIB
 
@@ -33,7 +34,7 @@ class MemoryUse:
     @property
     def host(self) -> str:
         """Host memory in words."""
-        return f"{show_bytes(self.host_bytes)} of {self.host_memory_bytes / GIB:.4g} GiB"
+        return f"{show_bytes(self.host_bytes)} of {show_size(self.host_memory_bytes)}"
 
 
 def count_mib(nbytes: int) -> int:

@@ -47,6 +47,7 @@ def test_a_plan_begins_with_rate_and_memory_and_fits_80_columns(capsys: pytest.C
     assert lines[2].split() == ["VRAM", str(use.vram_mib[0]), "of", str(OWN + 40), "MiB"]
     assert lines[3].split() == ["Host", "memory", f"{-(-use.host_bytes // MIB)}", "MiB", "of", "64", "GiB"]
     assert replace(use, host_bytes=59 * GIB).host == "59.0 GiB of 64 GiB"
+    assert replace(use, host_bytes=4 * MIB, host_memory_bytes=452 * MIB).host == "4 MiB of 452 MiB"
     assert use.vram_mib[0] <= OWN + 40 and max(len(line.rstrip()) for line in lines) <= 80
     specs = cut_ranks(SPEC, planned.variants[0].split)
     assert use.host_bytes == count_host_bytes(specs, planned.variants[0], "cuda") > 0
