@@ -83,7 +83,13 @@ def explain_difference(stored: Iterable[tuple[str, str]], current: Iterable[tupl
     old, new = dict(stored), dict(current)
     names = list(new) + [name for name in old if name not in new]
     return [
-        f"{name}: {old.get(name, 'absent')} -> {new.get(name, 'absent')}"
+        f"{_call(name)}: {old.get(name, 'absent')} -> {new.get(name, 'absent')}"
         for name in names
         if old.get(name) != new.get(name)
     ]
+
+
+def _call(name: str) -> str:
+    """An input's name as people are told it: some names of a model's inputs say already that they are a model's."""
+    rest = name.removeprefix("model ")
+    return rest if "model" in rest else name

@@ -47,6 +47,9 @@ def test_a_change_of_the_model_is_named():
     old = fingerprint_inputs(MODEL, make_profile())
     new = fingerprint_inputs((*MODEL[:2], ("bytes", "1001")), make_profile())
     assert explain_difference(old, new) == ["model bytes: 1000 -> 1001"]
+    called = (("model file sizes", "1"), ("draft model", "a"))  # as a file calls them, "model" included
+    told = explain_difference(fingerprint_inputs((), make_profile()), fingerprint_inputs(called, make_profile()))
+    assert told == ["model file sizes: absent -> 1", "draft model: absent -> a"]
 
 
 def test_plans_for_another_limit_of_page_locking_come_behind_those_for_this_one():
