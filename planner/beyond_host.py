@@ -353,7 +353,7 @@ def _redraft(
                 break
             left.remove(last)
             tried[last] = _leave(room, places[last], home)
-    raise NoPlan(f"{room.workload.vram_mib[0]} MiB have no room for a slot of what lives in {home}; raise --vram")
+    raise NoPlan(f"{room.workload.vram_mib[0]} MiB have no room for a slot of what lives on {home}; raise --vram")
 
 
 def _leave(room: Room, place: Placement, home: Home) -> str:
