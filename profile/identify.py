@@ -44,7 +44,10 @@ def identify_accelerators(kind: str) -> tuple[AcceleratorInfo, ...]:
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
+        mend = "install a CUDA build of torch"
+        if torch.version.cuda:
+            mend = "see that nvidia-smi lists a GPU and CUDA_VISIBLE_DEVICES hides none"
+        raise UserError(f"--device cuda: torch sees no GPU here; use --device cpu, or {mend}")
     if not count_usable():
         raise UserError(f"--device cuda: {describe_unused()[0]}; use --device cpu")
     return tuple(_identify_gpu(i) for i in range(count_usable()))

@@ -66,6 +66,18 @@ def test_an_unknown_accelerator_is_refused():
         identify_accelerators("tpu")
 
 
+@pytest.mark.parametrize(
+    ("built", "mend"), [(None, "install a CUDA build of torch"), ("13.0", "nvidia-smi lists a GPU")]
+)
+def test_without_a_gpu_torch_is_blamed_only_where_it_was_built_without_cuda(
+    built: str | None, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", built)
+    with pytest.raises(UserError, match=f"torch sees no GPU here; use --device cpu, or .*{mend}"):
+        identify_accelerators("cuda")
+
+
 @pytest.mark.parametrize("limit", ["memory.max", "memory.high"])
 def test_the_lowest_limit_of_a_control_group_above_is_all_there_is(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above memory.high a process is slowed down until it stands still."""
