@@ -13,7 +13,7 @@ from pshard.commands.everyday.cli_serve_bench import main as bench_server
 from pshard.commands.everyday.cli_serve_bench import wants_server
 from pshard.commands.parsing.spec_flags import add_spec_flags, read_spec_flags
 from pshard.commands.run_flags import add_plan_flags, make_request, planned_flags
-from pshard.errors import UserError
+from pshard.errors import UserError, name_cause
 
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
@@ -248,7 +248,7 @@ def _read_text(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8") if path else None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}; give a text file in UTF-8") from None
+        raise UserError(f"cannot read {path}: {name_cause(error)}; give a text file in UTF-8") from None
 
 
 def _run_perplexity(opened: "Opened", args: Any, group: "Group", text: str) -> int:

@@ -78,3 +78,8 @@ def as_line(error: Exception) -> str:
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     half = LONGEST_LINE // 2
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} [...] {line[-half:]}"
+
+
+def name_cause(error: Exception) -> str:
+    """Why a file cannot be read, for a message that names the file itself: the system's own words repeat it."""
+    return getattr(error, "strerror", None) or str(error)

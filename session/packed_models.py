@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.errors import UserError
+from pshard.errors import UserError, name_cause
 from pshard.file_lock import wait_for_lock
 from pshard.jsonio import FULL
 from pshard.packed_file import (
@@ -105,7 +105,7 @@ def _describe_kept(path: Path) -> KeptFile:
     try:
         contents = read_packed(path).contents
     except (OSError, ValueError) as error:
-        return KeptFile(path, "", nbytes, getattr(error, "strerror", None) or str(error))
+        return KeptFile(path, "", nbytes, name_cause(error))
     gone = "" if Path(contents.model).exists() else "its model is gone"
     return KeptFile(path, contents.model, nbytes, gone)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.errors import UserError
+from pshard.errors import UserError, name_cause
 from pshard.jsonio import parse_json, read_regular, write_text_atomically
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _load(chat: "Conversation", name: str, tell: Tell) -> None:
     try:
         data = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; give a file that /save wrote") from None
+        raise UserError(f"cannot read {path}: {name_cause(error)}; give a file that /save wrote") from None
     messages = data.get("messages") if isinstance(data, dict) else None
     if not isinstance(messages, list):
         raise UserError(f"{path} is no chat: it has no list of messages; give a file that /save wrote")

@@ -16,7 +16,7 @@ from pshard.commands.parsing.sampling_flags import add_sampler_flags, make_sampl
 from pshard.commands.parsing.spec_flags import add_spec_flags, read_spec_flags
 from pshard.commands.parsing.text_flags import add_thinking_flag, read_thinking
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
-from pshard.errors import UserError
+from pshard.errors import UserError, name_cause
 from pshard.planner.serving.size_load import check_slots
 from pshard.session.choose_drafts import PLANNED
 from pshard.speculation import AUTO
@@ -200,7 +200,8 @@ def _read_keys(args: Namespace) -> tuple[str, ...]:
         try:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file: cannot read {args.api_key_file}: {error}; give a text file") from None
+            what = f"--api-key-file: cannot read {args.api_key_file}: {name_cause(error)}"
+            raise UserError(f"{what}; give a text file") from None
         found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise UserError(f"--api-key-file: {args.api_key_file} has no key; write one a line")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.errors import UserError
+from pshard.errors import UserError, name_cause
 
 if TYPE_CHECKING:
     from pshard.runtime.sampling import Sampling
@@ -91,7 +91,7 @@ def read_grammar(args: argparse.Namespace) -> tuple[str, str] | None:
         return "grammar", args.grammar_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--grammar-file: cannot read {args.grammar_file}: {error}; give a text file in UTF-8"
+            f"--grammar-file: cannot read {args.grammar_file}: {name_cause(error)}; give a text file in UTF-8"
         ) from None
 
 

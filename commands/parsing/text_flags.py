@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pshard.errors import UserError
+from pshard.errors import UserError, name_cause
 
 ANSWER = 128  # tokens, where none are asked for
 MISSING = "there is no prompt: give -p TEXT or -f FILE, or pipe one in"
@@ -102,7 +102,8 @@ def read_given(args: argparse.Namespace) -> str | None:
         try:
             text = args.file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the prompt file {args.file}: {error}; give a text file in UTF-8") from None
+            cause = name_cause(error)
+            raise UserError(f"cannot read the prompt file {args.file}: {cause}; give a text file in UTF-8") from None
     else:
         return None
     if not text:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from pshard.errors import UserError
+from pshard.errors import UserError, name_cause
 
 FORMS = "512 (each), 64-1024 (any between, alike often), lognormal:512:0.8 (median and sigma) or lognormal:512:0.8:4096"
 
@@ -70,7 +70,7 @@ def read_lengths(path: Path) -> list[Wanted]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}; give a text file") from None
+        raise UserError(f"cannot read {path}: {name_cause(error)}; give a text file") from None
     found = [_read_line(path, i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise UserError(f'{path} has no lines; give some, each like {{"prompt": 512, "answer": 128}}')

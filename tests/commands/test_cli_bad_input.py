@@ -705,7 +705,7 @@ def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: st
     [
         ([], "-p TEXT or -f FILE"),
         (["-p", "hi", "-f", "x"], "-p and -f exclude each other"),
-        (["-f", "no/such/file"], "cannot read the prompt file"),
+        (["-f", "no/such/file"], "cannot read the prompt file no/such/file: No such file or directory; give a text"),
         (["-p", ""], "there is no prompt"),
         (["-p", "hi", "-n", "0"], "is not a whole number of 1 or more"),
         (["-p", "a\udcff"], "-p is not UTF-8"),
