@@ -323,7 +323,10 @@ def _ask_drafts(args: argparse.Namespace, path: Path, model: "ModelFile", tell: 
         )
     if asked.acceptance.source == RECORDED:
         held = asked.acceptance
-        tell(f"note: drafts are accepted with {held} where there are some, in {held.share:.0%} of steps, as recorded")
+        tell(
+            f"note: as recorded, {held.share:.0%} of steps have drafts, and the first, the first two, ... of these are "
+            f"all accepted with chances of {held}"
+        )
     return asked
 
 
