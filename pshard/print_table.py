@@ -31,8 +31,14 @@ def show_size(nbytes: int) -> str:
 
 
 def print_whole(table: "Table", out: "Console") -> None:
-    """Print a table as wide as it is: on a pipe a console is 80 columns wide, and would cut words and figures off."""
+    """Print a table as wide as it is: on a pipe a console is 80 columns wide, and would cut words and figures off.
+    What a file or a pipe gets has no spaces at the ends of lines, as cells and titles are filled up with."""
     wide = out.measure(table, options=out.options.update(max_width=WIDEST)).maximum
     before, out.width = out.width, max(out.width, wide)
-    out.print(table)
+    if out.is_terminal:  # where cells have colours, and nobody compares lines
+        out.print(table)
+    else:
+        with out.capture() as printed:
+            out.print(table)
+        out.out("\n".join(line.rstrip() for line in printed.get().split("\n")), end="", highlight=False)
     out.width = before

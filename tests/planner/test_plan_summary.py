@@ -108,6 +108,14 @@ def test_tables_of_large_figures_fit_80_columns() -> None:
     assert max(len(line.rstrip()) for line in out.getvalue().splitlines()) <= 80
 
 
+def test_tables_in_a_file_have_no_spaces_at_the_ends_of_lines(capsys: pytest.CaptureFixture) -> None:
+    planned = made(PROFILE, WORK, replace(WORK, vram_mib=(OWN + 48,)))
+    print_plans(planned, None)
+    lines = capsys.readouterr().out.split("\n")
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert sum(line.startswith("MiB of the budget") for line in lines) == 2
+
+
 def test_a_sweep_ends_with_a_line_for_each_budget(capsys: pytest.CaptureFixture) -> None:
     budgets = (OWN + 40, OWN + 48)
     print_plans(made(PROFILE, *(replace(WORK, vram_mib=(mib,)) for mib in budgets)), None)
