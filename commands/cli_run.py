@@ -246,9 +246,9 @@ def _generate(
         print(cut, file=sys.stderr)
     rate = f", then {ran.rate(n):.1f} tok/s" if n > 1 else ""
     place = "on the accelerator" if engine.device.kind == "cuda" else "of the budget"
-    used, budget = (nbytes / (1 << 20) for nbytes in (ranks[0].accelerator, ranks[0].budget))
+    used, budget = (-(-nbytes // (1 << 20)) for nbytes in (ranks[0].accelerator, ranks[0].budget))  # as plans say it
     print(
-        f"{n} tokens; first after {ran.first:.3f} s{rate}; {used:.0f} of {budget:.0f} MiB {place}, "
+        f"{n} tokens; first after {ran.first:.3f} s{rate}; {used} of {budget} MiB {place}, "
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )

@@ -233,6 +233,13 @@ def test_everything_fits(world: World, capsys: pytest.CaptureFixture) -> None:
     assert wheres == {"pinned"}
 
 
+def test_a_run_says_as_much_of_the_budget_as_its_plan(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.roomy, "-c", 224)  # 13.3 MiB, which is more than 13
+    planned = re.search(r"^The budget +(\d+ of \d+ MiB)$", capsys.readouterr().out, re.MULTILINE)
+    run(world, "--vram", world.roomy, "-p", "a", "-n", 2)
+    assert planned and f"; {planned[1]} of the budget" in capsys.readouterr().err
+
+
 def test_plan_as_json_is_what_the_registry_holds(world: World, capsys: pytest.CaptureFixture) -> None:
     plan(world, "--vram", world.budget, "--json", "--explain")
     data = json.loads(capsys.readouterr().out)
