@@ -149,6 +149,6 @@ def describe_choice(variant: Variant) -> str | None:
     if not others:
         return "none: there is no room for them"
     nearest = min(others, key=lambda planned: planned.round_seconds)
-    rate, which = show_rate(said.rate(nearest, said.acceptance)), Drafting(said.kind, nearest.drafts)
+    rate, drafting = show_rate(said.rate(nearest, said.acceptance)), Drafting(said.kind, nearest.drafts)
     shortest = f"none, for the shortest round of prompts and answers, {none.round_seconds:.4g} s"
-    return f"{shortest}; with {which} a step {rate} tok/s and {nearest.round_seconds:.4g} s"
+    return f"{shortest}; with {drafting} a step {rate} tok/s and {nearest.round_seconds:.4g} s"
