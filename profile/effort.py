@@ -32,7 +32,7 @@ COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
 MANY_SMALL = Experts(128, 8, 768)
 WHOLE_TYPES = 4  # of a model, whose shapes are all timed
-SHORT_SECONDS, COMPILE_SECONDS = 8.0, 30.0
+SHORT_SECONDS, COMPILE_SECONDS = 8.0, 30.0  # of a first run's profile
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 TYPICAL = (  # experts and routers of the grid
     (("Q4_0", "Q4_0", 2048, MANY_SMALL), ("MXFP4", "MXFP4", 2880, FEW_LARGE)),
@@ -80,7 +80,7 @@ class Effort:
     tile_tokens: tuple[int, ...] = ()  # batches, powers of two, that tiles of matmul kernels are chosen for on a GPU
     tile_matrices: int = 1  # on which they are tried: the largest of a kernel and type
     tile_seconds: float = 0.0  # that compiling candidates may take, of each unlike GPU
-    compile_seconds: float = COMPILE_SECONDS  # that compiling what is timed may take, of each unlike GPU
+    compile_seconds: float = 300.0  # that compiling what is timed may take, of each unlike GPU
     short: bool = False  # the limit holds for all but one timing of each sort and side
 
 
@@ -100,6 +100,7 @@ def short_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         copy_sizes=(64 << 10, 1 << 20, 16 << 20, 64 << 20),
         contention_seconds=0.15,
         sums=(),
+        compile_seconds=COMPILE_SECONDS,
         short=True,
     )
 

@@ -2,7 +2,9 @@
 
 import io
 import json
+import signal
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -360,6 +362,27 @@ def test_the_table_of_defaults_has_every_bucket() -> None:
         for kernel in ("matvec", "gated"):
             assert all(isinstance(default_tile(kernel, qtype, tokens, H100), Tile) for tokens in BUCKETS)
     assert TUNING["gated few", 1].rows == 32
+
+
+def test_ctrl_c_ends_compiling_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the processes that compile ignore it."""
+    pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    heard = list[object]()
+
+    def interrupt(*_: object) -> None:
+        heard.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(GPUTarget("cuda", 90, 32)))
+    monkeypatch.setattr(compile_ahead, "wait", interrupt)
+    monkeypatch.setattr(compile_ahead, "ProcessPoolExecutor", lambda processes, _: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(compile_ahead, "_compile", lambda target, request: heard.append(request))
+    with pytest.raises(KeyboardInterrupt):
+        compile_ahead.compile_ahead([Request("module", "kernel", "words")], 1, 300.0)
+    assert signal.SIG_IGN not in heard and len(heard) == 2
 
 
 @pytest.mark.slow
