@@ -212,8 +212,8 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
     }
     routers = {o.router.qtype for o in inside if isinstance(o, Route)}
     return Shapes(
-        tuple(sorted(matmuls)),
-        tuple(sorted(heads - matmuls)),
+        matmuls,
+        tuple(sorted(heads - {*matmuls})),
         tuple(attention),
         ((config.d_model, widest),),
         tuple(sorted(tables)),
@@ -248,9 +248,10 @@ def _slice_rows(unit: Unit, config: ModelConfig, ranks: int) -> set[int]:
     return {cut.bounds(config, unit.by_role, (rows / n,) * n)[1] for n in counts} - {0}
 
 
-def _thin_types(operations: list[Operation]) -> set[tuple[str, int, int]]:
+def _thin_types(operations: list[Operation]) -> tuple[tuple[str, int, int], ...]:
     """The shapes of plain products: all of the WHOLE_TYPES types with most bytes, and of each other type the one with
-    most. A mix of fifteen types would else take fifteen times as long; other shapes' times follow from that one."""
+    most. A mix of fifteen types would else take fifteen times as long; other shapes' times follow from that one. Those
+    of most bytes come first: from the others' times it would not follow what these take."""
     weighed: Counter[tuple[str, int, int]] = Counter()
     for operation in operations:
         for shape in _shapes_of([operation]):
@@ -260,7 +261,8 @@ def _thin_types(operations: list[Operation]) -> set[tuple[str, int, int]]:
         by_type[shape[0]] += nbytes
     whole = {qtype for qtype, _ in by_type.most_common(WHOLE_TYPES)}
     heaviest = {max((w, s) for s, w in weighed.items() if s[0] == qtype)[1] for qtype in by_type}
-    return {shape for shape in weighed if shape[0] in whole} | heaviest
+    ranked = sorted(weighed, key=lambda shape: (-weighed[shape], shape))
+    return tuple(shape for shape in ranked if shape[0] in whole or shape in heaviest)
 
 
 def _shapes_of(operations: Iterable[Operation]) -> set[tuple[str, int, int]]:

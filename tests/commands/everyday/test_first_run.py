@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from cli_world import World, edit_json, made_up_profile, make_world
+from planner_cases import make_model
 
 from pshard.commands import cli_plan, cli_run
 from pshard.commands.program import one_program
@@ -265,3 +266,16 @@ def test_compiling_kernels_is_no_part_of_a_short_profiles_limit(monkeypatch: pyt
     request, gpu = measure.ProfileRequest("cuda", effort, None, None, "x"), cast(Any, SimpleNamespace())
     _, given, spent = measure.prepare_kernels(request, gpu, [], [])
     assert spent >= 0.02 and given == [COMPILE_SECONDS]
+
+
+def test_a_short_profile_times_the_matrices_of_which_a_token_reads_most_before_the_others() -> None:
+    """From a small matrix, which takes as long as its launch, times of large ones do not follow."""
+    from pshard.profile.effort import model_shapes, short_effort
+    from pshard.profile.measure import ProfileRequest, plan_jobs
+
+    shapes = model_shapes(make_model())
+    jobs = plan_jobs(ProfileRequest("cpu", short_effort(32 << 20, 16 << 30), shapes, None, "x"), False)
+    (first,) = [job.label for job in jobs if not job.optional and "matmul" in job.label]
+    sizes = [rows * cols for _, rows, cols in shapes.matmuls]
+    rows, cols = map(int, first.split()[-1].split("x"))
+    assert rows * cols == max(sizes) > 4 * min(sizes)
