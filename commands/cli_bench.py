@@ -164,10 +164,8 @@ def _describe_published(made: str) -> str:
     """Which published strategy a plan is, or was before it was improved; empty for the planner's own."""
     from pshard.planner.published.strategies import IMPROVED, NAMES
 
-    if made in NAMES:
-        return f"the published strategy {made!r}"
     name = made.removeprefix(IMPROVED)
-    return f"the published strategy {name!r}, improved" if name in NAMES else ""
+    return f"the published strategy {name!r}" + ", improved" * (name != made) if name in NAMES else ""
 
 
 def _setting(opened: "Opened", strategy: str, environment: Any, command: str) -> "BenchSetting":

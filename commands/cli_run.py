@@ -22,6 +22,7 @@ from pshard.commands.parsing.text_flags import (
 )
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request, planned_flags
 from pshard.errors import UserError
+from pshard.print_table import count_mib
 from pshard.speculation import NONE
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def _generate(
         print(cut, file=sys.stderr)
     rate = f", then {ran.rate(n):.1f} tok/s" if n > 1 else ""
     place = "on the accelerator" if engine.device.kind == "cuda" else "of the budget"
-    used, budget = (-(-nbytes // (1 << 20)) for nbytes in (ranks[0].accelerator, ranks[0].budget))  # as plans say it
+    used, budget = map(count_mib, (ranks[0].accelerator, ranks[0].budget))
     print(
         f"{n} tokens; first after {ran.first:.3f} s{rate}; {used} of {budget} MiB {place}, "
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",

@@ -10,9 +10,8 @@ from pshard.planner.explain import WhatIf
 from pshard.planner.published.strategies import IMPROVED
 from pshard.planner.serving.show_promise import show_rate
 from pshard.planner.shown.machine_words import WITH_GPU, Words
-from pshard.planner.shown.memory_use import count_mib
 from pshard.planner.tier_alone import NOTABLE, TierAlone
-from pshard.print_table import new_table, print_whole
+from pshard.print_table import count_mib, new_table, print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.outlook import Outlook
 from pshard.units.moe.expert_cache import DEMAND

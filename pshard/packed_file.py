@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+from pshard.errors import name_cause
 from pshard.jsonio import from_json, open_regular, parse_json, to_json
 from pshard.on_disk import BLOCK, Located, lies_as_used, may_move, piece_rows
 from pshard.paths import cache_dir
@@ -215,7 +216,7 @@ def find_packed(file: Located, folder: Path) -> tuple[PackedFile | None, str]:
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError) as error:
-        return None, f"{place} is not used: {getattr(error, 'strerror', None) or error}"
+        return None, f"{place} is not used: {name_cause(error)}"
     right = describe_contents(file)
     if (packed.contents, len(packed.checks)) != (right, right.pieces):
         return None, f"{place} is not used: the model's file is another than the one that was packed"

@@ -30,6 +30,11 @@ def show_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def count_mib(nbytes: int) -> int:
+    """MiB that hold so many bytes."""
+    return -(-nbytes // (1 << 20))
+
+
 def print_whole(table: "Table", out: "Console") -> None:
     """Print a table as wide as it is: on a pipe a console is 80 columns wide, and would cut words and figures off.
     What a file or a pipe gets has no spaces at the ends of lines, as cells and titles are filled up with."""

@@ -11,9 +11,8 @@ from pshard.on_host import list_beyond
 from pshard.plan import Variant
 from pshard.planner.check_plan import count_host_bytes
 from pshard.planner.price.host_limits import count_hosts
-from pshard.print_table import show_size
+from pshard.print_table import count_mib, show_size
 from pshard.routing.followed import under_plan
-from pshard.workload import MIB
 
 LEFT = 8  # a plan that leaves less than this part of host memory is worth a word
 GIB = 1 << 30
@@ -35,11 +34,6 @@ class MemoryUse:
     def host(self) -> str:
         """Host memory in words."""
         return f"{show_bytes(self.host_bytes)} of {show_size(self.host_memory_bytes)}"
-
-
-def count_mib(nbytes: int) -> int:
-    """MiB that hold so many bytes."""
-    return -(-nbytes // MIB)
 
 
 def show_bytes(nbytes: int) -> str:

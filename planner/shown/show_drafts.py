@@ -85,8 +85,17 @@ def _make_rows(
         rates = tuple(said.rate(planned, acceptance) for acceptance in compared)
         tokens, gap = said.acceptance.mean_tokens(planned.drafts), planned.step / planned.bound - 1
         even = said.break_even(planned) if planned.drafts else None
-        steps = planned.step, planned.beside, gap
-        yield DraftRow(planned.drafts, tokens, *steps, rates, even, used, round_seconds=planned.round_seconds)
+        yield DraftRow(
+            planned.drafts,
+            tokens,
+            seconds=planned.step,
+            beside=planned.beside,
+            gap=gap,
+            rates=rates,
+            break_even=even,
+            experts=used,
+            round_seconds=planned.round_seconds,
+        )
 
 
 def print_drafts(table: DraftTable, out: "Console") -> None:
