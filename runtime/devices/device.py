@@ -8,6 +8,7 @@ import contextlib
 import gc
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
@@ -38,6 +39,8 @@ KERNEL_RECEIVE_BYTES = 512 << 10  # from the device little goes besides
 # many the one that was not used for the longest time goes
 MOST_PROMPT_GRAPHS = 384  # three tiers of 64 layers
 MOST_GRAPHS = MOST_PROMPT_GRAPHS + 900
+# a stretch whose only work is copies has an empty graph, which is right
+warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
 
 class Device(Protocol):
