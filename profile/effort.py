@@ -32,6 +32,7 @@ COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
 MANY_SMALL = Experts(128, 8, 768)
 WHOLE_TYPES = 4  # of a model, whose shapes are all timed
+MOST_PAIRS = 6  # of a model's types of gates and of downs, that are timed as they are
 SHORT_SECONDS, COMPILE_SECONDS = 8.0, 30.0  # of a first run's profile
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 TYPICAL = (  # experts and routers of the grid
@@ -218,7 +219,11 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
         ((config.d_model, widest),),
         tuple(sorted(tables)),
         min(config.context, 16384),
-        tuple((gate, down, d_model, replace(rule, d_expert=n)) for gate, down, n in sorted(experts) if rule),
+        tuple(
+            (gate, down, d_model, replace(rule, d_expert=n))
+            for gate, down, n in sorted(_thin_pairs(experts, d_model))
+            if rule
+        ),
         routers=tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
         latent=tuple(
             dict.fromkeys(AttendLatent(o.n_heads, o.rank, o.rope) for o in inside if isinstance(o, AttendLatent))
@@ -263,6 +268,17 @@ def _thin_types(operations: list[Operation]) -> tuple[tuple[str, int, int], ...]
     heaviest = {max((w, s) for s, w in weighed.items() if s[0] == qtype)[1] for qtype in by_type}
     ranked = sorted(weighed, key=lambda shape: (-weighed[shape], shape))
     return tuple(shape for shape in ranked if shape[0] in whole or shape in heaviest)
+
+
+def _thin_pairs(experts: set[tuple[str, str, int]], d_model: int) -> set[tuple[str, str, int]]:
+    """Types of gates and of downs with an expert's rows: all that occur; where they are many, each type with itself,
+    from which `ExpertTables` puts pairs together. A mix of eight types has twenty pairs."""
+    rows = {n for _, _, n in experts}
+    types = {qtype for gate, down, _ in experts for qtype in (gate, down)}
+    fits = all(n % QUANT_TYPES[qtype].block == 0 for n in (*rows, d_model) for qtype in types)
+    if len({pair[:2] for pair in experts}) <= MOST_PAIRS or not fits:
+        return experts
+    return {(qtype, qtype, n) for qtype in types for n in rows}
 
 
 def _shapes_of(operations: Iterable[Operation]) -> set[tuple[str, int, int]]:

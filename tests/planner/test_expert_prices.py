@@ -96,6 +96,17 @@ def test_the_layer_that_is_most_alike_is_looked_up() -> None:
     assert price(both, layer("Q8_0"), 4096) == price(profile, layer("Q8_0"), 4096)
 
 
+@pytest.mark.parametrize("tokens", [1, 256, 4096])
+def test_a_pair_of_types_is_put_together_from_both_timed_with_themselves(tokens: int) -> None:
+    gates = timed(lambda n: 3e-5 * n, shape=("IQ2_XXS", "IQ2_XXS", 128, 8, 768, 2048))
+    downs = timed(lambda n: 9e-5 * n, shape=("IQ3_S", "IQ3_S", 128, 8, 768, 2048))
+    mixed = replace(layer("IQ2_XXS"), down=layer("IQ3_S").down)
+    both = replace(gates, experts=gates.experts + downs.experts)
+    assert price(both, mixed, tokens) == pytest.approx(5e-5 * tokens)
+    exact = timed(lambda n: 1e-5 * n, shape=("IQ2_XXS", "IQ3_S", 128, 8, 768, 2048))
+    assert price(replace(both, experts=both.experts + exact.experts), mixed, tokens) == pytest.approx(1e-5 * tokens)
+
+
 def test_a_larger_router_takes_longer_in_proportion_and_a_smaller_one_what_was_timed() -> None:
     routes = tuple(RouteTiming("acc", "F32", 128, 8, 2048, n, 1e-6 * n) for n in TOKENS)
     profile = replace(PROFILE, routes=routes)

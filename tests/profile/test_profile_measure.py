@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -251,6 +252,21 @@ def test_a_model_with_experts_adds_these_and_its_router_and_no_stack_as_a_matrix
     assert [job.optional for job in jobs] == [False, False, True, True]  # the grid's are the last
     alike = replace(shapes, experts=(("Q4_0", "Q8_0", 64, replace(RULE, scale=2.5)),))
     assert len([job for job in list_jobs("host", TINY, alike) if "experts" in job.label]) == 1
+
+
+@pytest.mark.parametrize("layers", [6, 7])
+def test_types_of_experts_are_timed_in_pairs_or_each_with_itself_where_pairs_are_many(layers: int) -> None:
+    types = ("Q8_0", "Q4_0", "IQ4_NL", "Q5_0", "MXFP4", "Q5_1", "Q4_1", "Q8_0")[: layers + 1]
+    spec = ExpertsFile(Experts(8, 2, 96)).spec
+    (experts,) = [unit for unit in spec.units if unit.kind.parts][:1]
+    units = []
+    for number, (gate, down) in enumerate(pairwise(types)):
+        tensors = (
+            replace(t, qtype=down if "down_exps" in t.name else gate if t.parts else t.qtype) for t in experts.tensors
+        )
+        units.append(replace(experts, name=f"experts.{number}", layer=number, tensors=tuple(tensors)))
+    found = {shape[:2] for shape in model_shapes(replace(spec, units=(spec.units[0], *units, spec.units[-1]))).experts}
+    assert found == (set(pairwise(types)) if layers == 6 else {(t, t) for t in types})
 
 
 def test_slices_of_experts_are_timed_where_several_devices_may_share_them():

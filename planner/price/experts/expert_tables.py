@@ -5,7 +5,7 @@ curve of whole layers. Above the last count the layer takes longer in proportion
 """
 
 from collections import defaultdict
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import log
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -14,6 +14,8 @@ from pshard.quant import packed_nbytes
 from pshard.routing.expert_uses import Uses, work_share
 from pshard.times.curves import Curve, curve_through, interpolate
 from pshard.units.operations import ExpertProducts, Route, used_share
+
+GATES = 2 / 3  # of an expert's time are its gate's and up's: two matrices of three
 
 
 @dataclass(frozen=True)
@@ -100,26 +102,41 @@ class ExpertTables:
     def experts(self, device: str, products: ExpertProducts, tokens: float, uses: Uses = ()) -> float | None:
         """Seconds of the products of those experts that `products` has, for so many tokens of the layer.
 
-        n of a layer's E experts take n/E of what all take, or what a record says of their `uses`. A layer that was not
-        timed takes what the one most like it takes when each of its experts gets as many tokens, for each expert that
-        is used, scaled by bytes of weights up to SMALL_BATCH tokens of each, and by arithmetic above.
+        n of a layer's E experts take n/E of what all take, or what a record says of their `uses`. One whose types were
+        timed each with itself takes GATES of what its gates' type takes, and the rest of what that of its downs takes.
+        Another layer that was not timed takes what the one most like it takes when each of its experts gets as many
+        tokens, for each expert that is used, scaled by bytes of weights up to SMALL_BATCH tokens of each, and by
+        arithmetic above.
         """
-        timed = self._layers.get(device)
-        if not timed:
+        if not self._layers.get(device):
             return None
         gate, down = products.gate, products.down
         f = gate.rows // gate.parts
         layer = LayerShape(gate.qtype, down.qtype, products.of, products.chosen, f, gate.cols)
+        few = tokens * layer.used / layer.touched(tokens) <= SMALL_BATCH  # of each expert
+        here = work_share(products, tokens, few, uses)
+        parts = self._take_apart(device, layer)
+        return here * sum(share * self._whole(device, part, tokens, few) for part, share in parts)
+
+    def _take_apart(self, device: str, layer: LayerShape) -> tuple[tuple[LayerShape, float], ...]:
+        """Layers that were timed and that this one's time is put together from, with their shares; else itself."""
+        timed = self._layers[device]
+        gates = replace(layer, down_qtype=layer.gate_qtype)
+        downs = replace(layer, gate_qtype=layer.down_qtype)
+        if layer not in timed and gates in timed and downs in timed:
+            return (gates, GATES), (downs, 1 - GATES)
+        return ((layer, 1.0),)
+
+    def _whole(self, device: str, layer: LayerShape, tokens: float, few: bool) -> float:
+        """Seconds of all of a layer's experts, by it or by the one most like it. few: see `experts`."""
+        timed = self._layers[device]
         if (device, layer) not in self._nearest:
             self._nearest[device, layer] = layer if layer in timed else min(timed, key=layer.unlikeness)
         near = self._nearest[device, layer]
-        at = max(1.0, tokens * layer.load / near.load)
-        each = tokens * layer.used / layer.touched(tokens)
-        size = layer.nbytes / near.nbytes if each <= SMALL_BATCH else layer.elements / near.elements
-        here = work_share(products, tokens, each <= SMALL_BATCH, uses)
-        curve = timed[near]
+        at, curve = max(1.0, tokens * layer.load / near.load), timed[near]
+        size = layer.nbytes / near.nbytes if few else layer.elements / near.elements
         seconds = near.touched(min(at, curve[-1][0])) * interpolate(curve, at)
-        return here * size * layer.touched(tokens) / near.touched(at) * seconds
+        return size * layer.touched(tokens) / near.touched(at) * seconds
 
     def read(self, expert_nbytes: int, nbytes: float, tokens: float) -> float | None:
         """Seconds in which an accelerator reads `nbytes` of a layer's experts over the link, by the timed ones that are
