@@ -20,6 +20,7 @@ from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.profile_tables import Tables, find_tables
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.plan_host_slots import WAVES, plan_host_slots
+from pshard.planner.routing.prefer_slots import likely_seconds, prefer_slots
 from pshard.planner.routing.slot_promises import gains_by_width, list_pools, list_widths, share_out
 from pshard.predicted_times import round_seconds
 from pshard.routing.followed import hold_slots
@@ -55,7 +56,7 @@ def plan_disk_slots(
         return variant
     _, best = min(found, key=lambda each: round_seconds(each[0]))
     found += [(each, way) for way in best.in_waves(record is not None) for each in search.place(way)]
-    chosen, best = min(found, key=lambda each: round_seconds(each[0]))
+    chosen, best = search.choose(found)
     wide = [each for way in best.widen(variant.workload) for each in search.place(way) if gains_by_width(chosen, each)]
     # of equal ones the first: a round may have no short prompts, which gain
     best_of_all = min([*wide, variant, chosen], key=round_seconds)
@@ -129,6 +130,17 @@ class _Search:
         left = task.room.arena - max(tier.buffers.total - tier.buffers.cached for tier in tiers)
         caches = tuple(share_out(self.spec, pools, left))
         return [self._predict(caches, far, way)] if len(caches) == len(pools) else []
+
+    def choose(self, found: "list[tuple[Variant, _Way]]") -> "tuple[Variant, _Way]":
+        """The plan with the shortest round; of those about as short the likely one, where nothing was recorded."""
+
+        def seconds(each: "tuple[Variant, _Way]") -> float:
+            return round_seconds(each[0])
+
+        found = [each for each in found if seconds(each) < round_seconds(self.variant)] or found
+        if self.record:
+            return min(found, key=seconds)
+        return prefer_slots(found, seconds, lambda each: likely_seconds(each[0], self._price))
 
     def bound(self, variant: Variant) -> Variant:
         """A plan that was tried with its bounds, which take longer than the rest of a try."""

@@ -25,6 +25,7 @@ from pshard.planner.price.host_limits import kept_bytes
 from pshard.planner.price.profile_tables import Tables, find_tables, seconds_from
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.crowd_layer import crowd_layer
+from pshard.planner.routing.prefer_slots import likely_seconds, prefer_slots
 from pshard.planner.routing.slot_promises import Pool, gains_by_width, list_pools, list_widths, share_out
 from pshard.planner.search.residency_order import order_nested, spread
 from pshard.predicted_times import count_swept, round_seconds
@@ -58,9 +59,12 @@ def plan_host_slots(
     tried += [each for base in _choose(tried) for each in replace(base.way, crowds=True).try_all(1, None)]
     for best in (*_choose(tried), *_choose(in_waves)):
         found += best.way.try_all(MOST_REPLAYS if record else MOST_TRIED, record)
+    found = [each for each in found if each.seconds < round_seconds(variant)]
+    if found and not record:
+        found = [prefer_slots(found, attrgetter("seconds"), _Found.likely_seconds)]
     for narrow in _choose(found):  # of equal ones the first: a round may have no short prompts, which gain
         found = [*_widen(narrow, record), narrow]
-    chosen = next((each.bound() for each in _choose(found) if each.seconds < round_seconds(variant)), variant)
+    chosen = next((each.bound() for each in _choose(found)), variant)
     return replace(chosen, considered=variant.considered)
 
 
@@ -189,7 +193,7 @@ class _Way:
         with suppress(ValueError):  # no sweep is possible where the host keeps rows between two slots
             found = self._place(staying, beyond.host, record)
         if found is not None:
-            yield _Found(round_seconds(found) + self._count_switch(found), found, self, staying)
+            yield _Found(round_seconds(found) + self.count_switch(found), found, self, staying)
 
     def _place(self, staying: int, host: int, record: RoutingRecord | None) -> Variant | None:
         """The base with so many layers of experts in host memory, as many as fit in VRAM, and all others on disk, with
@@ -294,7 +298,7 @@ class _Way:
         rank = replace(rank, tiers=drafted, pin_order=order.pin_order, kv_order=order.kv_order, caches=caches)
         return predict_again(replace(base, plan_needed=True, ranks=(rank,)), task, bounded=False)
 
-    def _count_switch(self, variant: Variant) -> float:
+    def count_switch(self, variant: Variant) -> float:
         """Seconds of reading what answers have in VRAM and prompts on disk, once a round."""
         first, *_, last = variant.ranks[0].tiers
         pairs = zip(first.placements, last.placements)
@@ -312,6 +316,10 @@ class _Found:
     variant: Variant
     way: _Way
     staying: int
+
+    def likely_seconds(self) -> float:
+        """The same where slots find what is likely."""
+        return likely_seconds(self.variant, self.way.search.price) + self.way.count_switch(self.variant)
 
     def bound(self) -> Variant:
         """The plan with its bounds, which take longer than the rest of a try."""

@@ -107,9 +107,14 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
     return tuple(found)
 
 
+def likely_share(room: float) -> float:
+    """What share of one text's choices is likely found in slots on demand that have room for this share of experts."""
+    return room**LIKELY
+
+
 def _describe_slots(cache: ExpertCache, is_recorded: bool) -> Slots:
     brought = round(cache.admitted * cache.slot_bytes)
-    likely = cache.found**LIKELY if cache.is_on_demand and cache.width == 1 and not is_recorded else None
+    likely = likely_share(cache.found) if cache.is_on_demand and cache.width == 1 and not is_recorded else None
     return Slots(
         cache.slots, len(cache.units), cache.policy, cache.admits, cache.found, cache.admitted, brought, likely
     )

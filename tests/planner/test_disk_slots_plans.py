@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import pytest
 from experts_file import ExpertsFile
+from hypothesis import given
+from hypothesis import strategies as st
 from routing_samples import make_drifting_record
 from test_three_homes import MIB, make_machine, no_process  # noqa: F401
 
@@ -26,6 +29,7 @@ from pshard.planner.price.predict_published import Predictor
 from pshard.planner.routing.check_caches import check_caches
 from pshard.planner.routing.crowd_layer import crowd_layer
 from pshard.planner.routing.plan_slots import plan_slots
+from pshard.planner.routing.prefer_slots import ALIKE, prefer_slots
 from pshard.planner.routing.slot_promises import list_pools, share_out
 from pshard.planner.time_steps import time_steps
 from pshard.predicted_times import first_token_seconds, round_seconds, tier_seconds
@@ -155,8 +159,8 @@ def test_slots_promise_what_the_widest_step_that_uses_them_finds() -> None:
     assert not followed.hits_of(cache.units[0], 64, 64)
 
 
-@pytest.mark.quick("46-cpu-32")
-@pytest.mark.parametrize(("mib", "kind", "followed"), [(20, "cuda", 16), (46, "cpu", 32)])
+@pytest.mark.quick("48-cpu-32")
+@pytest.mark.parametrize(("mib", "kind", "followed"), [(24, "cuda", 16), (48, "cpu", 32)])
 def test_short_prompts_read_what_slots_lack_of_the_experts_that_they_use(
     monkeypatch: pytest.MonkeyPatch, mib: int, kind: str, followed: int
 ) -> None:
@@ -198,9 +202,33 @@ def test_short_prompts_read_whole_layers_where_these_come_sooner() -> None:
 @pytest.mark.slow
 def test_slots_too_few_for_a_layer_of_short_prompts_serve_decoding() -> None:
     spec = ExpertsFile(replace(RULE, count=64, d_expert=64), layers=4, d_model=128).spec
-    (cache,) = plan_beside_gpu(8, 8, spec)[1].ranks[0].caches
+    (cache,) = plan_beside_gpu(3, 8, spec)[1].ranks[0].caches
     assert cache.tokens == FOLLOW_TOKENS
     assert least_slots(spec, cache) <= cache.slots < least_slots(spec, replace(cache, tokens=16))
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 2.0), st.floats(0.1, 9.0)), min_size=1, max_size=6))
+def test_of_rounds_that_take_about_as_long_the_likely_shortest_is_chosen(rounds: list[tuple[float, float]]) -> None:
+    chosen = prefer_slots(rounds, itemgetter(0), itemgetter(1))
+    least = min(seconds for seconds, _ in rounds)
+    assert chosen[0] <= ALIKE * least
+    assert not any(seconds <= ALIKE * least and likely < chosen[1] for seconds, likely in rounds)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_without_a_record_slots_are_preferred_to_whole_layers_that_are_as_good(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whole layers are at most a little better if all experts are used alike, and much worse if they are not."""
+
+    def plan() -> Variant:
+        return plan_both(make_machine(46 * MIB), 46)[1] if kind == "cpu" else plan_anew(24, 14, SMALL, 1e9, 40)[1]
+
+    preferred = plan()
+    monkeypatch.setattr("pshard.planner.routing.prefer_slots.ALIKE", 1.0)
+    by_the_floor = plan()
+    assert round_seconds(preferred) <= ALIKE * round_seconds(by_the_floor)
+    assert preferred.ranks[0].caches[0].slots >= by_the_floor.ranks[0].caches[0].slots
 
 
 def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
