@@ -89,6 +89,7 @@ def _main(argv: list[str]) -> int:
     request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
 
     from pshard.routing.followed import keep_slots
+    from pshard.runtime.kernels.gpu.count_compiled import count_compiled
     from pshard.runtime.ranks.started import started_ranks
     from pshard.session.choose_drafts import choose_drafts
     from pshard.session.lead_ranks import follow_rank_0, lead_ranks, load_on_ranks
@@ -120,7 +121,10 @@ def _main(argv: list[str]) -> int:
     with lead_ranks(group), load_on_ranks(opened, group, variant, filled, **how) as engine:
         for note in (*opened.file.notes, *doubts, *engine.notes, *filter(None, [why])):
             print(f"note: {note}", file=sys.stderr)
+        compiled = count_compiled() if engine.device.kind == "cuda" else None
         _generate(engine, ids, args, sampling, grammar, drafts)
+        if compiled and (line := compiled.describe()):
+            print(f"note: {line}", file=sys.stderr)
         if args.record_acceptance and drafts:
             _record_acceptance(opened, drafts)
         if records:

@@ -34,6 +34,7 @@ MANY_SMALL = Experts(128, 8, 768)
 WHOLE_TYPES = 4  # of a model, whose shapes are all timed
 MOST_PAIRS = 6  # of a model's types of gates and of downs, that are timed as they are
 SHORT_SECONDS, COMPILE_SECONDS = 8.0, 30.0  # of a first run's profile
+SHORT_GPU_SECONDS = 16.0  # of one of a GPU, whose pool, link and graphs are made first
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 TYPICAL = (  # experts and routers of the grid
     (("Q4_0", "Q4_0", 2048, MANY_SMALL), ("MXFP4", "MXFP4", 2880, FEW_LARGE)),

@@ -68,6 +68,7 @@ from pshard.runtime.kernels.gpu.tiles.kernel_failures import describe_failure, i
 from pshard.times.gpu_tiles import TileChoice
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 
+COMPILING = "compiling GPU kernels"  # as progress says it
 AGAIN = 0.15  # of the kernels' time, that timing disturbed ones again may take
 
 Progress = Callable[[str, float], None]  # what begins now, and the share of the work that is done
@@ -117,7 +118,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         figures = _measure_host(request, host)
         progress("link", 0.05)
         link = _measure_link(request.effort, device, host)
-        progress("tiles" if acc is None else "compiling GPU kernels", 0.08)
+        progress("tiles" if acc is None else COMPILING, 0.08)
         jobs = plan_jobs(request, acc is not None)
         tiles, jobs, spent = prepare_kernels(request, acc, jobs, notes)
         started += spent

@@ -23,7 +23,7 @@ def ensure_profile(request: RunRequest, say: "Callable[[str], None]") -> RunRequ
     profile. Returns the request with their places then. Raises UserError for a model that cannot be read, and for a
     cache folder that is none.
     """
-    from pshard.profile.effort import COMPILE_SECONDS, SHORT_SECONDS
+    from pshard.profile.effort import SHORT_GPU_SECONDS, SHORT_SECONDS
     from pshard.registries.profile_store import check_profile_place, default_profile_path, save_profile
 
     place = default_profile_path()
@@ -41,19 +41,35 @@ def ensure_profile(request: RunRequest, say: "Callable[[str], None]") -> RunRequ
         request = replace(request, profile=place, registry=registry)
     started = time.monotonic()
     with stage_bar("measuring this machine") as show:
-        profile = measure_briefly(request.model, show)
+        stages = _Stages(show)
+        profile = measure_briefly(request.model, stages.begin)
     save_profile(profile, place)
     kept = "" if is_unsaved(place) else f"; kept in {place}"
     seconds = time.monotonic() - started
-    say(f"profile: this machine was measured, briefly, in {seconds:.1f} s{kept}")
+    compiling = f", of which GPU kernels were compiled for {stages.compiling:.1f} s" if stages.compiling >= 1.0 else ""
+    say(f"profile: this machine was measured, briefly, in {seconds:.1f} s{compiling}{kept}")
+    usual = SHORT_SECONDS if profile.accelerators[0].kind == "cpu" else SHORT_GPU_SECONDS
     if profile.busy:
         say(f"note: the machine is busy: {profile.busy}")
-    elif seconds > SHORT_SECONDS + (0.0 if profile.accelerators[0].kind == "cpu" else COMPILE_SECONDS):
-        say(
-            f"note: this machine is slow or busy, elsewhere it takes {SHORT_SECONDS:.0f} s; profile again when it rests"
-        )
+    elif seconds - stages.compiling > usual:
+        say(f"note: this machine is slow or busy, elsewhere it takes {usual:.0f} s; profile again when it rests")
     say("         when there is time, a longer look makes better plans: pshard profile")
     return request
+
+
+class _Stages:
+    """Hears what begins for a bar, and how long kernels were compiled."""
+
+    def __init__(self, show: "Callable[[str, float], None]") -> None:
+        self._show, self._began, self.compiling = show, 0.0, 0.0
+
+    def begin(self, label: str, share: float) -> None:
+        from pshard.profile.measure import COMPILING
+
+        if self._began:
+            self.compiling += time.monotonic() - self._began
+        self._began = time.monotonic() if label == COMPILING else 0.0
+        self._show(label, share)
 
 
 def measure_briefly(model: Path, show: "Callable[[str, float], None]") -> "MachineProfile":

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,18 @@ from typing import Any, cast
 
 import pytest
 from cli_world import World, edit_json, made_up_profile, make_world
+from manual_clock import ManualClock
 from planner_cases import make_model
 
 from pshard.commands import cli_plan, cli_run
 from pshard.commands.program import one_program
-from pshard.machine import BUSY
+from pshard.machine import BUSY, MachineProfile
 from pshard.profile.effort import COMPILE_SECONDS, SHORT_SECONDS
+from pshard.profile.measure import COMPILING
 from pshard.registries.profile_store import save_profile
 from pshard.registries.store import load_registry
+from pshard.session.readiness import first_profile
+from pshard.session.run_request import RunRequest
 
 
 @pytest.fixture
@@ -194,6 +199,29 @@ def test_a_profile_of_a_busy_machine_is_told_by_whoever_plans_with_it(
     save_profile(quiet, world.profile)
     assert cli_plan.main([str(world.model), "--vram", "6"]) == 0
     assert "busy machine" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("timing", "slow"), [(9.0, False), (17.0, True)])
+def test_a_first_profile_tells_what_compiling_took_and_is_not_slow_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, timing: float, slow: bool
+) -> None:
+    clock, made = ManualClock(), made_up_profile()
+    gpu = replace(made.accelerators[0], kind="cuda")
+
+    def measure(model: Path, show: Callable[[str, float], None]) -> MachineProfile:
+        for label, seconds in (("link", 0.5), (COMPILING, 30.0), ("products", timing)):
+            show(label, 0.0)
+            clock.sleep(seconds)
+        return replace(made, accelerators=(gpu,))
+
+    world.profile.unlink()
+    monkeypatch.setattr(first_profile, "time", clock)
+    monkeypatch.setattr(first_profile, "measure_briefly", measure)
+    told: list[str] = []
+    first_profile.ensure_profile(RunRequest(world.model), told.append)
+    said = "\n".join(told)
+    assert f"briefly, in {30.5 + timing} s, of which GPU kernels were compiled for 30.0 s; kept in" in said
+    assert ("slow or busy, elsewhere it takes 16 s" in said) == slow
 
 
 def test_a_machine_without_a_gpu_hears_nothing_of_one(world: World, capsys: pytest.CaptureFixture) -> None:
