@@ -19,7 +19,7 @@ from pshard.runtime.kernels.gpu.products.triton_groups import (
     load_scales,
     lookup_tables,
 )
-from pshard.runtime.kernels.gpu.products.triton_mma import add_dot
+from pshard.runtime.kernels.gpu.products.triton_mma import add_dot, load1
 from pshard.runtime.kernels.gpu.products.triton_records import fetch_chunks, within
 
 _BIASES: tl.constexpr = tl.constexpr(0x80808080 - (1 << 32))  # -128, four times
@@ -183,7 +183,7 @@ def _scale_sums(parts, sums, ws, more, xs, chunk, last, width, BLOCKS: tl.conste
 @triton.jit
 def _x_scale(pointer, there, MASKED: tl.constexpr):
     """A scale of activations; zero of a chunk that is not there."""
-    value = tl.load(pointer)
+    value = load1(pointer).to(tl.float32, bitcast=True)
     return tl.where(there, value, 0.0) if MASKED else value
 
 

@@ -14,7 +14,15 @@ import triton.language as tl
 
 from pshard.runtime.kernels.codebooks import BOOK_TYPES
 from pshard.runtime.kernels.gpu.products.triton_decode import fp4_values, iq4_values, trits_of
-from pshard.runtime.kernels.gpu.products.triton_mma import and_xor, byte_of, load4, signed_byte_of, turn
+from pshard.runtime.kernels.gpu.products.triton_mma import (
+    and_xor,
+    byte_of,
+    load1,
+    load4,
+    load_long,
+    signed_byte_of,
+    turn,
+)
 
 # of every byte the highest 1, 2 or 4 bits
 _TOP1: tl.constexpr = tl.constexpr(0x80808080 - (1 << 32))
@@ -142,9 +150,9 @@ FACTORS = {"Q4_0": 16, "Q5_0": 8, "Q6_K": 4} | {qtype: kind.eighths for qtype, k
 
 
 @triton.jit
-def load_halves(pointer):
-    """Four consecutive float16 at a multiple of 8 bytes, as float32."""
-    both = tl.load(pointer.to(tl.pointer_type(tl.int64), bitcast=True))
+def load_halves(pointer, HOLD: tl.constexpr = True):
+    """Four consecutive float16 at a multiple of 8 bytes, as float32. HOLD: by the load that `load1` tells of."""
+    both = tl.load(pointer.to(tl.pointer_type(tl.int64), bitcast=True)) if HOLD else load_long(pointer)
     first, second = both.to(tl.int32), (both >> 32).to(tl.int32)
     return (
         first.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
@@ -163,9 +171,9 @@ def load_floats(pointer):
 
 
 @triton.jit
-def load_exponents(pointer):
-    """Four consecutive E8M0 bytes -> float32 halves of the powers they stand for."""
-    word = tl.load(pointer)
+def load_exponents(pointer, HOLD: tl.constexpr = True):
+    """Four consecutive E8M0 bytes -> float32 halves of the powers they stand for. HOLD: see `load_halves`."""
+    word = tl.load(pointer) if HOLD else load1(pointer)
     powers = ()
     for k in tl.static_range(4):
         e = byte_of(word, k)
@@ -180,7 +188,7 @@ def scale_words_q3(record, scales, s, four, q):
     at = record + (scales + four) // 4 + s * 48 + q // 2 * 4
     raw = ()
     for i in tl.static_range(6):
-        raw = raw + (tl.load(at + 8 * i),)  # noqa: RUF005
+        raw = raw + (load1(at + 8 * i),)  # noqa: RUF005
     words = ()
     for k in tl.static_range(8):
         low = raw[k % 4] >> (4 * (k // 4))

@@ -26,6 +26,7 @@ from pshard.runtime.kernels.gpu.products.triton_mma import (
     byte_of,
     count_bits,
     gather,
+    load1,
     load4,
     multiply_add,
     permute,
@@ -61,16 +62,16 @@ def load_raw(record, n, q, four, high, mins, QTYPE: tl.constexpr):
         return load4(record + n * 64 + q * 16 + four, False)
     elif QTYPE == "IQ1_S" or QTYPE == "IQ1_M":
         at = record + mins // 4 + n * 8 + four // 2
-        return (tl.load(record + n * 16 + q * 4 + four // 4), tl.load(at), tl.load(at + 1))
+        return (load1(record + n * 16 + q * 4 + four // 4), load1(at), load1(at + 1))
     else:
         raw = load4(record + high // 4 + n * 16 + four, False)
         if QTYPE == "IQ3_S" or QTYPE == "IQ3_XXS":
             at = record + n * 32 + q * 8 + four // 4
-            raw = raw + (tl.load(at), tl.load(at + 4))  # noqa: RUF005
+            raw = raw + (load1(at), load1(at + 4))  # noqa: RUF005
         else:
-            raw = raw + (tl.load(record + n * 16 + q * 4 + four // 4),)  # noqa: RUF005
+            raw = raw + (load1(record + n * 16 + q * 4 + four // 4),)  # noqa: RUF005
         if QTYPE == "IQ3_S" or QTYPE == "IQ2_S":
-            raw = raw + (tl.load(record + (mins + four) // 4 + n * 4),)  # noqa: RUF005
+            raw = raw + (load1(record + (mins + four) // 4 + n * 4),)  # noqa: RUF005
         return raw
 
 
@@ -224,11 +225,11 @@ def load_operand(row, c, q, QTYPE: tl.constexpr):
     """What meets the two words of `decode_rows`: activations of chunk c. row: of them, see `store_quantised`."""
     at = row + (c // 2 * 16 + c % 2 * 2)
     if QTYPE == "NVFP4":
-        low, up = tl.load(at + q * 4), tl.load(at + q * 4 + 1)
+        low, up = load1(at + q * 4), load1(at + q * 4 + 1)
         return permute(low, up, 0x5140), permute(low, up, 0x7362)
     else:
         at += q % 2 * 8 + q // 2
-        low, up = tl.load(at), tl.load(at + 4)
+        low, up = load1(at), load1(at + 4)
         if QTYPE == "IQ3_S" or QTYPE == "IQ3_XXS":
             return low, up
         else:
@@ -252,7 +253,7 @@ def load_scales(record, n, four, high, scales, mins, QTYPE: tl.constexpr):
     """
     if QTYPE == "NVFP4":
         at = record + (scales + four) // 4 + n * 8
-        return _e4m3_scales(tl.load(at)), _e4m3_scales(tl.load(at + 4))
+        return _e4m3_scales(tl.load(at)), _e4m3_scales(load1(at + 4))  # the first holds the layout: see `load1`
     else:
         first, second = _odd_words(record, n, four, high, scales, mins, QTYPE)
         return (byte_of(first, 0), byte_of(first, 1), byte_of(first, 2), byte_of(first, 3)), \
@@ -264,20 +265,20 @@ def _odd_words(record, n, four, high, scales, mins, QTYPE: tl.constexpr):
     """2n + 1 of the four rows, a byte each."""
     at = record + (scales + four) // 4
     if QTYPE == "IQ3_S":
-        first = (tl.load(at + n // 2 * 4) >> (n % 2 * 4).to(tl.int32)) & 0x0F0F0F0F
+        first = (load1(at + n // 2 * 4) >> (n % 2 * 4).to(tl.int32)) & 0x0F0F0F0F
         second = first
     elif QTYPE == "IQ2_S" or QTYPE == "IQ2_XS":
-        both = tl.load(at + n * 4)
+        both = load1(at + n * 4)
         first, second = both & 0x0F0F0F0F, (both >> 4) & 0x0F0F0F0F
     elif QTYPE == "IQ1_M":
         c = (n % 8).to(tl.int32)
         at += n // 8 * 24
-        low = tl.load(at + c // 2 * 4) >> (c % 2 * 4)
-        up = (tl.load(at + (4 + c // 4) * 4) >> (c % 4 * 2)) << 4
+        low = load1(at + c // 2 * 4) >> (c % 2 * 4)
+        up = (load1(at + (4 + c // 4) * 4) >> (c % 4 * 2)) << 4
         first, second = low & 0x07070707, ((low & 0x08080808) | (up & 0x30303030)) >> 3
     elif QTYPE == "IQ1_S":
         more = record + mins // 4 + n * 8 + four // 2
-        first = (permute(tl.load(more), tl.load(more + 1), 0x7531) >> 4) & 0x07070707
+        first = (permute(load1(more), load1(more + 1), 0x7531) >> 4) & 0x07070707
         second = first
     else:  # in the places of the eighth signs: every other bit of the highest bytes
         w = load4(record + high // 4 + n * 16 + four, True)

@@ -61,6 +61,16 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return (word << (24 - 8 * at)) >> 24
 
     @triton.jit
+    def load1(pointer):
+        """An int32, whatever the pointer is of."""
+        return tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True))
+
+    @triton.jit
+    def load_long(pointer):
+        """An int64, whatever the pointer is of."""
+        return tl.load(pointer.to(tl.pointer_type(tl.int64), bitcast=True))
+
+    @triton.jit
     def load4(pointer, KEEP: tl.constexpr):
         """Four consecutive int32 at a multiple of 16 bytes. KEEP: worth a place in L1."""
         return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
@@ -206,6 +216,25 @@ else:
     def signed_byte_of(word, at: tl.constexpr):
         """Byte number `at`, signed."""
         return permute(word, 0, 0x8880 + 0x1111 * at)
+
+    # For each of the compiler's own loads it walks the whole kernel for every operation of it, to find a layout. That
+    # was most of what compiling took. Numbers of one thread have but one layout, which a single load of its own, of a
+    # row's scales, holds to the end: without any the tile is put together another way. Not pure, as those are: so the
+    # machine code is the same.
+
+    @triton.jit
+    def load1(pointer):
+        """An int32, whatever the pointer is of."""
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def load_long(pointer):
+        """An int64, whatever the pointer is of."""
+        return tl.inline_asm_elementwise(
+            "ld.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+        )
 
     @triton.jit
     def load4(pointer, KEEP: tl.constexpr):

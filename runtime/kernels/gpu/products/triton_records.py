@@ -26,7 +26,9 @@ from pshard.runtime.kernels.gpu.products.triton_mma import (
     dot32,
     dot_unsigned,
     fetch_line,
+    load1,
     load4,
+    load_long,
     signed_byte_of,
     start_less,
 )
@@ -43,50 +45,51 @@ def within(n, last, MASKED: tl.constexpr):
 
 
 @triton.jit
-def scales_of_rows(record, n, four, scales, d, QTYPE: tl.constexpr):
-    """Scales of the four rows in chunk n, float32; for Q4_K and Q5_K without the superblock's."""
+def scales_of_rows(record, n, four, scales, d, QTYPE: tl.constexpr, HOLD: tl.constexpr = True):
+    """Scales of the four rows in chunk n, float32; for Q4_K and Q5_K without the superblock's. HOLD: see
+    `load_halves`."""
     if QTYPE == "TQ1_0" or QTYPE == "TQ2_0":
         return 1.0, 1.0, 1.0, 1.0
     elif QTYPE == "Q1_0":
-        return load_halves(record.to(tl.pointer_type(tl.float16), bitcast=True) + d // 2 + n // 4 * 16 + four)
+        return load_halves(record.to(tl.pointer_type(tl.float16), bitcast=True) + d // 2 + n // 4 * 16 + four, HOLD)
     elif QTYPE == "Q2_0":
-        return load_halves(record.to(tl.pointer_type(tl.float16), bitcast=True) + d // 2 + n // 2 * 16 + four)
+        return load_halves(record.to(tl.pointer_type(tl.float16), bitcast=True) + d // 2 + n // 2 * 16 + four, HOLD)
     elif QTYPE == "MXFP4":
-        return load_exponents(record + (d + four) // 4 + n * 4)
+        return load_exponents(record + (d + four) // 4 + n * 4, HOLD)
     elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
-        word = tl.load(record + (scales + four) // 4 + n * 4)
+        word = load1(record + (scales + four) // 4 + n * 4)
         return (byte_of(word, 0).to(tl.float32), byte_of(word, 1).to(tl.float32),
                 byte_of(word, 2).to(tl.float32), byte_of(word, 3).to(tl.float32))  # fmt: skip
     elif QTYPE == "IQ4_XS":
-        word = tl.load(record + (scales + four) // 4 + n * 4)
+        word = load1(record + (scales + four) // 4 + n * 4)
         return ((byte_of(word, 0) - 32).to(tl.float32), (byte_of(word, 1) - 32).to(tl.float32),
                 (byte_of(word, 2) - 32).to(tl.float32), (byte_of(word, 3) - 32).to(tl.float32))  # fmt: skip
     else:
         halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
-        return load_halves(halves + d // 2 + n * 16 + four)
+        return load_halves(halves + d // 2 + n * 16 + four, HOLD)
 
 
 @triton.jit
-def addends(record, n, four, scales, mins, dmin, QTYPE: tl.constexpr):
+def addends(record, n, four, scales, mins, dmin, QTYPE: tl.constexpr, HOLD: tl.constexpr = True):
     """What chunk n adds to a weight of the four rows, float32; for K-quants without the superblock's factor.
 
-    Q2_K: eight, those of the second 16 columns behind those of the first.
+    Q2_K: eight, those of the second 16 columns behind those of the first. HOLD: see `load_halves`.
     """
     if QTYPE == "Q2_K":
         word = record + (scales + four) // 4 + n * 8
-        first = (tl.load(word) >> 4) & 0x0F0F0F0F
-        second = (tl.load(word + 4) >> 4) & 0x0F0F0F0F
+        first = (load1(word) >> 4) & 0x0F0F0F0F
+        second = (load1(word + 4) >> 4) & 0x0F0F0F0F
         return (byte_of(first, 0).to(tl.float32), byte_of(first, 1).to(tl.float32),
                 byte_of(first, 2).to(tl.float32), byte_of(first, 3).to(tl.float32),
                 byte_of(second, 0).to(tl.float32), byte_of(second, 1).to(tl.float32),
                 byte_of(second, 2).to(tl.float32), byte_of(second, 3).to(tl.float32))  # fmt: skip
     elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
-        word = tl.load(record + (mins + four) // 4 + n * 4)
+        word = load1(record + (mins + four) // 4 + n * 4)
         return (byte_of(word, 0).to(tl.float32), byte_of(word, 1).to(tl.float32),
                 byte_of(word, 2).to(tl.float32), byte_of(word, 3).to(tl.float32))  # fmt: skip
     else:
         halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
-        return load_halves(halves + dmin // 2 + n * 16 + four)
+        return load_halves(halves + dmin // 2 + n * 16 + four, HOLD)
 
 
 @triton.jit
@@ -120,7 +123,7 @@ def _scaled_operands(pointer, xs, q, QTYPE: tl.constexpr, WIDE: tl.constexpr):
                     tl.where(q < 2, other[k % 2 * 2], other[k % 2 * 2 + 1]))  # fmt: skip
         else:
             at = pointer + k // 2 * 16 + k % 2 * 2 + q // 2
-            pair = (tl.load(at), tl.load(at + 4))
+            pair = (load1(at), load1(at + 4))
         if QTYPE == "Q3_K":
             start = start_less(EXCESS_Q3, pair[0], pair[1])
         else:
@@ -140,7 +143,7 @@ def _scaled_operands(pointer, xs, q, QTYPE: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _sum_pair(pointer, mask, MASKED: tl.constexpr):
     """Two consecutive float32 at a multiple of 8 bytes; zeros where not `mask`."""
-    both = tl.load(pointer.to(tl.pointer_type(tl.int64), bitcast=True))
+    both = load_long(pointer)
     if MASKED:
         both = tl.where(mask, both, 0)
     return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -269,18 +272,18 @@ def dot_records(
                         word = inner[4 * quarter + k]
                     else:
                         at = record + (scales + four) // 4 + n * 8 + q // 2 * 4
-                        word = tl.load(at) & 0x0F0F0F0F
+                        word = load1(at) & 0x0F0F0F0F
                     for row in tl.static_range(4):
                         row_codes = row_codes + (decode_scaled(raws[k], row, q, word, QTYPE),)  # noqa: RUF005
                 else:
                     if HALVES:
-                        low_word = tl.load(record + (scales + four) // 4 + n * 8)
-                        up_word = tl.load(record + (scales + four) // 4 + n * 8 + 4)
+                        low_word = load1(record + (scales + four) // 4 + n * 8)
+                        up_word = load1(record + (scales + four) // 4 + n * 8 + 4)
                         for row in tl.static_range(4):
                             both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
                             row_scale = row_scale + (both,)  # noqa: RUF005
                     else:
-                        row_scale = scales_of_rows(record, n, four, scales, d, QTYPE)
+                        row_scale = scales_of_rows(record, n, four, scales, d, QTYPE, quarter == 0 and k == 0)
                     for row in tl.static_range(4):
                         row_codes = row_codes + (decode(raws[k], row, q, QTYPE),)  # noqa: RUF005
                 codes = codes + (row_codes,)  # noqa: RUF005
@@ -340,10 +343,10 @@ def dot_records(
             n = here + q
             there = chunk + q < last
             beyond = chunk + q + 4 < last
-            first_added = addends(record, within(n, last, MASKED), four, scales, mins, dmin, QTYPE)
-            second_added = addends(record, within(n + 4, last, MASKED), four, scales, mins, dmin, QTYPE)
+            first_added = addends(record, within(n, last, MASKED), four, scales, mins, dmin, QTYPE, False)
+            second_added = addends(record, within(n + 4, last, MASKED), four, scales, mins, dmin, QTYPE, False)
             if SUPER:
-                less = load_halves(halves + dmin // 2 + here // 8 * 16 + four)
+                less = load_halves(halves + dmin // 2 + here // 8 * 16 + four, False)
             zero = tl.zeros((32 * WARPS,), tl.float32)
             more = ()
             for block in tl.static_range(BLOCKS):
