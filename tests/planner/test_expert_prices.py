@@ -96,6 +96,14 @@ def test_the_layer_that_is_most_alike_is_looked_up() -> None:
     assert price(both, layer("Q8_0"), 4096) == price(profile, layer("Q8_0"), 4096)
 
 
+def test_of_types_with_as_many_bytes_a_slice_takes_its_own() -> None:
+    each = {"IQ4_NL": 1e-5, "Q4_0": 9e-5, "Q4_K": 5e-5}
+    rows = [timed(lambda n, s=s: s * n, shape=(q, q, 128, 8, 768, 2048)).experts for q, s in each.items()]
+    both = replace(PROFILE, experts=sum(rows, ()), routes=())
+    for qtype, seconds in each.items():
+        assert price(both, layer(qtype, f=384), 1) == pytest.approx(seconds / 2)
+
+
 @pytest.mark.parametrize("tokens", [1, 256, 4096])
 def test_a_pair_of_types_is_put_together_from_both_timed_with_themselves(tokens: int) -> None:
     gates = timed(lambda n: 3e-5 * n, shape=("IQ2_XXS", "IQ2_XXS", 128, 8, 768, 2048))

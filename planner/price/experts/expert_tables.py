@@ -50,10 +50,12 @@ class LayerShape:
         return self.d_expert * self.d_model * (2 * gate + down)
 
     def unlikeness(self, other: "LayerShape") -> tuple:
-        """How far a layer is from this one in bytes of a weight, tokens and weights of an expert; ties by its name."""
+        """How far a layer is from this one in bytes of a weight, tokens and weights of an expert; ties by how many of
+        its types are others, as some types have equally many bytes, and by its name."""
         far = abs(log(other.nbytes / self.nbytes * self.elements / other.elements))
         far += abs(log(other.load / self.load)) + abs(log(other.elements / self.elements))
-        return far, astuple(other)
+        others = (other.gate_qtype != self.gate_qtype) + (other.down_qtype != self.down_qtype)
+        return far, others, astuple(other)
 
 
 @dataclass(frozen=True)
