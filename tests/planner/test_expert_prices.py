@@ -115,6 +115,16 @@ def test_a_pair_of_types_is_put_together_from_both_timed_with_themselves(tokens:
     assert price(replace(both, experts=both.experts + exact.experts), mixed, tokens) == pytest.approx(1e-5 * tokens)
 
 
+def test_slices_of_a_pair_of_types_are_put_together_from_slices_that_were_not_timed_either() -> None:
+    gates = timed(lambda n: 3e-5 * n, shape=("IQ2_XXS", "IQ2_XXS", 128, 8, 768, 2048))
+    downs = timed(lambda n: 9e-5 * n, shape=("IQ3_S", "IQ3_S", 128, 8, 768, 2048))
+    both = replace(gates, experts=gates.experts + downs.experts)
+    mixed = replace(layer("IQ2_XXS", f=256), down=layer("IQ3_S", f=256).down)
+    assert price(both, mixed, 1) == pytest.approx(5e-5 / 3)
+    whole = timed(lambda n: 1e-5 * n, shape=("IQ2_XXS", "IQ3_S", 128, 8, 768, 2048))
+    assert price(replace(both, experts=both.experts + whole.experts), mixed, 1) == pytest.approx(1e-5 / 3)
+
+
 def test_a_larger_router_takes_longer_in_proportion_and_a_smaller_one_what_was_timed() -> None:
     routes = tuple(RouteTiming("acc", "F32", 128, 8, 2048, n, 1e-6 * n) for n in TOKENS)
     profile = replace(PROFILE, routes=routes)

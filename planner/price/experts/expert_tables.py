@@ -29,6 +29,16 @@ class LayerShape:
     d_expert: int
     d_model: int
 
+    @property
+    def apart(self) -> tuple["LayerShape", "LayerShape"]:
+        """Like layers, one of its gates' type alone, and one of its downs'."""
+        return replace(self, down_qtype=self.gate_qtype), replace(self, gate_qtype=self.down_qtype)
+
+    @property
+    def of_any_size(self) -> "LayerShape":
+        """What layers of like experts have in common with slices of them."""
+        return replace(self, d_expert=0)
+
     def touched(self, tokens: float) -> float:
         """How many experts so many tokens are expected to use."""
         return self.experts * used_share(self.used, self.experts, tokens)
@@ -84,6 +94,7 @@ class ExpertTables:
         self._layers: dict[str, dict[LayerShape, Curve]] = defaultdict(dict)
         self._routers: dict[str, dict[RouterShape, Curve]] = defaultdict(dict)
         self._nearest: dict[tuple[str, LayerShape], LayerShape] = {}
+        self._parts: dict[tuple[str, LayerShape], tuple[tuple[LayerShape, float], ...]] = {}
         points: dict[tuple[str, LayerShape], list[tuple[float, float]]] = defaultdict(list)
         for e in profile.experts:
             layer = LayerShape(e.gate_qtype, e.down_qtype, e.experts, e.used, e.d_expert, e.d_model)
@@ -121,13 +132,16 @@ class ExpertTables:
         return here * sum(share * self._whole(device, part, tokens, few) for part, share in parts)
 
     def _take_apart(self, device: str, layer: LayerShape) -> tuple[tuple[LayerShape, float], ...]:
-        """Layers that were timed and that this one's time is put together from, with their shares; else itself."""
-        timed = self._layers[device]
-        gates = replace(layer, down_qtype=layer.gate_qtype)
-        downs = replace(layer, gate_qtype=layer.down_qtype)
-        if layer not in timed and gates in timed and downs in timed:
-            return (gates, GATES), (downs, 1 - GATES)
-        return ((layer, 1.0),)
+        """Layers that this one's time is put together from, with their shares, where its types were timed each with
+        itself and not together, in experts of its size or else of any; else itself."""
+        if (device, layer) not in self._parts:
+            own, timed = layer.apart, set(self._layers[device])
+            alike = {each.of_any_size for each in timed}
+            here = layer not in timed and timed.issuperset(own)
+            elsewhere = layer.of_any_size not in alike and alike.issuperset(each.of_any_size for each in own)
+            shares = (GATES, 1 - GATES)
+            self._parts[device, layer] = tuple(zip(own, shares)) if here or elsewhere else ((layer, 1.0),)
+        return self._parts[device, layer]
 
     def _whole(self, device: str, layer: LayerShape, tokens: float, few: bool) -> float:
         """Seconds of all of a layer's experts, by it or by the one most like it. few: see `experts`."""
