@@ -273,13 +273,15 @@ def _thin_types(operations: list[Operation]) -> tuple[tuple[str, int, int], ...]
 
 def _thin_pairs(experts: set[tuple[str, str, int]], d_model: int) -> set[tuple[str, str, int]]:
     """Types of gates and of downs with an expert's rows: all that occur; where they are many, each type with itself,
-    from which `ExpertTables` puts pairs together. A mix of eight types has twenty pairs."""
-    rows = {n for _, _, n in experts}
-    types = {qtype for gate, down, _ in experts for qtype in (gate, down)}
-    fits = all(n % QUANT_TYPES[qtype].block == 0 for n in (*rows, d_model) for qtype in types)
-    if len({pair[:2] for pair in experts}) <= MOST_PAIRS or not fits:
+    from which `ExpertTables` puts pairs together, if that is fewer. A mix of eight types has twenty pairs. Pairs stay
+    where an expert of one of their types alone would end within a block."""
+    if len({pair[:2] for pair in experts}) <= MOST_PAIRS:
         return experts
-    return {(qtype, qtype, n) for qtype in types for n in rows}
+    thin = set[tuple[str, str, int]]()
+    for gate, down, rows in experts:
+        fits = all(n % QUANT_TYPES[qtype].block == 0 for n in (rows, d_model) for qtype in (gate, down))
+        thin |= {(gate, gate, rows), (down, down, rows)} if fits else {(gate, down, rows)}
+    return min(thin, experts, key=len)
 
 
 def _shapes_of(operations: Iterable[Operation]) -> set[tuple[str, int, int]]:

@@ -2,10 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -254,19 +254,38 @@ def test_a_model_with_experts_adds_these_and_its_router_and_no_stack_as_a_matrix
     assert len([job for job in list_jobs("host", TINY, alike) if "experts" in job.label]) == 1
 
 
-@pytest.mark.parametrize("layers", [6, 7])
-def test_types_of_experts_are_timed_in_pairs_or_each_with_itself_where_pairs_are_many(layers: int) -> None:
-    types = ("Q8_0", "Q4_0", "IQ4_NL", "Q5_0", "MXFP4", "Q5_1", "Q4_1", "Q8_0")[: layers + 1]
-    spec = ExpertsFile(Experts(8, 2, 96)).spec
+def pairs_timed(pairs: Sequence[tuple[str, str]], ranks: int = 1) -> set[tuple[str, str, int]]:
+    """Types and rows of the experts that are timed of a model with these types of gates and downs."""
+    spec = ExpertsFile(Experts(8, 2, 256), d_model=256).spec
     (experts,) = [unit for unit in spec.units if unit.kind.parts][:1]
     units = []
-    for number, (gate, down) in enumerate(pairwise(types)):
+    for number, (gate, down) in enumerate(pairs):
         tensors = (
             replace(t, qtype=down if "down_exps" in t.name else gate if t.parts else t.qtype) for t in experts.tensors
         )
         units.append(replace(experts, name=f"experts.{number}", layer=number, tensors=tuple(tensors)))
-    found = {shape[:2] for shape in model_shapes(replace(spec, units=(spec.units[0], *units, spec.units[-1]))).experts}
-    assert found == (set(pairwise(types)) if layers == 6 else {(t, t) for t in types})
+    shapes = model_shapes(replace(spec, units=(spec.units[0], *units, spec.units[-1])), ranks)
+    return {(gate, down, rule.d_expert) for gate, down, _, rule in shapes.experts}
+
+
+@pytest.mark.parametrize("layers", [6, 7])
+def test_types_of_experts_are_timed_in_pairs_or_each_with_itself_where_pairs_are_many(layers: int) -> None:
+    types = ("Q8_0", "Q4_0", "IQ4_NL", "Q5_0", "MXFP4", "Q5_1", "Q4_1", "Q8_0")[: layers + 1]
+    timed = {(gate, down) for gate, down, _ in pairs_timed(list(pairwise(types)))}
+    assert timed == (set(pairwise(types)) if layers == 6 else {(t, t) for t in types})
+
+
+def test_pairs_of_types_stay_where_each_type_with_itself_would_be_more() -> None:
+    pairs = [("Q8_0", "Q4_0"), ("IQ4_NL", "Q5_0"), ("MXFP4", "Q5_1"), ("Q4_1", "Q4_K"), ("Q5_K", "Q6_K")]
+    pairs += [("Q2_K", "Q3_K"), ("IQ2_XXS", "IQ3_S")]
+    assert {(gate, down) for gate, down, _ in pairs_timed(pairs)} == set(pairs)
+
+
+def test_slices_that_end_within_a_block_keep_their_pairs_and_no_others_do() -> None:
+    gates, downs = ("Q4_K", "Q5_K", "Q6_K", "Q3_K"), ("Q8_0", "Q5_0")
+    timed = pairs_timed([*product(gates, downs)], ranks=2)
+    assert {each for each in timed if each[2] == 256} == {(t, t, 256) for t in (*gates, *downs)}
+    assert {each for each in timed if each[2] == 128} == {(*pair, 128) for pair in product(gates, downs)}
 
 
 def test_slices_of_experts_are_timed_where_several_devices_may_share_them():
