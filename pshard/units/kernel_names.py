@@ -4,7 +4,8 @@ from pshard.units.operations import Attend, AttendLatent, DeltaNet, ExpertProduc
 
 
 def kernel_names(operation: Operation) -> tuple[str, ...]:
-    """Of what may be refused; ranks share heads, so only the size of these counts."""
+    """Of what may be refused; ranks share heads, so only the size of these counts. Of pairs of types of experts gates'
+    with themselves count too: a profile times no more of many pairs."""
     match operation:
         case Attend():
             return (f"attention with heads of {operation.head_dim}",)
@@ -13,7 +14,8 @@ def kernel_names(operation: Operation) -> tuple[str, ...]:
         case DeltaNet():
             return (f"delta nets with heads of {operation.head}",)
         case ExpertProducts():
-            return (name_experts(operation.gate.qtype, operation.down.qtype),)
+            gate, down = operation.gate.qtype, operation.down.qtype
+            return tuple(dict.fromkeys((name_experts(gate, down), name_experts(gate, gate))))
         case Route():
             return (name_router(operation.router.qtype),)
     return tuple(dict.fromkeys(name_products(matrix.qtype) for matrix in matrices_of(operation)))

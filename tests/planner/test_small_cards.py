@@ -6,12 +6,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from experts_file import ExpertsFile
 from golden.shapes import make_shape
 from registry_samples import make_registry
 
 from pshard.buffers import arena_bytes
 from pshard.errors import UserError
 from pshard.machine import MachineProfile, RefusedKernel, Reserve
+from pshard.model_config import Experts
 from pshard.plan import RankPlan, Variant
 from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.make_plan import plan_variant
@@ -26,6 +28,7 @@ from pshard.registries.fingerprint import digest_profile
 from pshard.registries.profile_store import load_profile, save_profile
 from pshard.reserve import RUN_MIB, TORCH_RESERVE_MIB, reserve_mib
 from pshard.session.open_plan import check_plan
+from pshard.tensor import TensorSpec
 from pshard.workload import Workload
 
 SHEET = MACHINES["rtx4060-ryzen-7700"]
@@ -97,6 +100,20 @@ def test_refused_kernels_that_a_model_does_without_change_nothing() -> None:
     )
     for name in ("qwen3-2b", "llama3-8b"):
         check_kernels(make_shape(name), profile, 1)
+
+
+def test_a_type_of_gates_that_was_refused_with_itself_is_refused_beside_other_types_of_downs() -> None:
+    """A profile of many pairs of types has timed no others."""
+    spec = ExpertsFile(Experts(8, 2, 256), d_model=256).spec
+
+    def choose(tensor: TensorSpec) -> TensorSpec:
+        return replace(tensor, qtype="IQ3_S" if "down" in tensor.name else "Q2_K") if tensor.parts else tensor
+
+    units = tuple(replace(unit, tensors=tuple(map(choose, unit.tensors))) for unit in spec.units)
+    spec = replace(spec, units=units)
+    check_kernels(spec, refused("experts of IQ3_S", "experts of IQ3_S and Q2_K"), 1)
+    with pytest.raises(UserError, match="needs experts of Q2_K, which"):
+        check_kernels(spec, refused("experts of Q2_K"), 1)
 
 
 def test_what_another_accelerator_refuses_matters_to_plans_with_it_alone() -> None:
