@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from math import exp
 from operator import itemgetter
 
 import numpy as np
@@ -18,6 +19,7 @@ from pshard.homes import READ
 from pshard.machine import DiskTiming, MachineProfile
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
+from pshard.on_disk import PIECE
 from pshard.plan import TierPlan, Variant
 from pshard.planner.beyond_host import fill_arena
 from pshard.planner.check_plan import check_variant, count_host_bytes
@@ -84,6 +86,18 @@ def test_decoding_reads_the_experts_that_slots_lack_instead_of_whole_layers() ->
     assert slots.likely and slots.likely > slots.found
     of_eight = replace(found, ranks=(replace(rank, caches=(replace(cache, width=8),)),))
     assert map_experts(SPEC, of_eight)[0].slots[0].likely is None  # published shares are of single tokens
+
+
+def test_each_layer_waits_for_the_end_of_its_burst_of_reads_where_it_lacks_an_expert() -> None:
+    profile, late = make_machine(36 * MIB), 1e-2
+    _, found = plan_both(profile, 36)
+    (cache,) = found.ranks[0].caches
+    small = [DiskTiming("drive", True, PIECE, depth, PIECE, late / depth) for depth in (1, 16)]
+    machines = profile, replace(profile, disks=(*profile.disks, *small))
+    without, waits = (Predictor([SPEC], machine, found).micro_batch(1, 1, 0) for machine in machines)
+    layers = len(cache.units)
+    lacking = layers * (1 - exp(-cache.admitted / layers))
+    assert waits - without == pytest.approx(lacking * late * (1 - 1 / 16), rel=0.02)
 
 
 def plan_anew(mib: int, vram: int, spec: ModelSpec, rate: float, prompt: int) -> tuple[Variant, Variant]:

@@ -100,22 +100,37 @@ def test_reads_that_somebody_waits_for_end_with_a_latency_and_the_packing_of_one
     assert end_of_burst(Tables(replace(profile, disks=()))) == 0.0
 
 
+LARGE = ToyFile("aaaa", d_model=2048, d_ffn=8192).spec  # an FFN is larger than the ring
+FAR = [unit.name for unit in LARGE.units if unit.name.endswith("ffn")]
+
+
+def time_one_slot(tokens: int, rate: float, site: str, kind: str = "cuda") -> float:
+    """Seconds of a micro-batch whose FFNs come from there, by one slot."""
+    rows = tuple(DiskTiming("drive", True, 0, 0, n, n / rate) for n in (1 << 10, 1 << 28))
+    profile = replace(profile_from_datasheet(replace(DESKTOP, kind=kind)), disks=rows)
+    places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in LARGE.units}
+    places |= {name: (site, None) for name in FAR}
+    variant = make_variant(LARGE, (make_tier(LARGE, tokens, places, 1, 2048, 1),), 2048, 1)
+    return Predictor([LARGE], profile, variant).micro_batch(tokens, 1, 0)
+
+
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_a_disk_reads_ahead_for_the_only_slot_of_a_gpu_while_that_is_in_use(kind: str) -> None:
     """As much as the ring holds. Without a GPU there is none, and what is computed comes on top."""
-    tokens, rate, spec = 512, 1e10, ToyFile("aaaa", d_model=2048, d_ffn=8192).spec
-    rows = tuple(DiskTiming("drive", True, 0, 0, n, n / rate) for n in (1 << 10, 1 << 28))
-    profile = replace(profile_from_datasheet(replace(DESKTOP, kind=kind)), disks=rows)
-    pinned = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
-    far = {u.name: ("disk", None) for u in spec.units if u.name.endswith("ffn")}
-    seconds = list[float]()
-    for places in (pinned, pinned | far):
-        variant = make_variant(spec, (make_tier(spec, tokens, places, 1, 2048, 1),), 2048, 1)
-        seconds.append(Predictor([spec], profile, variant).micro_batch(tokens, 1, 0))
-    computing, with_disk = seconds
-    reading = sum(spec.unit(name).packed_nbytes for name in far) / rate
-    if kind == "cuda":
-        assert reading / 20 < computing < len(far) * BUFFERS * CHUNK / rate
-        assert with_disk == pytest.approx(reading, rel=0.01)
-    else:
+    rate = 1e10
+    ahead, reading = (len(FAR) * n / rate for n in (BUFFERS * CHUNK, LARGE.unit(FAR[0]).packed_nbytes))
+    computing = time_one_slot(512, rate, "pinned", kind)
+    with_disk = time_one_slot(512, rate, "disk", kind)
+    if kind == "cpu":
         assert with_disk == pytest.approx(reading + computing, rel=0.01)
+        return
+    assert reading / 20 < computing < ahead
+    assert with_disk == pytest.approx(reading, rel=0.01)
+    longer = time_one_slot(2048, rate, "pinned")
+    assert ahead < longer
+    assert time_one_slot(2048, rate, "disk") == pytest.approx(reading + longer - ahead, rel=0.02)
+
+
+def test_what_was_read_ahead_waits_for_the_slot() -> None:
+    """A disk that is never waited for brings FFNs no sooner than host memory does."""
+    assert time_one_slot(2048, 1e12, "disk") == pytest.approx(time_one_slot(2048, 1e12, "streamed"), rel=1e-4)
