@@ -24,21 +24,23 @@ from pshard.plan import TierPlan, Variant
 from pshard.planner.beyond_host import fill_arena
 from pshard.planner.check_plan import check_variant, count_host_bytes
 from pshard.planner.make_plan import plan_variant
-from pshard.planner.prepare_ranks import prepare_ranks
+from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import find_tables
+from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.check_caches import check_caches
 from pshard.planner.routing.crowd_layer import crowd_layer
 from pshard.planner.routing.plan_slots import plan_slots
-from pshard.planner.routing.prefer_slots import ALIKE, prefer_slots
+from pshard.planner.routing.prefer_slots import ALIKE, likely_seconds, prefer_slots
 from pshard.planner.routing.slot_promises import list_pools, share_out
 from pshard.planner.time_steps import time_steps
 from pshard.predicted_times import first_token_seconds, round_seconds, tier_seconds
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.routing.expert_map import map_experts
 from pshard.routing.expert_uses import used_experts
-from pshard.routing.followed import find_eligible, least_slots, make_follower
+from pshard.routing.followed import find_eligible, hold_slots, least_slots, make_follower
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
@@ -243,6 +245,20 @@ def test_without_a_record_slots_are_preferred_to_whole_layers_that_are_as_good(
     by_the_floor = plan()
     assert round_seconds(preferred) <= ALIKE * round_seconds(by_the_floor)
     assert preferred.ranks[0].caches[0].slots > by_the_floor.ranks[0].caches[0].slots
+
+
+def test_what_slots_likely_find_counts_where_steps_have_one_token() -> None:
+    profile = make_machine(36 * MIB)
+    _, found = plan_both(profile, 36)
+    tables, tiers = find_tables(profile, found.correction), tuple(tier.tokens for tier in found.ranks[0].tiers)
+
+    def price(caches: tuple[ExpertCache, ...]) -> tuple[RankTask, ...]:
+        return price_tiers(hold_slots(SPEC, (caches,)), tables, found.workload, tiers)
+
+    assert likely_seconds(found, price) < 0.95 * round_seconds(found)
+    caches = tuple(replace(cache, width=8) for cache in found.ranks[0].caches)
+    wide = replace(found, ranks=(replace(found.ranks[0], caches=caches),))
+    assert likely_seconds(wide, price) == round_seconds(wide)
 
 
 def test_prompts_read_of_layers_with_slots_what_these_lack() -> None:
