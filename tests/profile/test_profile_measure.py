@@ -92,6 +92,19 @@ def profile() -> MachineProfile:
     return measured
 
 
+def test_the_stage_in_which_kernels_are_compiled_ends_before_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first run says how long that stage took."""
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    labels = list[str]()
+    monkeypatch.setattr("pshard.profile.measure.time_steps", stop)
+    with pytest.raises(KeyboardInterrupt):
+        measure_machine(request(), lambda label, share: labels.append(label))
+    assert labels[-2:] == ["tiles", "steps between kernels"]
+
+
 def test_every_table_that_a_plan_needs_is_there(profile):
     assert {(m.device, m.qtype, m.tokens) for m in profile.matmuls} == {
         (device, qtype, tokens)
