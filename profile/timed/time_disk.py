@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from pshard.errors import UserError
 from pshard.machine import DiskTiming
 from pshard.model import ModelSpec
 from pshard.on_disk import lies_as_used, may_move
@@ -76,9 +77,12 @@ def time_disk(file: ReadModel) -> tuple[DiskTiming, ...]:
     for unit in units:
         by_size.setdefault(unit.packed_nbytes, []).append(unit)
     sizes = sorted(by_size)
-    for size in sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}):
-        rows.append(_time_quietly(file, disk, by_size[size]))
-    rows += _time_grid(disk, path)
+    try:
+        for size in sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}):
+            rows.append(_time_quietly(file, disk, by_size[size]))
+        rows += _time_grid(disk, path)
+    except RuntimeError as error:  # a read that failed
+        raise UserError(f"{disk} cannot be timed: {error}; try again, or keep the model on another disk") from None
     return tuple(rows)
 
 

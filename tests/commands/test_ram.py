@@ -59,6 +59,19 @@ def test_what_the_disk_brings_is_said_where_a_plan_is_made_and_not_beside_an_err
             assert brings or (len(lines) == 1 and lines[0].startswith("error: "))
 
 
+@pytest.mark.parametrize(("fault", "why"), [("dead@3", "Input/output error"), ("short@3", "was cut while in use")])
+def test_a_disk_that_fails_while_it_is_timed_is_one_line(
+    fault: str, why: str, world: World, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback."""
+    monkeypatch.setenv("PSHARD_DISK", f"fake:rate=1G,fault={fault}")
+    for command, more in ((plan, ["--no-validate"]), (run, ["-p", "a", "-n", "1"])):
+        assert command(["-m", str(world.model), "--ram", "14", *more]) == 2
+        (line,) = capfd.readouterr().err.strip().splitlines()
+        assert line.startswith("error: fake disk of 1000 MB/s cannot be timed: ") and why in line
+        assert not registry_path(world.model).exists()
+
+
 @pytest.mark.slow
 def test_the_least_ram_gives_the_logits_of_all_in_memory(world: World, capfd) -> None:
     flags = ["-m", str(world.model), "-c", "128", "-ctk", "f32", "-ctv", "f32"]
