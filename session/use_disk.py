@@ -167,4 +167,5 @@ def describe_disk(profile: MachineProfile) -> str:
     alone = max(row.nbytes / row.seconds for row in profile.disks)
     if best.cpu_seconds > PACKS * best.seconds and alone > FASTER * rate:
         return f"{line}; the processor, which packs what is read, limits that, not the disk"
-    return line + ("; an NVMe drive would be several times as fast" if rate < SLOW else "")
+    is_slow = rate < SLOW * (1 - best.disturbed)  # whatever other programs cost
+    return line + ("; an NVMe drive would be several times as fast" if is_slow else "")
