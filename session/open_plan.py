@@ -290,7 +290,7 @@ def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Pa
 
     w = variant.workload
     budget, rate = ",".join(map(str, w.vram_mib)), decode_rate(variant)
-    memory = f"{budget} MiB of VRAM, " * on_gpu + f"{use.host} host memory"
+    memory = f"{budget} MiB of VRAM, " * on_gpu + f"{use.host} host memory{use.own}"
     kept = "not kept" if is_unsaved(registry) else f"kept in {registry}"
     return (
         f"plan: {memory}, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s after "

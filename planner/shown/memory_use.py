@@ -10,7 +10,7 @@ from pshard.model import ModelSpec
 from pshard.on_host import list_beyond
 from pshard.plan import Variant
 from pshard.planner.check_plan import count_host_bytes
-from pshard.planner.price.host_limits import count_hosts
+from pshard.planner.price.host_limits import count_hosts, process_bytes
 from pshard.print_table import count_mib, show_size
 from pshard.routing.followed import under_plan
 
@@ -22,18 +22,25 @@ GIB = 1 << 30
 class MemoryUse:
     """What a plan takes. vram_mib: of each budget, what torch and the kernels hold included. host_bytes: of weights, KV
     cache and, without a GPU, of what lies in the budget, on all hosts together, which have host_memory_bytes, or may
-    take so many: is_limited, by --ram. disk_bytes: of weights that stay on disk."""
+    take so many: is_limited, by --ram. disk_bytes: of weights that stay on disk. own_bytes: what the program itself
+    takes of --ram beside the plan; 0 without it."""
 
     vram_mib: tuple[int, ...]
     host_bytes: int
     host_memory_bytes: int
     is_limited: bool = False
     disk_bytes: int = 0
+    own_bytes: int = 0
 
     @property
     def host(self) -> str:
         """Host memory in words."""
-        return f"{show_bytes(self.host_bytes)} of {show_size(self.host_memory_bytes)}"
+        return f"{show_bytes(self.host_bytes + self.own_bytes)} of {show_size(self.host_memory_bytes)}"
+
+    @property
+    def own(self) -> str:
+        """What of it is the program's, in words; empty where that does not count."""
+        return f", of which the program itself takes {show_bytes(self.own_bytes)}" if self.own_bytes else ""
 
 
 def show_bytes(nbytes: int) -> str:
@@ -55,6 +62,7 @@ def measure_use(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> M
         hosts * (profile.ram_bytes or profile.host.memory_bytes),
         profile.ram_bytes > 0,
         sum(portion.nbytes for portion in list_beyond(spec, variant.ranks[0], DISK)),
+        hosts * process_bytes(profile, len(variant.ranks)) if profile.ram_bytes else 0,
     )
 
 

@@ -29,7 +29,7 @@ def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console"
         ("", f"time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens"),
         *drafts,
         (arena, f"{budget} MiB"),
-        ("Host memory", use.host),
+        ("Host memory", use.host + use.own),
         *far,
     )
     for name, text in lines:

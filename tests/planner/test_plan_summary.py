@@ -13,12 +13,13 @@ from pshard.machine import MachineProfile
 from pshard.planner.check_plan import count_host_bytes
 from pshard.planner.explain import explain_gains
 from pshard.planner.make_plan import plan_baseline, plan_variant
+from pshard.planner.price import host_limits
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.host_limits import binds_host
 from pshard.planner.remedies.better_machine import double_cores, double_host_rate
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.planner.shown.machine_words import words_for
-from pshard.planner.shown.memory_use import measure_use
+from pshard.planner.shown.memory_use import measure_use, show_bytes
 from pshard.predicted_times import round_seconds
 from pshard.workload import Workload
 
@@ -51,6 +52,18 @@ def test_a_plan_begins_with_rate_and_memory_and_fits_80_columns(capsys: pytest.C
     assert use.vram_mib[0] <= OWN + 40 and max(len(line.rstrip()) for line in lines) <= 80
     specs = cut_ranks(SPEC, planned.variants[0].split)
     assert use.host_bytes == count_host_bytes(specs, planned.variants[0], "cuda") > 0
+
+
+def test_host_memory_under_ram_counts_what_the_program_itself_takes(capsys: pytest.CaptureFixture) -> None:
+    """A plan for the least --ram that works said '4 MiB of 452 MiB', with weights on disk."""
+    own, limited = host_limits.PROCESS["cpu"], replace(ON_CPU, ram_bytes=GIB)
+    planned = made(limited, replace(WORK, vram_mib=(100,), ram_mib=1024))
+    print_plans(planned, None)
+    use = measure_use(SPEC, limited, planned.variants[0])
+    assert use.own_bytes == own and use.host_bytes + own <= GIB
+    said = f"{show_bytes(use.host_bytes + own)} of 1 GiB, of which the program itself takes {own // MIB} MiB"
+    assert f"Host memory  {said}" in capsys.readouterr().out.splitlines()
+    assert not measure_use(SPEC, ON_CPU, planned.variants[0]).own  # without --ram a plan leaves a margin instead
 
 
 def test_a_plan_that_is_not_needed_names_what_the_cpu_looks_up() -> None:
