@@ -76,3 +76,18 @@ def test_a_missing_plan_is_one_line(world: World) -> None:
     done = run("next_token.py", world.model, world.roomy, "To be")
     assert done.returncode == 1 and done.stderr.startswith("error: no plan for this model")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_python_of_the_reference_page_runs(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Its last line named a field that plans had once."""
+    page = (EXAMPLES.parent / "docs" / "reference.md").read_text(encoding="utf-8")
+    program = page.split("```python\n", 1)[1].split("```", 1)[0]
+    monkeypatch.setenv("PSHARD_CACHE", str(world.profile.parent))
+    monkeypatch.chdir(world.model.parent)
+    for there, here in (("model.gguf", world.model.name), ("12000", str(world.roomy)), ("8192", "256")):
+        assert there in program
+        program = program.replace(there, here)
+    exec(program, {})
+    assert f"({world.roomy},) (" in capsys.readouterr().out
