@@ -1,8 +1,9 @@
 """`pshard.load`: a model as an engine, in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from pshard.errors import UserError
 from pshard.session.find_model import resolve_model
@@ -51,11 +52,11 @@ def load(
         UserError: one line saying what is missing, stale or out of range, and the command that mends it.
     """
     for name, value in (("context", context), ("sequences", sequences), ("ram", ram)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} is {value}; it is 1 or more, or None for what is planned or there")
+        if value is not None and not (isinstance(value, SupportsIndex) and index(value) >= 1):
+            raise UserError(f"{name} is {value!r}; it is a whole number of 1 or more, or None for what is there")
     if kernels not in KERNELS:
         raise UserError(f"kernels is {kernels!r}; choose from {', '.join(KERNELS)}")
-    budgets = (vram,) if isinstance(vram, int) else tuple(vram) if vram else None
+    budgets = _read_budgets(vram)
     place = Path(registry) if registry else None
     request = RunRequest(
         resolve_model(str(model)),
@@ -78,3 +79,13 @@ def load(
     if plan and opened.why:
         tell_once(f"note: {opened.why}")
     return start_engine(opened, opened.variant, kernels, on_close=opened.file.close)
+
+
+def _read_budgets(vram: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """MiB of each device; None: what is free. Raises UserError for what is none."""
+    given = tuple(vram) if isinstance(vram, Iterable) and not isinstance(vram, str) else (vram,)
+    if vram is None or not given:
+        return None
+    if not all(isinstance(mib, SupportsIndex) for mib in given):
+        raise UserError(f"vram is {vram!r}; it is a whole number of MiB, or one for each device")
+    return tuple(map(index, given))

@@ -40,7 +40,7 @@ def test_no_memory_at_all_is_refused(world: World, capfd) -> None:
     for command in (plan, run):
         assert command(["-m", str(world.model), "--ram", "0"]) == 2
         assert capfd.readouterr().err.strip().startswith("error: argument --ram: '0' is no memory")
-    with pytest.raises(UserError, match="ram is 0; it is 1 or more"):
+    with pytest.raises(UserError, match="ram is 0; it is a whole number of 1 or more"):
         pshard.load(world.model, ram=0)
 
 
