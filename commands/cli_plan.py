@@ -390,11 +390,14 @@ def _plan_places(
     """The variant of a workload by the program, and what was tried for it. settled: what it was planned as already."""
     from pshard.planner.choose_mode import alone_on, plan_split
     from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
+    from pshard.planner.shown.machine_words import words_for
     from pshard.routing.play_record import keep_last
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
+    words = words_for(profile)
+
     def say(line: str) -> None:
-        tell(f"note: {line}")
+        tell(f"note: {words.say(line)}")
 
     def try_on_one(asked: Workload) -> tuple[Variant, tuple[Trial, ...]]:
         played = keep_last(record) if record else None

@@ -35,6 +35,7 @@ from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import Candidate, price_baseline
 from pshard.planner.search.small import refine_units
 from pshard.planner.show_plan import print_trials
+from pshard.planner.shown.machine_words import words_for
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.store import load_registry, save_variants
 from pshard.session import try_plans as validating
@@ -345,6 +346,16 @@ def test_times_that_other_programs_disturbed_are_kept_and_told_but_not_learnt_fr
     assert not chosen.correction.factors and len(trials) == 3
     assert decode.measured_seconds == pytest.approx(2 * decode.seconds) and decode.disturbed == 0.3
     assert any("ilp (30%)" in line and "idle" in line for line in said)
+
+
+def test_a_note_on_trials_names_a_plan_as_its_table_does(world, monkeypatch, capfd):
+    """A machine without a GPU was told of 'all in VRAM', beside a table with 'all in the budget'."""
+    monkeypatch.setattr(validating, "disturbed_share", lambda *_: 0.5)
+    assert cli_plan.main(["-m", str(world.model), "-c", "128", "--vram", str(world.roomy)]) == 0
+    said = capfd.readouterr()
+    (note,) = (line for line in said.err.splitlines() if "while plans were run" in line)
+    name = words_for(made_up_profile()).say("all in VRAM")
+    assert f"while plans were run: {name} (50%)" in note and f"\n{name} " in said.out
 
 
 def test_an_undisturbed_time_counts_more_than_a_faster_disturbed_one():
