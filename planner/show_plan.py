@@ -199,7 +199,8 @@ def print_outlook(outlook: Outlook, out: "Console", strategy: str = "") -> None:
         )
     print_whole(table, out)
     for other in outlook.left_out:
-        out.print(f"  left out: {other.why}", highlight=False, soft_wrap=True, markup=False)
+        which = "" if repr(other.strategy) in other.why else f"strategy {other.strategy!r}: "
+        out.print(f"  left out: {which}{other.why}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _rows(tier: TierPlan) -> list[tuple[str, str]]:

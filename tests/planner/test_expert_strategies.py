@@ -31,6 +31,7 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.published.strategies import COPIED_FROM, NAMES, OF_EXPERTS, PER_TIER
 from pshard.planner.show_plan import print_outlook
 from pshard.predicted_times import round_seconds
+from pshard.times.outlook import LeftOut
 from pshard.workload import Workload
 
 LAYERS, COUNT = 48, 128  # of qwen3-30b-a3b
@@ -153,7 +154,8 @@ def test_popular_experts_of_which_a_layer_has_none_in_vram_are_no_plan() -> None
     print_outlook(outlook, console)
     assert "left out: strategy 'hot-experts' has no room in 2500 MiB" in console.file.getvalue()
     assert "this plan  " in console.file.getvalue()
-    print_outlook(outlook, console, "improved fit")
+    print_outlook(replace(outlook, left_out=(LeftOut("fit", "1 MiB have no room"),)), console, "improved fit")
+    assert "left out: strategy 'fit': 1 MiB have no room" in console.file.getvalue()
     assert "this plan, improved fit  " in console.file.getvalue()
 
 
