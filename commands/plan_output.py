@@ -195,7 +195,7 @@ def print_plans(planned: Planned, explained: Explained | None, asked: Asked = NO
 
     out, words, uses = Console(), words_for(planned.profile), measure_uses(planned)
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
-        print_summary(variant, uses[i], words, out)
+        print_summary(planned.spec, variant, uses[i], words, out)
         print_trials(trials, out, words)
         print_variant(variant, out, words)
         if math := describe_math(planned.spec, planned.profile):

@@ -16,14 +16,17 @@ from pshard.workload import Workload
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pshard.model import ModelSpec
 
-def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console") -> None:
+
+def print_summary(spec: "ModelSpec", variant: Variant, use: MemoryUse, words: Words, out: "Console") -> None:
     """A few lines, the first of a plan: rate, drafts, budget, host memory, and what stays on disk."""
     w = variant.workload
     budget = ", ".join(f"{used} of {mib}" for used, mib in zip(use.vram_mib, w.vram_mib))
     arena = words.arena[0].upper() + words.arena[1:]
     drafts = [("Drafts", said)] if (said := describe_choice(variant)) else []
-    far = [("Disk", f"{show_bytes(use.disk_bytes)} stay there; {describe_reads(variant)}")] * bool(use.disk_bytes)
+    reads = describe_reads(variant, routes=any(unit.kind.routes for unit in spec.units))
+    far = [("Disk", f"{show_bytes(use.disk_bytes)} stay there; {reads}")] * bool(use.disk_bytes)
     lines = (
         ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{_of_all(w)}{_with_drafts(w)}"),
         ("", f"time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens"),
@@ -36,8 +39,9 @@ def print_summary(variant: Variant, use: MemoryUse, words: Words, out: "Console"
         out.print(f"{name:<12} {text}", highlight=False, soft_wrap=True)
 
 
-def describe_reads(variant: Variant) -> str:
-    """How often the expected prompt reads what is on disk, and in which runs it does so more often."""
+def describe_reads(variant: Variant, routes: bool = False) -> str:
+    """How often the expected prompt reads what is on disk, and of a model that `routes` in which runs it does so more
+    often."""
     w, tier = variant.workload, variant.ranks[0].tiers[-1]
     batches = -(-w.prompt_tokens // tier.tokens)
     passes, prompt = -(-batches // tier.most_swept), f"a prompt of {w.prompt} tokens reads them"
@@ -49,7 +53,7 @@ def describe_reads(variant: Variant) -> str:
         often = f"{prompt} {passes} times, for every {tier.tokens} tokens{_why_apart(w)}"
     if any(cache.is_on_demand for cache in variant.ranks[0].caches):
         often += ", but for what lies in slots then"
-    return often + (f"; {batches} times where routing is recorded or played" if tier.sweep else "")
+    return often + (f"; {batches} times where routing is recorded or played" if tier.sweep and routes else "")
 
 
 def _why_apart(w: Workload) -> str:

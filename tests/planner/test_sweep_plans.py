@@ -60,7 +60,9 @@ def test_a_prompt_is_priced_by_one_pass_over_the_disk(kind: str, budget: int, ra
     far = [SPEC.unit(p.unit).packed_nbytes for p in last.placements if p.site.is_beyond_host]
     assert first_token_seconds(variant) == pytest.approx(sum(far) / RATE, rel=0.05)
     assert last.prediction.seconds > 0.95 * sum(far) / RATE  # a micro-batch alone reads as much
-    assert describe_reads(variant).endswith(f"reads them once; {batches} times where routing is recorded or played")
+    assert describe_reads(variant) == f"a prompt of {WORKLOAD.prompt} tokens reads them once"  # nothing to record
+    said = describe_reads(variant, routes=True)
+    assert said.endswith(f"reads them once; {batches} times where routing is recorded or played")
     (sheet,) = time_steps(SPEC, profile, variant, WORKLOAD.prompt)
     reads = [step for step in sheet.steps if step.lane == READ.name]
     computed = [step for step in sheet.steps if step.step == "Compute" and step.what == "blk.0.ffn"]
