@@ -32,7 +32,7 @@ from pshard.commands.split_flags import (
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.planner.llama_cpp_arguments import PROGRAMS, check_emit
-from pshard.planner.serving.size_load import LoadSizes, size_load
+from pshard.planner.serving.size_load import LoadSizes, check_cells, size_load
 from pshard.session.run_request import check_budgets, count_devices, suggest_budget
 from pshard.session.this_machine import doubt_free_memory, free_by_driver
 from pshard.times.running_requests import CONCURRENCY
@@ -245,6 +245,7 @@ def _size_texts(args: argparse.Namespace, spec: "ModelSpec") -> LoadSizes:
     if spec.config.context and context > most:
         each = f" for each of -np {sequences} sequences" if sequences > 1 else ""
         raise UserError(f"-c {context} is more than the model's context of {spec.config.context}{each}; give less")
+    check_cells(context, sequences, each=2)  # a token of a prompt and one of its answer
     share = context // sequences
     prompt = args.prompt or min(Workload.prompt, max(1, share // 2))
     generated = args.generated or min(Workload.generated, share - prompt)

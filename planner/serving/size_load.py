@@ -47,10 +47,21 @@ def size_load(
             f"--prompt {asks} and --generated {answers} do not fit the context of {context}; give -c {asks + answers}"
         )
     cells = min(slots, covered_requests(concurrency)) * align(asks + answers, KV_BLOCK)
-    return LoadSizes(context or max(cells, min(Workload.context, longest or Workload.context)), slots, asks, answers)
+    context = context or max(cells, min(Workload.context, longest or Workload.context))
+    check_cells(context, slots)
+    return LoadSizes(context, slots, asks, answers)
 
 
 def check_slots(slots: int, concurrency: int) -> None:
     """Raise UserError for fewer texts at once than run on average."""
     if slots < concurrency:
         raise UserError(f"-np {slots} texts at once are fewer than --concurrency {concurrency}; give -np {concurrency}")
+
+
+def check_cells(context: int, sequences: int, each: int = 1) -> None:
+    """Raise UserError for a context that has not so many cells for each text."""
+    if context < each * sequences:
+        raise UserError(
+            f"-c {context} is too little for -np {sequences} texts at once; give a smaller -np, or "
+            f"-c {each * sequences} or more"
+        )

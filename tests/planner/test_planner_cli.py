@@ -314,6 +314,8 @@ def test_modes_are_compared_and_explained(plan):
         (("--vram", "0,0", "-sm", "layer", "-ts", "auto"), "the smallest budget that works is"),
         (("--vram", "0,0", "-sm", "auto"), "the smallest budget that works is"),
         (("--vram", MIB, "-np", "0"), "'0' is not a whole number"),
+        (("--vram", MIB, "-np", "600", "-c", "512"), "-c 512 is too little for -np 600 texts at once; give a smaller"),
+        (("--vram", MIB, "--serve", "-np", "600", "-c", "512"), "-c 512 is too little for -np 600 texts at once"),
         (("--vram", MIB, "--concurrency", "few"), "--concurrency is the load of a server; add --serve"),
         (("--vram", MIB, "--serve", "--concurrency", "some"), "'some' is neither one of 1, few, many nor a number"),
         (("--vram", MIB, "--serve", "--concurrency", "4", "-np", "2"), "-np 2 texts at once are fewer than"),
