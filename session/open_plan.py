@@ -286,6 +286,7 @@ def _tell_made(
 def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Path, command: str) -> str:
     """What was planned, how much memory it takes, where it is kept, and the command that plans it again."""
     from pshard.planner.serving.show_promise import show_rate
+    from pshard.planner.shown.show_summary import of_all
     from pshard.predicted_times import decode_rate, first_token_seconds
 
     w = variant.workload
@@ -293,7 +294,7 @@ def describe_made(variant: Variant, use: "MemoryUse", on_gpu: bool, registry: Pa
     memory = f"{budget} MiB of VRAM, " * on_gpu + f"{use.host} host memory{use.own}"
     kept = "not kept" if is_unsaved(registry) else f"kept in {registry}"
     return (
-        f"plan: {memory}, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s after "
+        f"plan: {memory}, {w.context} tokens of context; predicted are {show_rate(rate)} tok/s{of_all(w)} after "
         f"{first_token_seconds(variant):.3g} s for a prompt of {w.prompt}; {kept}\n"
         f"      to plan it again, or otherwise: {command}"
     )

@@ -15,9 +15,10 @@ COLUMNS = ("requests at once", "tok/s of all", "gap ms", "gap beside a prompt ms
 def describe_promise(each: Promise) -> str:
     """A line: what the expected number of requests gets, and how many have room."""
     pace = max((p for p in each.paces if p.requests <= max(1, each.concurrency)), key=lambda p: p.requests)
+    verb = "have" if each.at_once > 1 else "has"
     many = f"{pace.requests} requests at once get" if pace.requests > 1 else "one request alone gets"
     return (
-        f"predicted for requests of {each.prompt} + {each.generated} tokens, of which {each.at_once} have room: "
+        f"predicted for requests of {each.prompt} + {each.generated} tokens, of which {each.at_once} {verb} room: "
         f"{many} {show_rate(pace.rate)} tok/s, a token every {1e3 * pace.gap:.0f} ms ({1e3 * pace.longest_gap:.0f} "
         f"beside a prompt), the first after {pace.first_token:.2g} s"
     )

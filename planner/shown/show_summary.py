@@ -28,7 +28,7 @@ def print_summary(spec: "ModelSpec", variant: Variant, use: MemoryUse, words: Wo
     reads = describe_reads(variant, routes=any(unit.kind.routes for unit in spec.units))
     far = [("Disk", f"{show_bytes(use.disk_bytes)} stay there; {reads}")] * bool(use.disk_bytes)
     lines = (
-        ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{_of_all(w)}{_with_drafts(w)}"),
+        ("Predicted", f"{show_rate(decode_rate(variant))} tok/s{of_all(w)}{_with_drafts(w)}"),
         ("", f"time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens"),
         *drafts,
         (arena, f"{budget} MiB"),
@@ -77,11 +77,11 @@ def print_budgets(
     print_whole(table, out)
 
 
-def _with_drafts(workload: Workload) -> str:
-    return f" with {workload.drafting} a step" if workload.drafting.drafts else ""
-
-
-def _of_all(workload: Workload) -> str:
+def of_all(workload: Workload) -> str:
     """What a rate is of."""
     n = workload.concurrency
     return f" of all with {n} request{'s' * (n > 1)} running on average" if n else ""
+
+
+def _with_drafts(workload: Workload) -> str:
+    return f" with {workload.drafting} a step" if workload.drafting.drafts else ""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from golden.machines import find_machine
@@ -19,9 +20,11 @@ from pshard.planner.serving.promise import USUAL_GAP, promise, promise_times
 from pshard.planner.serving.show_promise import describe_promise, show_rate
 from pshard.planner.serving.size_load import size_load
 from pshard.planner.serving.step_times import StepTimes, time_steps
+from pshard.planner.shown.memory_use import measure_use
 from pshard.predicted_times import decode_rate, first_token_seconds, round_seconds, tier_seconds
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import variant_key
+from pshard.session.open_plan import describe_made
 from pshard.times.running_requests import covered_requests, running_shares, suggest_slots
 from pshard.workload import Workload
 
@@ -126,6 +129,7 @@ def test_what_a_server_promises_keeps_its_own_gap_and_is_told_in_a_line(made):
     pace = next(pace for pace in quick.paces if pace.requests == 4)
     line = describe_promise(quick)
     assert "512 + 128 tokens, of which 8 have room: 4 requests at once get" in line
+    assert "tokens, of which 1 has room: " in describe_promise(replace(quick, at_once=1))
     assert f"get {show_rate(pace.rate)} tok/s, a token every {1e3 * pace.gap:.0f} ms" in line
     assert (show_rate(9.4567), show_rate(1107.6), show_rate(23456.7)) == ("9.457", "1108", "23457")
     one_tier = StepTimes(times.tiers[2:3], ((0.0,),))
@@ -145,6 +149,15 @@ def test_room_bounds_the_requests_that_are_promised(made):
     spec, profile, variant = made
     cells = replace(variant, workload=replace(LOAD, context=2000))
     assert promise(spec, profile, cells).at_once == 3  # of 640 cells each
+
+
+def test_a_line_on_a_plan_that_was_made_says_that_its_rate_is_of_all_requests(made):
+    spec, profile, variant = made
+    line = describe_made(variant, measure_use(spec, profile, variant), True, Path("m.json"), "pshard-plan -m m")
+    rate = show_rate(decode_rate(variant))
+    assert f"predicted are {rate} tok/s of all with 4 requests running on average after " in line
+    alone = replace(variant, workload=replace(variant.workload, concurrency=0))
+    assert " tok/s after " in describe_made(alone, measure_use(spec, profile, alone), True, Path("m.json"), "")
 
 
 def test_sizes_hold_as_many_requests_as_nearly_always_run():
