@@ -138,6 +138,11 @@ def _name_way(variant: Variant) -> str:
     return f"{variant.way} ({','.join(map(str, variant.workload.vram_mib))} MiB)"
 
 
+def keeps_ram(made: Workload, want: Workload) -> bool:
+    """Whether a plan was made for so much host memory at most, or for all there is where all may be taken."""
+    return made.ram_mib == 0 if not want.ram_mib else 0 < made.ram_mib <= want.ram_mib
+
+
 def _serves(variant: Variant, want: Workload) -> bool:
     auto, made = want.split_mode == "auto", variant.workload
     there = want.vram_mib
@@ -146,7 +151,7 @@ def _serves(variant: Variant, want: Workload) -> bool:
     return (
         len(made.vram_mib) == len(there)
         and all(planned <= mib for planned, mib in zip(made.vram_mib, there))
-        and (made.ram_mib == 0 if not want.ram_mib else 0 < made.ram_mib <= want.ram_mib)
+        and keeps_ram(made, want)
         and made.context >= want.context
         and made.sequences >= want.sequences
         and (made.type_k, made.type_v) == (want.type_k, want.type_v)

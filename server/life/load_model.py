@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import KernelRefused, NotPlanned, StepFailed, UserError, as_line
 from pshard.plan import Variant
+from pshard.registries.choose import keeps_ram
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.store import load_registry, own_plans
 from pshard.routing.followed import keep_slots
@@ -153,7 +154,8 @@ def _distance(variant: Variant, load: int) -> int:
 def _serves_alike(variant: Variant, chosen: Variant) -> bool:
     one, other = variant.workload, chosen.workload
     same: Callable = lambda w: (w.type_k, w.type_v, w.split_mode, w.device, len(w.vram_mib), w.prompt_math)  # noqa: E731
-    return same(one) == same(other) and one.context >= other.context and one.sequences >= other.sequences
+    is_wide = one.context >= other.context and one.sequences >= other.sequences
+    return same(one) == same(other) and is_wide and keeps_ram(one, other)
 
 
 def _runs(opened: Opened, variant: Variant) -> bool:

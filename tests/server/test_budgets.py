@@ -10,7 +10,7 @@ from cli_world import World, make_world
 from pshard.commands import cli_plan
 from pshard.errors import UserError
 from pshard.server.life.how_to_run import HowToRun
-from pshard.server.life.load_model import ModelLoader, share_budget
+from pshard.server.life.load_model import ModelLoader, find_budgets, share_budget
 from pshard.server.life.plan_beside import plan_beside
 from pshard.session.open_plan import open_plan
 from pshard.session.run_request import RunRequest
@@ -44,6 +44,19 @@ def test_a_plan_that_was_made_after_the_start_is_found_by_the_command_that_is_na
     assert loader.budgets == (world.roomy,)
     loader.look_again(world.budget, False, never)
     assert loader.budgets == (world.budget, world.roomy)
+
+
+def test_plans_for_more_host_memory_than_the_server_may_take_are_not_moved_to(world, loader) -> None:
+    """A server under --ram was offered a plan that was made without it."""
+    with pytest.raises(UserError) as told:
+        loader.look_again(world.budget, False, never)
+    words = shlex.split(str(told.value).partition("run: ")[2])[1:]
+    limited = replace(loader._request, ram_mib=2048)
+    below = ModelLoader(open_plan(replace(limited, plans=True)), limited, HowToRun(), 1.0)
+    for ram, found in ((0, False), (4096, False), (1024, True)):
+        assert cli_plan.main([*words, *(["--ram", str(ram)] * (ram > 0))]) == 0
+        assert (world.budget in find_budgets(below._opened)) == found
+    assert loader.budgets == (world.roomy,)
 
 
 def test_what_each_budget_promises_is_told_with_the_plan(world, loader) -> None:
