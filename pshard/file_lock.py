@@ -43,10 +43,13 @@ def wait_for_lock(place: Path, what: str) -> Iterator[None]:
 
 
 def _take_or_tell(lock: FileLock, place: Path, what: str, how_long: str, seconds: float) -> None:
-    """Take a lock; after QUIET_SECONDS say who has it. seconds: of waiting from then on, or -1 for no end."""
+    """Take a lock; after QUIET_SECONDS say who has it. seconds: of waiting from then on, or -1 for no end. Raises
+    UserError where no lock file can be made."""
     try:
         lock.acquire(timeout=QUIET_SECONDS)
     except Timeout:
+        if not place.exists():  # the library tries again for ever where no file can be made
+            raise UserError(f"no lock file can be made in {place.parent}; name another folder") from None
         who = f"{_name_holder(place)} holds the lock of {what}"
         print(f"note: {who}; waiting for it, {how_long}", file=sys.stderr)
         lock.acquire(timeout=seconds)

@@ -73,7 +73,9 @@ def print_budgets(
     for variant, use in zip(variants, uses):
         budget = ",".join(map(str, variant.workload.vram_mib))
         first = f"{first_token_seconds(variant):.3g}"
-        table.add_row(budget, show_rate(decode_rate(variant)), first, f"{use.host_bytes / (1 << 30):.1f}")
+        table.add_row(
+            budget, show_rate(decode_rate(variant)), first, f"{(use.host_bytes + use.own_bytes) / (1 << 30):.1f}"
+        )
     print_whole(table, out)
 
 

@@ -13,7 +13,7 @@ from cli_world import edit_json, write_profile
 
 from pshard import file_lock
 from pshard.errors import UserError
-from pshard.file_lock import hold_lock
+from pshard.file_lock import hold_lock, wait_for_lock
 from pshard.jsonio import STALE_SECONDS, from_json, write_text_atomically
 from pshard.models import open_model
 from pshard.models.keys import FACTORS, Keys
@@ -106,3 +106,12 @@ def test_a_profile_of_something_beyond_all_sizes_is_told(tmp_path: Path) -> None
     edit_json(path, "experts", 0, "experts", value=1 << 63)
     with pytest.raises(UserError, match=r"experts\[0\]\.experts is 9223372036854775808, not 1 or more, and at most"):
         load_profile(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that takes no files even from root")
+def test_a_folder_that_takes_no_lock_file_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pshard.file_lock.QUIET_SECONDS", 0.1)
+    place = Path("/proc/self/.packed.lock")
+    told = "no lock file can be made in /proc/self; name another folder"
+    with pytest.raises(UserError, match=told), wait_for_lock(place, "a packed file"):
+        pass
