@@ -86,6 +86,7 @@ def _read_budgets(vram: int | Sequence[int] | None) -> tuple[int, ...] | None:
     given = tuple(vram) if isinstance(vram, Iterable) and not isinstance(vram, str) else (vram,)
     if vram is None or not given:
         return None
-    if not all(isinstance(mib, SupportsIndex) for mib in given):
+    whole = tuple(index(mib) for mib in given if isinstance(mib, SupportsIndex))
+    if len(whole) < len(given):
         raise UserError(f"vram is {vram!r}; it is a whole number of MiB, or one for each device")
-    return tuple(map(index, given))
+    return whole
