@@ -254,8 +254,11 @@ def _open_gguf(path: Path) -> ModelFile:
 
 def _open_folder(folder: Path) -> ModelFile:
     names = sorted(path.name for path in folder.glob("*.gguf"))
-    if names and not (folder / "config.json").exists():
-        raise UserError(f"{folder}: a folder of GGUF files; give one of them: {', '.join(names[:8])}")
+    if not (folder / "config.json").exists():
+        if names:
+            raise UserError(f"{folder}: a folder of GGUF files; give one of them: {', '.join(names[:8])}")
+        if not any(folder.glob("*.safetensors*")):
+            raise UserError(f"{folder}: no model is in this folder; give a GGUF file, or a folder with a config.json")
     metadata, where = take_text_settings(read_json(folder / "config.json")), str(folder / "config.json")
     mixes = metadata.get("enable_moe_block") is True
     arch = find_hf_architecture(metadata.get("model_type"), where, has_experts=mixes).of_settings(metadata)

@@ -290,9 +290,13 @@ def test_an_untied_model_without_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_model_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config.json: there is no such file; fetch it too, or give a GGUF file"):
+    with pytest.raises(UserError, match="no model is in this folder; give a GGUF file"):
         open_model(tmp_path)
     write_hf_folder(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "kept.json")
+    with pytest.raises(UserError, match=r"config.json: there is no such file; fetch it too, or give a GGUF file"):
+        open_model(tmp_path)
+    (tmp_path / "kept.json").rename(tmp_path / "config.json")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"neither model.safetensors nor"):
         open_model(tmp_path)
