@@ -7,7 +7,6 @@ ten times as long, and leave the GPU alone: Triton's driver is replaced there by
 import multiprocessing
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -50,9 +49,7 @@ def requests_of(call: Callable[[], object]) -> tuple[Request, ...]:
 
     knobs.runtime.jit_cache_hook, JITFunction.run = note, warm_up
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of a call that captures what it starts
-            call()
+        call()
     finally:
         knobs.runtime.jit_cache_hook, JITFunction.run = before, start
     return tuple(found)

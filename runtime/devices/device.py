@@ -39,7 +39,7 @@ KERNEL_RECEIVE_BYTES = 512 << 10  # from the device little goes besides
 # many the one that was not used for the longest time goes
 MOST_PROMPT_GRAPHS = 384  # three tiers of 64 layers
 MOST_GRAPHS = MOST_PROMPT_GRAPHS + 900
-# a stretch whose only work is copies has an empty graph, which is right
+# a stretch whose only work is copies has an empty graph, which is right; so has a timing that is rehearsed
 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
 
