@@ -337,6 +337,30 @@ def test_experts_of_a_models_size(
 
 @needs_kernels
 @pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="page-locked memory that a GPU reads")
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("qtype", PACKED)
+def test_experts_in_host_memory_give_the_bits_of_those_in_vram(
+    kernels: cuda.CudaKernels, qtype: str, tokens: int
+) -> None:
+    """A type's codebook lies on the GPU wherever the weights are: a kernel cannot read it from plain host memory."""
+    rule, here = make_layer(Experts(4, 2, 256), (qtype, qtype, qtype), 256)
+    sides = [
+        [m and replace(m, data=m.data.cpu().pin_memory()) for m in side] for side in (here.gate, here.up, here.down)
+    ]
+    addresses = torch.tensor([[m.data.data_ptr() if m else 0 for m in side] for side in sides], device=DEVICE)
+    gate, up, down = (tuple(side) for side in sides)
+    there = ExpertWeights(gate, up, down, addresses)
+    x, routes = random_tensor(tokens, 256, seed=16, dtype=torch.bfloat16) * 0.3, random_routes(tokens, rule)
+    both = []
+    for weights in (here, there):
+        both.append(torch.empty(tokens, 256, device=DEVICE))
+        kernels.experts(x, routes, weights, rule, both[-1], make_scratch(tokens, rule, 256), False)
+    assert torch.equal(both[0], both[1]) and both[0].isfinite().all()
+
+
+@needs_kernels
+@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="there are no CUDA graphs on the CPU")
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_a_graph_takes_the_experts_that_each_replay_chooses(kernels: cuda.CudaKernels, tokens: int) -> None:

@@ -93,7 +93,8 @@ def _multiply(
         triton_grouped.products_kernel[(triton.cdiv(first.rows, tile.depth), by_expert.slots)](
             x=x, x_stride=x.stride(0), addresses=addresses[0], second_addresses=addresses[-1], order=by_expert.order,
             tiles=by_expert.tiles, slots=by_expert.slots, used=used, out=out, out_stride=out.stride(0),
-            rows=first.rows, cols=first.cols, places=_places_of(first), second_places=_places_of(second),
+            rows=first.rows, cols=first.cols, places=_places_of(first, x.device),
+            second_places=_places_of(second, x.device),
             QTYPE=first.qtype, LOW=low, HIGH=high, SECOND_QTYPE=second.qtype, SECOND_LOW=second_low,
             SECOND_HIGH=second_high, GATED=gated, MASKED=first.cols % tile.tokens != 0, BM=by_expert.together,
             BN=tile.depth, BK=tile.tokens, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
@@ -110,5 +111,5 @@ def _bits_of(qtype: str) -> tuple[int, int]:
     return (encoding.low, encoding.high) if encoding else (0, 0)
 
 
-def _places_of(matrix: Packed) -> tuple[int, ...]:
-    return places(matrix) if matrix.qtype in ENCODINGS else (0,) * 6
+def _places_of(matrix: Packed, device: torch.device) -> tuple[int, ...]:
+    return places(matrix, device) if matrix.qtype in ENCODINGS else (0,) * 6

@@ -70,7 +70,7 @@ def _launch(
     words, scale, sums = room
     triton_int8.pairs_many_kernel[(triton.cdiv(matrix.rows, tile.rows), count)](
         words=words, scale=scale, sums=sums, addresses=addresses[0], second_addresses=addresses[1], rows=matrix.rows,
-        chunks=matrix.cols // 32, places=places(matrix), **cut_sums(matrix, tile), **more,
+        chunks=matrix.cols // 32, places=places(matrix, words.device), **cut_sums(matrix, tile), **more,
     )  # fmt: skip
 
 

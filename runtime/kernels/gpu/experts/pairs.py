@@ -50,21 +50,21 @@ def add_pairs(
         UNSCALED=triton.next_power_of_2(gate.cols // 32) if old else 0, addresses=gate_at, up_addresses=up_at,
         bias=gate_bias, up_bias=up_bias, new_words=gated.words,
         new_scale=gated.scale, new_sums=gated.sums, ACTIVATION=rule.activation,
-        **_cut("pairs gate", gate, picker),
+        **_cut("pairs gate", gate, x[0][0].device, picker),
     )  # fmt: skip
     triton_pairs.down_pairs_kernel[(triton.cdiv(down.rows, 32), tokens * used)](
         *gated, **chosen, new_words=left[0], new_scale=left[1], new_sums=left[2], squares=squares, norm=norm,
         NEXT=following is not None, weights=routes.weights, weights_stride=routes.weights.stride(0), tokens=tokens,
         addresses=down_at, bias=down_bias, partial=scratch[0], counters=scratch[1], out=out, out_stride=out.stride(0),
-        ACCUMULATE=accumulate, PLACES=triton.next_power_of_2(used), **_cut("pairs down", down, picker),
+        ACCUMULATE=accumulate, PLACES=triton.next_power_of_2(used), **_cut("pairs down", down, out.device, picker),
     )  # fmt: skip
 
 
-def _cut(kernel: str, matrix: Packed, picker: TilePicker) -> dict[str, Any]:
+def _cut(kernel: str, matrix: Packed, device: torch.device, picker: TilePicker) -> dict[str, Any]:
     """How the rows of one expert's matrix are cut, and how they are read."""
     tile, encoding, chunks = picker.fixed(kernel, matrix.qtype, 1), ENCODINGS[matrix.qtype], matrix.cols // 32
     return {
-        "rows": matrix.rows, "chunks": chunks, "places": places(matrix), "DEPTH": tile.depth,
+        "rows": matrix.rows, "chunks": chunks, "places": places(matrix, device), "DEPTH": tile.depth,
         "WARPS": tile.warps, "QTYPE": matrix.qtype, "LOW": encoding.low, "HIGH": encoding.high,
         "FACTOR": FACTORS.get(matrix.qtype, 1), "MASKED": chunks % tile.depth != 0 or matrix.rows % 32 != 0,
         "AHEAD": tile.stages - 1, "num_warps": tile.warps, "maxnreg": tile.registers,

@@ -43,7 +43,7 @@ class LatentOnGpu:
         grid = (triton.cdiv(rows, HEAD_ROWS), heads, triton.cdiv(tokens, together))
         triton_latent.head_products_kernel[grid](
             x, *x.stride()[:2], stack.data, packed_nbytes(stack.qtype, rows, cols), out, *out.stride()[:2],
-            tokens=tokens, rows=rows, cols=cols, places=places(stack) if encoding else (0,) * 6,
+            tokens=tokens, rows=rows, cols=cols, places=places(stack, x.device) if encoding else (0,) * 6,
             QTYPE=stack.qtype, LOW=encoding.low if encoding else 0, HIGH=encoding.high if encoding else 0,
             MASKED=cols % COLS_TOGETHER != 0, BM=together, BN=HEAD_ROWS, BK=COLS_TOGETHER, num_warps=4, num_stages=2,
         )  # fmt: skip

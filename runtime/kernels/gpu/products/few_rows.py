@@ -140,7 +140,7 @@ class FewRows:
         grid = (triton.cdiv(tokens, each_tokens), triton.cdiv(out.shape[1], tile.rows), cut[0])
         triton_matvec.matvec_kernel[grid](
             *matrices, *x[0], out, *addends, *self.scratch, *(left or NOT_QUANTISED), *sizes,
-            *places(first),
+            *places(first, out.device),
             TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
             MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, AHEAD=tile.stages - 1,

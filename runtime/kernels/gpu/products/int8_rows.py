@@ -91,7 +91,7 @@ def _launch(
     grid = (triton.cdiv(weight.rows, tile.rows) * triton.cdiv(out.shape[0], tile.tokens),)
     triton_many.many_rows_kernel[grid](
         weight.data, None if second is None else second.data, *room, out, *out.shape, weight.cols // 32, out.stride(0),
-        *places(weight), BAND=BAND, ACCUMULATE=accumulate, ACTIVATION=activation, **cut_sums(weight, tile),
+        *places(weight, out.device), BAND=BAND, ACCUMULATE=accumulate, ACTIVATION=activation, **cut_sums(weight, tile),
     )  # fmt: skip
 
 

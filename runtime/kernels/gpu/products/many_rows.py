@@ -110,7 +110,7 @@ def dequantise(weight: Packed, first_row: int, out: torch.Tensor) -> None:
     encoding, tile = ENCODINGS[weight.qtype], TUNING["dequantise", 0]
     grid = (triton.cdiv(cols // 32, tile.depth), triton.cdiv(n, ROW_BLOCK))
     triton_dequant.dequantise_kernel[grid](
-        weight.data, out, first_row, n, cols, *places(weight), BC=tile.depth,
+        weight.data, out, first_row, n, cols, *places(weight, out.device), BC=tile.depth,
         QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high, num_warps=tile.warps,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def look_up(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
         return
     encoding, chunks = ENCODINGS[table.qtype], min(64, triton.next_power_of_2(cols // 32))
     triton_dequant.look_up_kernel[(triton.cdiv(cols // 32, chunks), tokens)](
-        table.data, ids, out, out.stride(0), cols, *places(table), BC=chunks, QTYPE=table.qtype,
+        table.data, ids, out, out.stride(0), cols, *places(table, out.device), BC=chunks, QTYPE=table.qtype,
         LOW=encoding.low, HIGH=encoding.high, num_warps=max(1, chunks // 32),
     )  # fmt: skip
 
