@@ -282,7 +282,7 @@ def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float, 
         prompts = 1 + max(1, min(MOST_SAMPLES, round(SAMPLE_SECONDS / expected)))
         uncounted, *runs = (count_ids(engine, test.n_prompt, i * test.n_prompt) for i in range(prompts))
         engine.forward(uncounted)
-    hits, read = engine.hits_by_rank(), engine.memory().read
+    hits, at_first = engine.hits_by_rank(), engine.memory()
     end, samples = time.monotonic() + patience, list[Sample]()
     for ids in runs:
         if test.n_prompt:
@@ -290,7 +290,9 @@ def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float, 
         wait_for_others(end)
         samples.append(take_sample(engine, ids))
     (found,) = (after.since(before) for after, before in zip(engine.hits_by_rank(), hits))
-    nbytes = (engine.memory().read - read) / len(samples)
+    memory = engine.memory()
+    nbytes = (memory.read - at_first.read) / len(samples)
+    waited, seconds = (now - before for now, before in zip(memory.waited, at_first.waited))
     quiet = [one for one in samples if one.is_quiet] or samples
     tokens = 1 if test.n_gen else test.n_prompt
     each = mean(one.seconds for one in quiet) if test.n_gen else median(one.seconds for one in quiet)
@@ -302,6 +304,8 @@ def measure_test(engine: Engine, test: BenchTest, rate: float, expected: float, 
         "samples": [asdict(one) for one in samples],
         "read_bytes": nbytes,
         "share_of_rate": nbytes / rate / each,
+        "share_while_waited": waited / seconds / rate if seconds else None,
+        "share_waited": seconds / sum(one.seconds for one in samples),
         "slot_hits": found.found.share if found.found.chosen else None,
         "slot_hits_expected": found.expected,
     }
@@ -331,12 +335,15 @@ def describe(disk: str, test: BenchTest, row: dict[str, Any]) -> str:
     hits = ""
     if "predicted_as_found" in row:
         hits = f"; slots found {row['slot_hits']:.0%} (with that predicted {row['predicted_as_found']:.4g})"
+    waited = ""
+    if row["share_while_waited"]:
+        waited = f" ({row['share_while_waited']:.0%} while something waited, {row['share_waited']:.0%} of the time)"
     others = mean(one["disturbed"] for one in row["samples"])
     return (
         f"{disk}, {test.name}: {row['rate']:.4g} tok/s (at best {row['at_best']:.4g}), predicted "
         f"{row['predicted']:.4g} ({off:+.1%}, goal {goal:.0%}{verdict}); read {row['read_bytes'] / 1e9:.2f} GB each at "
-        f"{row['share_of_rate']:.0%} of the profile's rate{hits}; {row['quiet']} of {len(row['samples'])} samples "
-        f"were quiet, others had {others:.0%} of the cores"
+        f"{row['share_of_rate']:.0%} of the profile's rate{waited}{hits}; {row['quiet']} of {len(row['samples'])} "
+        f"samples were quiet, others had {others:.0%} of the cores"
     )
 
 

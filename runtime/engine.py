@@ -43,7 +43,8 @@ class MemoryReport:
     """Bytes held by an engine, or by one rank of it: `accelerator` is all it took on the device (the driver's figure
     less the context). `page_locked`: whether all host weights are; `host_locked`: bytes of host memory that are, and
     `staging` those of them through which other weights are copied, `disk` those through which weights come from disk;
-    `read`: bytes that were read there since the start. `slots`: of host memory for experts that live there. `process`:
+    `read`: bytes that were read there since the start, `waited`: those that came while something waited for them, and
+    the seconds of that. `slots`: of host memory for experts that live there. `process`:
     what the process took of host memory before it loaded anything: Python, torch and the driver. `cores`: those that a
     rank of several keeps to; its memory is from their NUMA nodes."""
 
@@ -57,6 +58,7 @@ class MemoryReport:
     staging: int = 0
     disk: int = 0
     read: int = 0
+    waited: tuple[int, float] = (0, 0.0)
     slots: int = 0
     process: int = 0
 
@@ -344,7 +346,7 @@ def _report_memory(e: Executor) -> MemoryReport:
     budget, taken = e.plan.budget_mib << 20, e.device.process_bytes()
     host = e.host_nbytes, e.page_locked, e.group.cores, e.locked_nbytes, e.staging_nbytes
     slots = sum(cache.nbytes for cache in e.plan.caches if cache.on_host)
-    disk = e.transfers.beyond_nbytes, e.transfers.read_bytes, slots
+    disk = e.transfers.beyond_nbytes, e.transfers.read_bytes, e.transfers.waited, slots
     return MemoryReport(budget, e.arena_nbytes, taken, *host, *disk, e.process)
 
 

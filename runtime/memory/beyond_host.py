@@ -25,7 +25,7 @@ class Store(Protocol):
 
     held: of each unit that comes whole, by name; largest: bytes of the largest one; least: of a buffer that it can
     fill; notes: a line for every fallback; nbytes: of host memory that it takes; read_bytes: so many were read since
-    the start.
+    the start; waited: those that came while a step or the ring waited for them, and the seconds of that.
     """
 
     held: Mapping[str, Portion]
@@ -40,6 +40,9 @@ class Store(Protocol):
 
     @property
     def read_bytes(self) -> int: ...
+
+    @property
+    def waited(self) -> tuple[int, float]: ...
 
     def load(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
         """Make all of it ready; progress gets the bytes done since last time."""

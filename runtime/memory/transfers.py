@@ -82,6 +82,12 @@ class Transfers:
         return sum(store.read_bytes for store in self._beyond.values())
 
     @property
+    def waited(self) -> tuple[int, float]:
+        """Of these bytes those that came while something waited for them, and the seconds of that."""
+        each = [store.waited for store in self._beyond.values()]
+        return sum(nbytes for nbytes, _ in each), sum(seconds for _, seconds in each)
+
+    @property
     def may_lock(self) -> bool:
         """Whether weights may be page-locked: a refusal, here of the ring, is the last question."""
         return not self._refused

@@ -32,6 +32,7 @@ class SlowMemory:
         self._blobs = {name: torch.empty(p.nbytes, dtype=torch.uint8) for name, p in self.held.items()}
         self._lane = CopyThread("slow", self._move)
         self.read_bytes = self.nbytes = 0
+        self.waited = 0, 0.0
         self.least, self.notes = self.largest, tuple[str, ...]()
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -126,6 +126,28 @@ def test_a_made_up_disk_takes_as_long_as_it_says(tmp_path: Path, monkeypatch: py
         assert reader.read_bytes == 1 << 20
 
 
+def test_time_counts_as_waited_only_while_something_asked_for_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_DISK", "fake:rate=20M,latency=100ms")
+    path = tmp_path / "f"
+    path.write_bytes(bytes(1 << 20))
+    with closing(DiskReader()) as reader:
+        pieces, counted = PieceList([Piece(reader.add_file(path), 0, 1 << 20)]), list[tuple[int, float]]()
+        ahead = reader.submit(pieces, 0)
+        time.sleep(0.2)  # read ahead: nobody waits
+        counted.append(reader.waited)
+        reader.run(ahead)
+        asked = reader.ask(pieces, 0)
+        reader.wait(asked)
+        counted.append(reader.waited)
+        time.sleep(0.05)
+        counted.append(reader.waited)
+    assert counted[0] == (0, 0.0) and counted[1] == counted[2]
+    nbytes, seconds = counted[1]
+    assert nbytes == 1 << 20 and seconds >= 0.15  # 52 ms at that rate, 100 ms later
+
+
 def test_profiles_know_made_up_disks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set[str]()
     for more in ("", ",latency=1ms", ",latency=2ms", ",jitter=1ms"):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 35  # as csrc/api.cpp has it
+ABI = 36  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -130,6 +130,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "reader_wait": ("v", "pl"),
     "reader_cancel": ("v", "p"),
     "reader_bytes": ("l", "p"),
+    "reader_waited": ("l", "pp"),
     "reader_failure": ("i", "ppl"),
     "reader_close": ("v", "pd"),
     "relay_open": ("p", ""),

@@ -139,6 +139,10 @@ class DiskStore:
     def read_bytes(self) -> int:
         return self._reader.read_bytes
 
+    @property
+    def waited(self) -> tuple[int, float]:
+        return self._reader.waited
+
     def load(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
         """Find where all of it lies in the files. Raises UserError for a tensor that is not there as it is used."""
         parts = FileParts(self._reader, source, source.packed)

@@ -188,6 +188,12 @@ class DiskReader:
         """Of pieces that were read since the start."""
         return self._functions["bytes"](self._reader)
 
+    @property
+    def waited(self) -> tuple[int, float]:
+        """Bytes that were read while somebody waited for a job, and the seconds of that, since the start."""
+        seconds = ctypes.c_double()
+        return self._functions["waited"](self._reader, ctypes.addressof(seconds)), seconds.value
+
     def check(self) -> None:
         """Raise RuntimeError that names file, place and error where a read has failed: nothing is read after that."""
         why = ctypes.create_string_buffer(1 << 13)

@@ -36,7 +36,7 @@ const Kernels& kernels() {
 using namespace pshard;
 
 // Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
-PSHARD_API int pshard_abi() { return 35; }
+PSHARD_API int pshard_abi() { return 36; }
 
 #ifndef PSHARD_SOURCES  // setup.py says
 #define PSHARD_SOURCES 0

@@ -61,7 +61,7 @@ struct Job {
   Piece* pieces;
   int64_t count, next = 0, done = 0;
   uint8_t* to;
-  bool begun = false, dropped = false;
+  bool begun = false, dropped = false, awaited = false;
   std::vector<std::pair<int64_t, int>> landed;  // piece and slot, until its place is free
 };
 using JobPtr = std::shared_ptr<Job>;
@@ -105,9 +105,9 @@ class Reader {
   int64_t ask(Piece* pieces, int64_t count, uint8_t* to) {
     const JobPtr job = make_job(pieces, count, to);
     int64_t number;
-    job->begun = true;
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      begin(*job);
       jobs_.push_back(job), unread_ += count;
       asked_[number = ++asks_] = job;
     }
@@ -129,7 +129,7 @@ class Reader {
   void run(const JobPtr& job) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!job->begun) wake(job->landed.size() + job->count - job->next);  // what is unread may take the slots that are kept
-    job->begun = true;
+    begin(*job);
     for (const auto& landed : job->landed) packable_.push_back({job, landed.first, landed.second});
     job->landed.clear();
     last_ = Clock::now();
@@ -159,6 +159,13 @@ class Reader {
   int64_t bytes() {
     std::lock_guard<std::mutex> lock(mutex_);
     return bytes_;
+  }
+
+  // Seconds in which a job whose place was free was not full, and the bytes that were read meanwhile.
+  std::pair<double, int64_t> waited() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return awaited_ ? std::make_pair(waited_ + since_begin(), waited_bytes_ + bytes_ - begin_bytes_)
+                    : std::make_pair(waited_, waited_bytes_);
   }
 
   // False where a read does not come back in time: then threads and memory are left to the end of the process.
@@ -197,6 +204,19 @@ class Reader {
     return job;
   }
 
+  // From now on the job's place is free, and somebody waits for it until it is full, or dropped.
+  void begin(Job& job) {
+    if (job.begun) return;
+    job.begun = true;
+    job.awaited = job.done < job.count;
+    if (job.awaited && !awaited_++) begin_ = Clock::now(), begin_bytes_ = bytes_;
+  }
+  void finish(Job& job) {
+    if (job.awaited && !--awaited_) waited_ += since_begin(), waited_bytes_ += bytes_ - begin_bytes_;
+    job.awaited = false;
+  }
+  double since_begin() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+
   // As many threads as there is something to do for: all at once would wait for each other.
   void wake(int64_t pieces) {
     for (int64_t i = std::min(pieces, depth_); i > 0; --i) work_.notify_one();
@@ -206,6 +226,7 @@ class Reader {
   void drop(const JobPtr& job) {
     const size_t free = free_.size();
     job->dropped = true;
+    finish(*job);
     unread_ -= job->count - job->next;
     job->next = job->count;
     for (const auto& landed : job->landed)
@@ -293,7 +314,9 @@ class Reader {
     if (piece.type != kSkip) pack_piece(piece, landed.slot < 0 ? nullptr : slot(landed.slot), job.to + piece.to);
     lock.lock();
     if (landed.slot >= 0) free_.push_back(landed.slot), wake(std::min<int64_t>(1, unread_));
-    if (++job.done == job.count) done_.notify_all();
+    if (++job.done < job.count) return;
+    finish(job);
+    done_.notify_all();
   }
 
   // Whether a piece is as it was packed. It is looked at when it is first read; several threads may do that.
@@ -378,9 +401,11 @@ class Reader {
   std::vector<std::thread> threads_;
   std::string failure_;
   int64_t bytes_ = 0, reads_ = 0, asks_ = 0, unread_ = 0;  // unread_: pieces that nobody has begun to read
+  int64_t awaited_ = 0, begin_bytes_ = 0, waited_bytes_ = 0;  // awaited_: jobs that somebody waits for, since begin_
+  double waited_ = 0;
   int alive_ = 0;
   bool stop_ = false;
-  Clock::time_point last_ = Clock::now(), idle_ = Clock::now();
+  Clock::time_point last_ = Clock::now(), idle_ = Clock::now(), begin_;
   std::mt19937_64 random_{1};
 };
 
@@ -421,6 +446,12 @@ PSHARD_API int64_t pshard_reader_ask(void* reader, void* pieces, int64_t count, 
 PSHARD_API void pshard_reader_wait(void* reader, int64_t number) { static_cast<Reader*>(reader)->wait(number); }
 PSHARD_API void pshard_reader_cancel(void* reader) { static_cast<Reader*>(reader)->cancel(); }
 PSHARD_API int64_t pshard_reader_bytes(void* reader) { return static_cast<Reader*>(reader)->bytes(); }
+// Seconds in which somebody waited for a job; returns the bytes that were read meanwhile.
+PSHARD_API int64_t pshard_reader_waited(void* reader, double* seconds) {
+  const auto [waited, bytes] = static_cast<Reader*>(reader)->waited();
+  *seconds = waited;
+  return bytes;
+}
 // Writes why the reader has failed; returns its length, 0 where it has not.
 PSHARD_API int pshard_reader_failure(void* reader, char* out, int64_t nbytes) {
   const std::string why = static_cast<Reader*>(reader)->failure();
