@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, median
@@ -64,12 +64,14 @@ LOOK = 0.5  # seconds in which others must leave the cores alone
 
 @dataclass(frozen=True)
 class Files:
-    """The model's file, the profile's, where plans are kept, and tokens of a micro-batch (0: as pshard chooses)."""
+    """The model's file, the profile's, where plans are kept, tokens of a micro-batch (0: as pshard chooses), and what
+    was recorded of routing."""
 
     model: Path
     profile: Path
     folder: Path
     ubatch: int
+    routing: Path | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument("--vram", type=int, default=6000, help="MiB (6000); 0: as pshard chooses, for the CPU alone")
     parser.add_argument("-ub", type=int, default=0, help="tokens of a micro-batch (as pshard chooses)")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds that a test waits for a quiet machine (0)")
+    parser.add_argument("--routing", type=Path, help="plan by what `pshard run --record-routing` has written")
     parser.add_argument("--ram", type=parse_ram, default=parse_ram("6G"), help="MiB, or as 6G (6G)")
     parser.add_argument("-n", type=int, default=64, help="tokens of an answer (64)")
     parser.add_argument("-p", default="4096,16384", help="tokens of prompts (4096,16384)")
@@ -108,7 +111,9 @@ def main() -> int:
     tests = (BenchTest(0, args.n), *(BenchTest(int(n), 0) for n in args.p.split(",")))
     with tempfile.TemporaryDirectory() as folder, written(args.model, args.generator):
         profile = args.profile or Path(folder) / "profile.json"
-        case = Case(args.model, profile, Path(folder), args.ub, args.vram, args.ram, tests, args.patience)
+        case = Case(
+            args.model, profile, Path(folder), args.ub, args.vram, args.ram, tests, args.patience, routing=args.routing
+        )
         words = ["pshard-profile", "--quick", "-m", str(args.model), "-o", str(case.profile)]
         if not args.profile and run(words).returncode:
             return 2
@@ -122,9 +127,10 @@ def main() -> int:
 
 def measure_disks(case: Case, disks: list[str], end: float, output: Path) -> None:
     """Run all tests with each disk; the file is written after every test."""
+    by_record = " --routing RECORD" if case.routing else ""
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"disk_run.py -m {case.model.name} --vram {case.vram} --ram {case.ram}",
+        "command": f"disk_run.py -m {case.model.name} --vram {case.vram} --ram {case.ram}" + by_record,
         "model_bytes": case.model.stat().st_size,
         "disks": {},
     }
@@ -205,7 +211,8 @@ def plan_prompts(case: Files, name: str, prompt: int, ram: int, vram: int) -> Op
     lengths = ["--prompt", str(prompt), "--generated", str(ANSWER), "-c", str(prompt + ANSWER), "--no-validate"]
     given = ("--ram", ram), ("--vram", vram), ("-ub", case.ubatch)
     sizes = [word for flag, number in given if number for word in (flag, str(number))]
-    if run(["pshard-plan", "-m", str(case.model), *sizes, *lengths, *places]).returncode:
+    routing = ["--routing", str(case.routing)] if case.routing else []
+    if run(["pshard-plan", "-m", str(case.model), *sizes, *routing, *lengths, *places]).returncode:
         raise UserError(f"{name}: nothing was planned")
     asked = RunRequest(case.model, (vram,) if vram else None, prompt + ANSWER, registry=registry, profile=case.profile)
     return open_plan(replace(asked, ram_mib=ram))
