@@ -266,9 +266,11 @@ class Speculation:
         return break_even(planned.drafts, self.planned[0].alone, planned.step, planned.beside)
 
     def compared(self) -> tuple[Acceptance, ...]:
-        """Acceptances to show rates at: the own one, and beside it lower and higher ones, or usual ones where it is
-        only assumed."""
+        """Acceptances to show rates at, each once: the own one, and beside it lower and higher ones, or usual ones
+        where it is only assumed."""
         own = self.acceptance
         if own.source == ASSUMED:
-            return (own, *(Acceptance((chance,), ASSUMED) for chance in USUAL_CHANCES))
-        return own.shift(-SHIFT), own, own.shift(SHIFT)
+            found = own, *(Acceptance((chance,), ASSUMED) for chance in USUAL_CHANCES)
+        else:
+            found = own.shift(-SHIFT), own, own.shift(SHIFT)  # where all drafts hold, none is higher
+        return tuple(dict.fromkeys(found))

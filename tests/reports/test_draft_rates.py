@@ -8,7 +8,7 @@ from report_samples import make_measurement, make_plan_variant
 from pshard.reports.figures.draft_rates import draw_draft_rates, pick_measured
 from pshard.reports.inputs import ReportInputs
 from pshard.reports.sections import draw_sections
-from pshard.speculation import Acceptance, Drafting, PlannedDrafts, Speculation
+from pshard.speculation import ASSUMED, Acceptance, Drafting, PlannedDrafts, Speculation
 from pshard.times.measurement import BenchedDrafts
 
 HELD = Acceptance((0.8,), "recorded")
@@ -30,6 +30,12 @@ def test_each_acceptance_is_a_line_through_the_rates_of_the_plan_with_the_chosen
     assert [rate for _, rate in lines["accepted: .7"]] == pytest.approx(lower)
     assert lines["chosen: 3"] == [own[2]] and lines["measured"] == [[3, 42.0]]
     assert lines["no drafts: 20.0 tok/s"][0][1] == pytest.approx(20)
+
+
+def test_an_acceptance_that_cannot_rise_is_shown_once():
+    assert [str(a) for a in replace(SAID, acceptance=Acceptance((1.0,), "recorded")).compared()] == [".9", "1"]
+    assert len(replace(SAID, acceptance=Acceptance((0.65,), ASSUMED)).compared()) == 3
+    assert len(SAID.compared()) == 3
 
 
 def test_measured_points_are_those_under_the_plans_budget():
