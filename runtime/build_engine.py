@@ -80,7 +80,7 @@ def build_engine(
         wanted = len(variant.ranks)
         raise UserError(f"the plan is for {wanted} ranks, but {group.size} are running; start {wanted}")
     plan = variant.ranks[group.rank]
-    whole = replace(file.spec, keeps_states=_reads_states(file.spec, variant))
+    whole = replace(file.spec, keeps_states=reads_states(file.spec, variant))
     ordered = order_experts(whole, variant.popularity)
     spec = replace(split_model(ordered, variant.split, group.rank), caches=plan.caches)
     ranges = [split_ranges(whole, variant.split, rank) for rank in range(group.size)]
@@ -110,7 +110,7 @@ def build_engine(
     return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes, head)
 
 
-def _reads_states(spec: ModelSpec, variant: Variant) -> bool:
+def reads_states(spec: ModelSpec, variant: Variant) -> bool:
     """Whether what drafts beside the model takes its states, as a head does."""
     return variant.drafter is not None and spec.head is not None and spec.head.takes_states
 

@@ -62,7 +62,11 @@ class Residents:
         kept on the host)."""
         for name in names:
             self._arena.pinned(name).copy_(blobs(name))
-            self._pins += (name,)
+            self.hold_pins((name,))
+
+    def hold_pins(self, names: Iterable[str]) -> None:
+        """Pins that every tier has are in the arena."""
+        self._pins += tuple(names)
 
     # --- switching tiers ----------------------------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.session.byte_bar import byte_bar
+from pshard.session.readiness.ready_kernels import kernels_ready
 
 if TYPE_CHECKING:
     from pshard.routing.record import RoutingRecord
@@ -62,12 +64,17 @@ def start_engine(
     ram_mib = variant.workload.ram_mib
     if ram_mib or any(rank.beyond_host for rank in variant.ranks):
         opened.file.leave_no_cache()
-    with byte_bar(f"loading {opened.file.spec.name}", opened.file.spec.packed_nbytes) as progress:
+    ready: AbstractContextManager[None] = nullcontext()
+    notes = list[str]()
+    if device.kind == "cuda" and kernels == "fast":
+        ready = kernels_ready(opened, variant, index, notes)
+    with ready, byte_bar(f"loading {opened.file.spec.name}", opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
             tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact, filled=filled,
             checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group, filled)) if checkpoints and not ram_mib else 0,
         )  # fmt: skip
+    engine.notes += tuple(notes)
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()
         refused = not memory.page_locked

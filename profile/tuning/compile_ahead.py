@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -60,23 +60,41 @@ def count_processes() -> int:
     return max(1, min(count_cores(), MOST_PROCESSES, usable_memory() // 4 // PROCESS_BYTES))
 
 
+class Compiling:
+    """Kernels that processes of their own compile for the GPU that is current, in this order, until `finish`."""
+
+    def __init__(self, requests: Sequence[Request], processes: int) -> None:
+        from triton.runtime import driver
+
+        self._requests, target = requests, driver.active.get_current_target()
+        self._pool = ProcessPoolExecutor(min(processes, len(requests)), multiprocessing.get_context("spawn"))
+        self._futures, self._broken = dict[Request, Future[None]](), None
+        try:
+            with _interrupts_ignored():
+                self._futures = {request: self._pool.submit(_compile, target, request) for request in requests}
+        except BrokenExecutor as error:  # the processes end as they start
+            self._broken = error
+
+    @property
+    def left(self) -> int:
+        """Those that are not compiled yet."""
+        return sum(not future.done() for future in self._futures.values())
+
+    def finish(self, seconds: float) -> dict[Request, BaseException | None]:
+        """Wait for so long at most: the error, or None, of those that were reached by then."""
+        try:
+            wait(self._futures.values(), max(0.0, seconds))
+        finally:
+            self._pool.shutdown(cancel_futures=True)  # waits for those at work, which would disturb what is timed next
+        if self._broken:
+            return dict.fromkeys(self._requests, self._broken)
+        return {request: future.exception() for request, future in self._futures.items() if not future.cancelled()}
+
+
 def compile_ahead(requests: Sequence[Request], processes: int, seconds: float) -> dict[Request, BaseException | None]:
     """Compile these for the GPU that is current, in this order: the error, or None, of those reached in the time."""
-    from triton.runtime import driver
-
-    if not requests:
-        return {}
-    target, deadline = driver.active.get_current_target(), time.monotonic() + seconds
-    pool = ProcessPoolExecutor(min(processes, len(requests)), multiprocessing.get_context("spawn"))
-    try:
-        with _interrupts_ignored():
-            futures = {request: pool.submit(_compile, target, request) for request in requests}
-        wait(futures.values(), max(0.0, deadline - time.monotonic()))
-    except BrokenExecutor as error:  # the processes end as they start
-        return dict.fromkeys(requests, error)
-    finally:
-        pool.shutdown(cancel_futures=True)  # waits for those at work, which would disturb what is timed next
-    return {request: future.exception() for request, future in futures.items() if not future.cancelled()}
+    deadline = time.monotonic() + seconds
+    return Compiling(requests, processes).finish(deadline - time.monotonic()) if requests else {}
 
 
 @contextmanager

@@ -336,7 +336,9 @@ def test_a_run_takes_the_tiles_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         "pshard.runtime.build_engine.build_engine", lambda *_, tiles, **__: given.append(tiles) or engine
     )
     monkeypatch.setattr("pshard.registries.profile_store.note_page_locks", lambda *_: False)
-    monkeypatch.setattr("pshard.runtime.devices.device.open_device", lambda kind, index: SimpleNamespace(locks=True))
+    monkeypatch.setattr(
+        "pshard.runtime.devices.device.open_device", lambda kind, index: SimpleNamespace(kind=kind, locks=True)
+    )
     monkeypatch.setattr("pshard.runtime.devices.threads.use_threads", lambda count: None)
     file = SimpleNamespace(spec=SimpleNamespace(name="m", packed_nbytes=1))
     for device in (0, 2):

@@ -1,7 +1,8 @@
 """Products of more than SMALL_BATCH rows: in int8 where the picker says so, else weights are dequantised tile by tile,
 and a library GEMM does the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -132,6 +133,22 @@ def look_up(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
         table.data, ids, out, out.stride(0), cols, *places(table, out.device), BC=chunks, QTYPE=table.qtype,
         LOW=encoding.low, HIGH=encoding.high, num_warps=max(1, chunks // 32),
     )  # fmt: skip
+
+
+def _multiply_nothing(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """Stands for the next one."""
+
+
+@contextmanager
+def library_left_out() -> Iterator[None]:
+    """Meanwhile the library multiplies nothing: for walks that only note which kernels they would start."""
+    global _multiply_by_library
+    before = _multiply_by_library
+    _multiply_by_library = _multiply_nothing
+    try:
+        yield
+    finally:
+        _multiply_by_library = before
 
 
 def _multiply_by_library(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:

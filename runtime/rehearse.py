@@ -1,0 +1,83 @@
+"""Walks through the steps of a plan without weights and without a device, to find what these would start on one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.buffers import arena_bytes
+from pshard.cuts.rank_parts import split_ranges
+from pshard.on_host import list_on_host, list_only_in_vram
+from pshard.plan import Variant
+from pshard.routing.order_experts import order_experts
+from pshard.runtime.build_engine import reads_states
+from pshard.runtime.devices.device import CpuDevice, CpuEvent
+from pshard.runtime.engine import Engine
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Kernels
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.memory.kv_store import KVStore
+from pshard.runtime.memory.weights import HostWeights, WeightSource
+from pshard.runtime.ranks.group import Group
+
+SHORT = (SMALL_BATCH // 4, SMALL_BATCH // 2, SMALL_BATCH)  # tokens of a question; few rows go by powers of two
+
+
+class SilentDevice(CpuDevice):
+    """A device that copies nothing: whatever is waited for has happened. Its memory is mapped and never touched."""
+
+    def copy_in(self, *_: Any, **__: Any) -> CpuEvent:
+        event = CpuEvent()
+        event.finish()
+        return event
+
+    copy_out = fill = call = copy_in
+
+    def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        pass
+
+    bring = receive = send
+
+
+def _compute_nothing(*_: Any, **__: Any) -> bool:
+    return True
+
+
+_CALLED = [name for name in dir(PlainKernels) if not name.startswith("_") and callable(getattr(PlainKernels, name))]
+SilentKernels = type("SilentKernels", (PlainKernels,), dict.fromkeys(_CALLED, _compute_nothing))
+
+
+def rehearse_steps(source: WeightSource, variant: Variant, kernels: Kernels) -> None:
+    """Go through steps of every size that the plan of one rank has a tier for, and of single tokens of several texts.
+
+    kernels: of the accelerator; what they start must be no more than noted, as nobody has written what they would read.
+    Nothing of the model is loaded. For plans that leave nothing on disk.
+    """
+    (plan,) = variant.ranks
+    whole = replace(source.spec, keeps_states=reads_states(source.spec, variant))
+    spec = replace(order_experts(whole, variant.popularity), caches=plan.caches)
+    device, states = SilentDevice(), variant.workload.state_shape
+    arena = device.allocate(arena_bytes(plan.budget_mib, "cuda", plan.reserve_mib))
+    weights = HostWeights(list_on_host(spec, plan), device)
+    executor = Executor(spec, plan, device, arena, weights, states, (kernels, cast(Kernels, SilentKernels())), Group())
+    executor.residents.hold_pins(portion.unit.name for portion in list_only_in_vram(spec, plan))
+    store = KVStore(source, [split_ranges(whole, variant.split, 0)], states, executor, Group())
+    with Engine(executor, variant, None, (), lambda: None, store) as engine:
+        for step in list_steps(variant):
+            engine.reset()
+            engine.forward(step)
+
+
+def list_steps(variant: Variant) -> Iterator[list[list[int]]]:
+    """Tokens of each text: of short prompts and of those that fill a tier, and of 1, 2, 4, ... texts that have one
+    token each."""
+    workload = variant.workload
+    longest, texts = workload.context // workload.sequences, 1
+    for tokens in sorted({*SHORT, *(tier.tokens for tier in variant.ranks[0].tiers)}):
+        if tokens <= longest:
+            yield [[0] * tokens]
+    while texts <= workload.sequences:
+        yield [[0]] * texts
+        texts *= 2
