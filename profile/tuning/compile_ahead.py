@@ -6,11 +6,13 @@ ten times as long, and leave the GPU alone: Triton's driver is replaced there by
 
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from pshard.profile.identify import count_cores, usable_memory
@@ -70,7 +72,7 @@ class Compiling:
         self._pool = ProcessPoolExecutor(min(processes, len(requests)), multiprocessing.get_context("spawn"))
         self._futures, self._broken = dict[Request, Future[None]](), None
         try:
-            with _interrupts_ignored():
+            with _interrupts_ignored(), _main_hidden():
                 self._futures = {request: self._pool.submit(_compile, target, request) for request in requests}
         except BrokenExecutor as error:  # the processes end as they start
             self._broken = error
@@ -105,6 +107,18 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Processes that start meanwhile do not run the program's main module, as they else would: a script that loads a
+    model, and does so whenever it is imported, would load another one in each."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _compile(target: Any, request: Request) -> None:

@@ -3,6 +3,8 @@
 import io
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -455,6 +457,20 @@ def test_a_profile_in_seconds_times_nothing_optional_that_it_would_have_to_compi
 
 
 @pytest.mark.slow
+def test_processes_that_compile_do_not_run_a_script_that_has_no_guard_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from triton.backends.compiler import GPUTarget\n"
+        "from triton.runtime import driver\n"
+        "from pshard.profile.tuning.compile_ahead import OnlyTarget, Request, compile_ahead\n"
+        "driver.set_active(OnlyTarget(GPUTarget('cuda', 90, 32)))\n"
+        "found = compile_ahead([Request('no_such_module', 'kernel', '')], 1, 60.0)\n"
+        "print(*(type(error).__name__ for error in found.values()))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("ModuleNotFoundError\n", 0), done.stderr
+
+
 def test_what_is_timed_is_compiled_before_without_being_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
