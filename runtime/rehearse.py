@@ -22,11 +22,12 @@ from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
 
-SHORT = (SMALL_BATCH // 4, SMALL_BATCH // 2, SMALL_BATCH)  # tokens of a question; few rows go by powers of two
+SHORT = (8, 16, 32, SMALL_BATCH)  # tokens of a question, by powers of two as few rows are multiplied
 
 
 class SilentDevice(CpuDevice):
-    """A device that copies nothing: whatever is waited for has happened. Its memory is mapped and never touched."""
+    """A device that copies nothing but whole numbers: whatever is waited for has happened. Its memory is mapped, and
+    hardly touched."""
 
     def copy_in(self, *_: Any, **__: Any) -> CpuEvent:
         event = CpuEvent()
@@ -36,9 +37,15 @@ class SilentDevice(CpuDevice):
     copy_out = fill = call = copy_in
 
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        pass
+        """Rows and lengths are copied, with which others are looked up."""
+        if not dst.is_floating_point() and dst.dtype != torch.uint8:
+            dst.copy_(src)
 
-    bring = receive = send
+    receive = send
+
+    def bring(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """What nobody has computed is zeros, also where these are experts' numbers."""
+        dst.zero_()
 
 
 def _compute_nothing(*_: Any, **__: Any) -> bool:
@@ -65,16 +72,16 @@ def rehearse_steps(source: WeightSource, variant: Variant, kernels: Kernels) -> 
     executor.residents.hold_pins(portion.unit.name for portion in list_only_in_vram(spec, plan))
     store = KVStore(source, [split_ranges(whole, variant.split, 0)], states, executor, Group())
     with Engine(executor, variant, None, (), lambda: None, store) as engine:
-        for step in list_steps(variant):
+        for step in list_steps(variant, engine.longest):
             engine.reset()
             engine.forward(step)
 
 
-def list_steps(variant: Variant) -> Iterator[list[list[int]]]:
+def list_steps(variant: Variant, longest: int) -> Iterator[list[list[int]]]:
     """Tokens of each text: of short prompts and of those that fill a tier, and of 1, 2, 4, ... texts that have one
-    token each."""
-    workload = variant.workload
-    longest, texts = workload.context // workload.sequences, 1
+    token each. longest: tokens that a text can have."""
+    workload, texts = variant.workload, 1
+    longest = min(longest, workload.context // workload.sequences)
     for tokens in sorted({*SHORT, *(tier.tokens for tier in variant.ranks[0].tiers)}):
         if tokens <= longest:
             yield [[0] * tokens]

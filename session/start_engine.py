@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
@@ -68,12 +68,16 @@ def start_engine(
     notes = list[str]()
     if device.kind == "cuda" and kernels == "fast":
         ready = kernels_ready(opened, variant, index, notes)
-    with ready, byte_bar(f"loading {opened.file.spec.name}", opened.file.spec.packed_nbytes) as progress:
-        engine = build_engine(
-            opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
-            tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact, filled=filled,
-            checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group, filled)) if checkpoints and not ram_mib else 0,
-        )  # fmt: skip
+    spare = min(CHECKPOINT_BYTES, _spare_memory(group, filled)) if checkpoints and not ram_mib else 0
+    with ExitStack() as loaded:  # closed where waiting for kernels is interrupted
+        with ready, byte_bar(f"loading {opened.file.spec.name}", opened.file.spec.packed_nbytes) as progress:
+            engine = build_engine(
+                opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
+                tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact, filled=filled,
+                checkpoint_bytes=spare,
+            )  # fmt: skip
+            loaded.callback(engine.close)
+        loaded.pop_all()
     engine.notes += tuple(notes)
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()

@@ -333,7 +333,7 @@ def test_a_run_takes_the_tiles_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     first, other = CASE.choose(SECOND), CASE.choose(THIRD, "acc2")
     given = []
     memory = SimpleNamespace(host_locked=0, page_locked=True)
-    engine = SimpleNamespace(memory=lambda: memory, notes=())
+    engine = SimpleNamespace(memory=lambda: memory, notes=(), close=lambda: None)
     monkeypatch.setattr(
         "pshard.runtime.build_engine.build_engine", lambda *_, tiles, **__: given.append(tiles) or engine
     )

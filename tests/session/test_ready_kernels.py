@@ -1,12 +1,17 @@
 """The kernels of a plan's steps are found without a GPU and without weights, and compiled once, as the model loads."""
 
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import hybrid_files
 import latent_files
+import psutil
 import pytest
 import torch
 from engines import open_engine
@@ -16,7 +21,7 @@ from plan_samples import make_tier, make_variant, with_workload
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 
 from pshard.models import open_model
-from pshard.profile.tuning import compile_ahead
+from pshard.models.model_file import ModelFile
 from pshard.profile.tuning.compile_ahead import OnlyTarget, requests_of
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime import build_engine as building
@@ -26,7 +31,9 @@ from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.products.many_rows import library_left_out
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.rehearse import SilentDevice, list_steps
-from pshard.session.readiness.ready_kernels import kernels_ready, list_kernels
+from pshard.session.readiness import ready_kernels
+from pshard.session.readiness.compile_kernels import Task, list_kernels
+from pshard.session.readiness.ready_kernels import kernels_ready
 
 CONTEXT = 256
 CARD = KNOWN_CARDS[90]  # as other tests of the process have it: Triton asks once
@@ -51,8 +58,8 @@ def open_variant(path: Path, where: str = "pinned", sequences: int = 1) -> tuple
     return file, with_workload(variant, type_k="bf16", type_v="bf16")
 
 
-def find(file: Any, variant: Any) -> set[str]:
-    return {r.kernel for r in list_kernels(SimpleNamespace(file=file), variant, (), CARD)}  # type: ignore[arg-type]
+def task_of(file: Any, variant: Any) -> Task:
+    return Task(file.spec.path, variant, (), CARD)
 
 
 def write_family(path: Path, like: str) -> Path:
@@ -65,12 +72,13 @@ def write_family(path: Path, like: str) -> Path:
 
 
 @pytest.mark.parametrize("like", ["llama", "qwen3moe", "gpt-oss", *hybrid_files.LIKE, *latent_files.LIKE])
-def test_kernels_of_every_family_are_found_and_nothing_of_the_file_is_read(like: str, tmp_path: Path) -> None:
+def test_kernels_of_every_family_are_found_and_nothing_of_the_file_is_read(
+    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, variant = open_variant(write_family(tmp_path / "m.gguf", like))
     for name in ("tensor_bytes", "part_bytes", "run_bytes"):
-        setattr(file, name, None)
-    with file:
-        found = find(file, variant)
+        monkeypatch.setattr(ModelFile, name, None)
+    found = {request.kernel for request in list_kernels(task_of(file, variant))}
     assert {"rms_norm_kernel", "sort_kernel"} & found and len(found) > 8
 
 
@@ -81,11 +89,12 @@ def test_a_rehearsal_finds_what_a_loaded_model_starts(
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)
     file, variant = open_variant(path, where)
     with file:
-        rehearsed = list_kernels(SimpleNamespace(file=file), variant, (), CARD)  # type: ignore[arg-type]
+        rehearsed = list_kernels(task_of(file, variant))
         kernels = CudaKernels(torch.device("cpu"), 80, limits=CARD)
         monkeypatch.setattr(building, "choose_kernels", lambda *_: (kernels, PlainKernels(), ()))
         with library_left_out(), building.build_engine(file, variant, SilentDevice()) as engine:
-            started = [r for step in list_steps(variant) for r in requests_of(lambda s=step: take(engine, s))]
+            steps = list_steps(variant, engine.longest)
+            started = [request for step in steps for request in requests_of(partial(take, engine, step))]
     assert set(started) == set(rehearsed) and len(rehearsed) == len(set(rehearsed)) > 10
 
 
@@ -96,33 +105,33 @@ def take(engine: Any, step: list[list[int]]) -> None:
 
 def test_prompts_of_each_tier_short_ones_and_answers_of_several_texts_are_rehearsed(tmp_path: Path) -> None:
     _, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"), sequences=3)
-    steps = [[len(text) for text in step] for step in list_steps(variant)]
-    assert steps == [[4], [16], [24], [32], [64], [80], [1], [1, 1]]
+    steps = [[len(text) for text in step] for step in list_steps(variant, 4096)]
+    assert steps == [[4], [8], [16], [24], [32], [64], [80], [1], [1, 1]]
+    assert [step for step in list_steps(variant, 8) if len(step[0]) > 8] == []
 
 
-class Pool:
-    """Stands for the processes that compile."""
-
-    def __init__(self, requests: list[Any], processes: int) -> None:
-        self.requests, self.left, self.waited = requests, 0, list[float]()
-        pools.append(self)
-
-    def finish(self, seconds: float) -> dict[Any, None]:
-        self.waited.append(seconds)
-        return dict.fromkeys(self.requests)
-
-
-pools: list[Pool] = []
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_plans_of_few_tiers_and_contexts_longer_than_the_models_own_are_rehearsed(
+    sequences: int, tmp_path: Path
+) -> None:
+    file = open_model(write_gguf(tmp_path / "m.gguf", "llama"))
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in file.spec.units}
+    tiers = tuple(make_tier(file.spec, n, places, 2, 4096, sequences, batch=2048) for n in (4, 24, 512, 2048))
+    variant = make_variant(file.spec, tiers, 4096, sequences, reserve_mib=TORCH_RESERVE_MIB)
+    assert len(list_kernels(task_of(file, variant))) > 10
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where Triton keeps kernels."""
-    pools.clear()
-    monkeypatch.setattr(compile_ahead, "Compiling", Pool)
     monkeypatch.setattr("pshard.runtime.kernels.gpu.card_limits.card_limits", lambda _: CARD)
     monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path / "kept"))
-    yield tmp_path / "kept"
+    return tmp_path / "kept"
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, log: Path, program: str) -> None:
+    """Let this program stand for the process that compiles; it notes that it runs."""
+    monkeypatch.setattr(ready_kernels, "RUN", f"open({str(log)!r}, 'a').write('begun ')\n{program}")
 
 
 def enter(file: Any, variant: Any, error: type[BaseException] | None = None) -> list[str]:
@@ -134,29 +143,47 @@ def enter(file: Any, variant: Any, error: type[BaseException] | None = None) -> 
     return notes
 
 
-def test_a_plans_kernels_are_compiled_once_and_another_plans_again(tmp_path: Path, kept: Path) -> None:
-    file, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"))
-    for plan, times in ((variant, 1), (variant, 1), (with_workload(variant, type_k="q8_0"), 2)):
-        assert enter(file, plan) == [] and len(pools) == times
-    assert len(pools[0].requests) > 10 and len(list(kept.iterdir())) == 2
+COMPILED = """print('{"kernels": 3, "left": 1, "compiled": null, "error": ""}', flush=True)
+print('{"kernels": 3, "left": 0, "compiled": 3, "error": ""}')"""
 
 
-def test_what_was_interrupted_is_compiled_again(tmp_path: Path, kept: Path) -> None:
-    file, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"))
-    with pytest.raises(KeyboardInterrupt):
-        enter(file, variant, KeyboardInterrupt)
-    assert pools[0].waited == [0.0] and not kept.exists()
-    enter(file, variant)
-    assert len(pools) == 2
-
-
-def test_a_plan_that_cannot_be_rehearsed_runs_with_a_note(
+def test_a_plans_kernels_are_compiled_once_and_another_plans_again(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"))
-    monkeypatch.setattr("pshard.runtime.rehearse.list_steps", lambda _: 1 / 0)
-    (note,) = enter(file, variant)
-    assert "compiled one by one as they are first used (ZeroDivisionError" in note and not pools
+    answer(monkeypatch, tmp_path / "log", COMPILED)
+    for plan, times in ((variant, 1), (variant, 1), (with_workload(variant, type_k="q8_0"), 2)):
+        assert enter(file, plan) == [] and (tmp_path / "log").read_text() == "begun " * times
+    assert len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("""print('{"kernels": 0, "left": 0, "compiled": null, "error": "OSError: full"}')""", "OSError: full"),
+        ("raise SystemExit(1)", "the process ended"),
+        ("print('{')", "JSONDecodeError"),
+    ],
+)
+def test_what_could_not_be_compiled_is_told_and_tried_again(
+    program: str, why: str, tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"))
+    answer(monkeypatch, tmp_path / "log", program)
+    for times in (1, 2):
+        (note,) = enter(file, variant)
+        assert "compiled one by one as they are first used" in note and why in note
+        assert (tmp_path / "log").read_text() == "begun " * times and not kept.exists()
+
+
+def test_an_interrupted_load_ends_the_process_that_compiles(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"))
+    answer(monkeypatch, tmp_path / "log", "import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt):
+        enter(file, variant, KeyboardInterrupt)
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize("why", ["ranks", "ram"])
@@ -166,7 +193,36 @@ def test_plans_of_several_ranks_or_with_a_limit_of_memory_are_left_alone(why: st
         variant = with_workload(variant, ram_mib=4000)
     else:
         variant = SimpleNamespace(ranks=variant.ranks * 2, workload=variant.workload)
-    assert enter(file, variant) == [] and not pools
+    assert enter(file, variant) == [] and not kept.exists()
+
+
+@pytest.mark.slow
+def test_a_process_compiles_what_a_plan_starts(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kept))
+    file, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"))
+    assert enter(file, variant) == [] and "GPU kernels were compiled for this plan" in capsys.readouterr().err
+    assert len(list(kept.rglob("*.cubin"))) >= len(list_kernels(task_of(file, variant))) > 10
+
+
+def test_who_loses_its_parent_ends_with_the_processes_it_started(tmp_path: Path) -> None:
+    words = "import subprocess as s, time; from pshard.session.readiness import compile_kernels as c\n"
+    words += "c.compile_plan = lambda *_: print(s.Popen(['sleep', '600']).pid, flush=True) or time.sleep(600)\n"
+    words += "c.from_json = lambda *_: None; c.main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write("{}\n")
+    process.stdin.flush()
+    child = int(process.stdout.readline())
+    process.stdin.close()  # as the system does for a process that was killed
+    assert process.wait(20) == -signal.SIGKILL
+    end = time.monotonic() + 20
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.gpu
@@ -179,6 +235,6 @@ def test_a_gpu_has_nothing_left_to_compile(tmp_path: Path, monkeypatch: pytest.M
         engine = open_engine(path, variant.ranks[0].tiers, "fast", CONTEXT, device="cuda", kv_types=("bf16", "bf16"))
     compiled = count_compiled()
     with engine:
-        for step in list_steps(variant):
+        for step in list_steps(variant, engine.longest):
             take(engine, step)
     assert notes == [] and compiled.kernels == 0
