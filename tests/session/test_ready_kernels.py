@@ -227,6 +227,7 @@ def test_who_loses_its_parent_ends_with_the_processes_it_started(tmp_path: Path)
 
 @pytest.mark.gpu
 def test_a_gpu_has_nothing_left_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path / "kept"))
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)
     file, variant = open_variant(path, "streamed")
