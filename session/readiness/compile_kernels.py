@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from pshard.times.gpu_tiles import TileChoice
 
 MOST_SECONDS = 900.0  # what is not compiled by then is when it is first started
 LOOK = 0.5  # seconds between two lines
+LOST = (OSError, MemoryError, BrokenExecutor)  # not of the kernel
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def compile_plan(task: Task, say: Callable[[Heard], None]) -> None:
         say(Heard(len(requests), left))
         time.sleep(LOOK)
     errors = compiling.finish(0.0)
-    lost = next((error for error in errors.values() if isinstance(error, OSError | MemoryError)), None)
+    lost = next((error for error in errors.values() if isinstance(error, LOST)), None)
     if lost or len(errors) < len(requests):  # it is worth another try
         raise lost or TimeoutError(f"{len(errors)} of {len(requests)} kernels were reached in {MOST_SECONDS:.0f} s")
     say(Heard(len(requests), 0, sum(error is None for error in errors.values())))

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.products.many_rows import library_left_out
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.rehearse import SilentDevice, list_steps
-from pshard.session.readiness import ready_kernels
+from pshard.session.readiness import compile_kernels, ready_kernels
 from pshard.session.readiness.compile_kernels import Task, list_kernels
 from pshard.session.readiness.ready_kernels import kernels_ready
 
@@ -204,6 +205,25 @@ def test_a_process_compiles_what_a_plan_starts(
     file, variant = open_variant(write_gguf(tmp_path / "m.gguf", "llama"))
     assert enter(file, variant) == [] and "GPU kernels were compiled for this plan" in capsys.readouterr().err
     assert len(list(kept.rglob("*.cubin"))) >= len(list_kernels(task_of(file, variant))) > 10
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [({1: None, 2: ValueError("spills")}, ""), ({1: None, 2: OSError("full")}, "full"), ({1: None}, "1 of 2 kernels")],
+)
+def test_a_kernel_that_no_compiler_takes_is_not_tried_again_and_one_that_was_lost_is(
+    errors: dict[int, Exception | None], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "set_active", lambda _: None)
+    monkeypatch.setattr(compile_kernels, "list_kernels", lambda _: [1, 2])
+    compiling = SimpleNamespace(left=0, finish=lambda _: errors)
+    monkeypatch.setattr(compile_kernels, "Compiling", lambda *_: compiling)
+    heard = list[Any]()
+    with pytest.raises((OSError, TimeoutError), match=told) if told else nullcontext():
+        compile_kernels.compile_plan(SimpleNamespace(limits=CARD), heard.append)  # type: ignore[arg-type]
+    assert [one.compiled for one in heard] == ([] if told else [1])
 
 
 def test_who_loses_its_parent_ends_with_the_processes_it_started(tmp_path: Path) -> None:
