@@ -61,7 +61,8 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()
+    while os.read(0, 1):  # without a lock of Python's, which its end would wait for
+        pass
     os.killpg(0, signal.SIGKILL)  # with the processes that compile
 
 
