@@ -80,9 +80,7 @@ def build_engine(
         wanted = len(variant.ranks)
         raise UserError(f"the plan is for {wanted} ranks, but {group.size} are running; start {wanted}")
     plan = variant.ranks[group.rank]
-    whole = replace(file.spec, keeps_states=reads_states(file.spec, variant))
-    ordered = order_experts(whole, variant.popularity)
-    spec = replace(split_model(ordered, variant.split, group.rank), caches=plan.caches)
+    whole, spec = specs_of(file.spec, variant, group.rank)
     ranges = [split_ranges(whole, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
     weights, own = lender, None
@@ -110,7 +108,14 @@ def build_engine(
     return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes, head)
 
 
-def reads_states(spec: ModelSpec, variant: Variant) -> bool:
+def specs_of(spec: ModelSpec, variant: Variant, rank: int) -> tuple[ModelSpec, ModelSpec]:
+    """The model as a variant runs it, whole, and what a rank has of it, with experts in the order of their places."""
+    whole = replace(spec, keeps_states=_reads_states(spec, variant))
+    ordered = order_experts(whole, variant.popularity)
+    return whole, replace(split_model(ordered, variant.split, rank), caches=variant.ranks[rank].caches)
+
+
+def _reads_states(spec: ModelSpec, variant: Variant) -> bool:
     """Whether what drafts beside the model takes its states, as a head does."""
     return variant.drafter is not None and spec.head is not None and spec.head.takes_states
 

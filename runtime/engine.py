@@ -44,9 +44,9 @@ class MemoryReport:
     less the context). `page_locked`: whether all host weights are; `host_locked`: bytes of host memory that are, and
     `staging` those of them through which other weights are copied, `disk` those through which weights come from disk;
     `read`: bytes that were read there since the start, `waited`: those that came while something waited for them, and
-    the seconds of that. `slots`: of host memory for experts that live there. `process`:
-    what the process took of host memory before it loaded anything: Python, torch and the driver. `cores`: those that a
-    rank of several keeps to; its memory is from their NUMA nodes."""
+    the seconds of that. `slots`: of host memory for experts that live there. `process`: what the process took of host
+    memory before it loaded anything: Python, torch and the driver. `cores`: those that a rank of several keeps to; its
+    memory is from their NUMA nodes."""
 
     budget: int
     arena: int

@@ -1,7 +1,6 @@
 """Walks through the steps of a plan without weights and without a device, to find what these would start on one."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,8 +10,7 @@ from pshard.buffers import arena_bytes
 from pshard.cuts.rank_parts import split_ranges
 from pshard.on_host import list_on_host, list_only_in_vram
 from pshard.plan import Variant
-from pshard.routing.order_experts import order_experts
-from pshard.runtime.build_engine import reads_states
+from pshard.runtime.build_engine import specs_of
 from pshard.runtime.devices.device import CpuDevice, CpuEvent
 from pshard.runtime.engine import Engine
 from pshard.runtime.executor import Executor
@@ -63,8 +61,7 @@ def rehearse_steps(source: WeightSource, variant: Variant, kernels: Kernels) -> 
     Nothing of the model is loaded. For plans that leave nothing on disk.
     """
     (plan,) = variant.ranks
-    whole = replace(source.spec, keeps_states=reads_states(source.spec, variant))
-    spec = replace(order_experts(whole, variant.popularity), caches=plan.caches)
+    whole, spec = specs_of(source.spec, variant, 0)
     device, states = SilentDevice(), variant.workload.state_shape
     arena = device.allocate(arena_bytes(plan.budget_mib, "cuda", plan.reserve_mib))
     weights = HostWeights(list_on_host(spec, plan), device)

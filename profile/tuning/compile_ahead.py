@@ -121,6 +121,16 @@ def _main_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+def become(capability: int) -> Any:
+    """Make this process compile for a GPU of a capability (86 for 8.6) that it leaves alone; Triton's name of it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", capability, 32)
+    driver.set_active(OnlyTarget(target))
+    return target
+
+
 def _compile(target: Any, request: Request) -> None:
     """What a process of the pool does."""
     from triton.runtime import driver

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pshard.jsonio import from_json, to_json
 from pshard.plan import Variant
-from pshard.profile.tuning.compile_ahead import Compiling, OnlyTarget, Request, count_processes, requests_of
+from pshard.profile.tuning.compile_ahead import Compiling, Request, become, count_processes, requests_of
 from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.times.gpu_tiles import TileChoice
 
@@ -68,10 +68,7 @@ def _end_with_parent() -> None:
 
 def compile_plan(task: Task, say: Callable[[Heard], None]) -> None:
     """Compile a plan's kernels; `say` hears how far it is."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    driver.set_active(OnlyTarget(GPUTarget("cuda", task.limits.capability, 32)))
+    become(task.limits.capability)
     requests = list_kernels(task)
     if not requests:
         raise ValueError("no kernel was found")

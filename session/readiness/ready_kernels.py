@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pshard.session.readiness.compile_kernels import Task
 
 RUN = "import os; os.nice(5); from pshard.session.readiness.compile_kernels import main; main()"
-NEEDLESS = "GPU kernels are compiled one by one as they are first used"
+ONE_BY_ONE = "GPU kernels are compiled one by one as they are first used"
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def kernels_ready(opened: "Opened", variant: Variant, index: int, notes: list[st
     try:
         begun = _begin(opened, variant, index)
     except Exception as error:  # whatever it is, a run needs none of this
-        notes.append(f"{NEEDLESS} ({type(error).__name__}: {error})")
+        notes.append(f"{ONE_BY_ONE} ({type(error).__name__}: {error})")
         begun = None
     if begun is None:
         yield
@@ -47,7 +47,7 @@ def kernels_ready(opened: "Opened", variant: Variant, index: int, notes: list[st
     try:
         yield
         if why := _wait(process):
-            notes.append(f"{NEEDLESS} ({why})")
+            notes.append(f"{ONE_BY_ONE} ({why})")
         else:
             with suppress(OSError):  # else it is looked at again, and found compiled
                 mark.parent.mkdir(parents=True, exist_ok=True)
@@ -63,10 +63,12 @@ def _begin(opened: "Opened", variant: Variant, index: int) -> "tuple[subprocess.
     if len(variant.ranks) != 1 or variant.workload.ram_mib or variant.ranks[0].beyond_host:
         return None
     from triton import __version__, knobs
+    from triton.runtime import driver
 
     from pshard.runtime.kernels.gpu.card_limits import card_limits
     from pshard.session.readiness.compile_kernels import Task
 
+    driver.active.get_current_target()  # tells processes from now on which GPU is here, where it is taken for another
     spec = opened.file.spec
     task = Task(spec.path, variant, tuple(opened.profile.tiles_of(index)), card_limits(f"cuda:{index}"))
     asked = repr((__version__, _digest_sources(), task, spec.config, [unit.tensors for unit in spec.units]))

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pshard.profile.tuning.compile_ahead import OnlyTarget, Request
+from pshard.profile.tuning.compile_ahead import Request, become
 
 ASKED = ("num_warps", "num_stages", "maxnreg")  # of the compiler
 LAID_OUT_AS = {80: 86}  # up to shared memory the compiler looks at a card's generation alone
@@ -31,16 +31,6 @@ class Needs:
     registers: int | None = None
     spilled: int | None = None
     error: str = ""
-
-
-def become(capability: int) -> Any:
-    """Make this process compile for a capability (86 for 8.6); Triton's name of it."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    target = GPUTarget("cuda", capability, 32)
-    driver.set_active(OnlyTarget(target))
-    return target
 
 
 def digest_launch(request: Request, capability: int, assembled: bool) -> str:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from cards.compile_launch import become
 
 from pshard.model_config import Experts
 from pshard.profile.timed.operands import OperandPool
@@ -22,7 +21,7 @@ from pshard.profile.timed.time_kernels import (
 from pshard.profile.timed.time_latent import time_latent
 from pshard.profile.timing_loop import Pace
 from pshard.profile.tuning.attention_cases import calls_of_experts
-from pshard.profile.tuning.compile_ahead import Request, requests_of
+from pshard.profile.tuning.compile_ahead import Request, become, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.api import (
@@ -40,7 +39,7 @@ from pshard.runtime.kernels.gpu.card_limits import CardLimits
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.default_tiles import INT8_WAYS, gated_kernel
 from pshard.runtime.kernels.gpu.exchange import triton_exchange, triton_many_rows
-from pshard.runtime.kernels.gpu.products import many_rows
+from pshard.runtime.kernels.gpu.products.many_rows import library_left_out
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import Key
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.ranks.peer_memory import PeerExchange
@@ -126,16 +125,16 @@ class Collector:
 def list_launches(card: CardLimits, candidates: bool, few_rows: bool, exchanges: bool, brief: bool) -> list[Launch]:
     """All launches on a card; candidates: of the tuner too; few_rows: products of few rows; exchanges: ranks' sums;
     brief: of types that are laid out alike one."""
-    many_rows._multiply_by_library = lambda *_, **__: None  # type: ignore[assignment]
     collector = Collector(card)
-    for label, call, cut in _calls(collector.bench, brief):
-        collector.call(label, call, candidates and cut)
-    if few_rows:
-        for label, call in _few_rows(collector.bench):
-            collector.call(label, call, candidates)
-    if exchanges:
-        for label, call in _exchanges(collector.bench):
-            collector.call(label, call)
+    with library_left_out():
+        for label, call, cut in _calls(collector.bench, brief):
+            collector.call(label, call, candidates and cut)
+        if few_rows:
+            for label, call in _few_rows(collector.bench):
+                collector.call(label, call, candidates)
+        if exchanges:
+            for label, call in _exchanges(collector.bench):
+                collector.call(label, call)
     return list(collector.found.values())
 
 

@@ -214,9 +214,7 @@ def test_a_process_compiles_what_a_plan_starts(
 def test_a_kernel_that_no_compiler_takes_is_not_tried_again_and_one_that_was_lost_is(
     errors: dict[int, Exception | None], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton.runtime import driver
-
-    monkeypatch.setattr(driver, "set_active", lambda _: None)
+    monkeypatch.setattr(compile_kernels, "become", lambda _: None)
     monkeypatch.setattr(compile_kernels, "list_kernels", lambda _: [1, 2])
     compiling = SimpleNamespace(left=0, finish=lambda _: errors)
     monkeypatch.setattr(compile_kernels, "Compiling", lambda *_: compiling)
