@@ -9,7 +9,7 @@ import torch
 
 from pshard.model_config import Experts
 from pshard.profile.timed.operands import OperandPool
-from pshard.profile.timed.time_experts import time_experts, time_router
+from pshard.profile.timed.time_experts import expert_calls, rotate_layers, time_experts, time_router
 from pshard.profile.timed.time_kernels import (
     KernelBench,
     index_rows,
@@ -67,6 +67,7 @@ WINDOWS = ((Attend(64, 8, 64), 128, True), (Attend(64, 8, 64), 0, True), (Attend
            (Attend(40, 40, 128), 0, False, SLOPED), (Attend(40, 8, 128), 512, False, CHUNKED),
            (Attend(24, 2, 256), 0, False, CHOSEN))  # fmt: skip
 LATENTS = (AttendLatent(16, 512, 64), AttendLatent(128, 512, 64))
+MIXED = (("IQ3_S", "IQ1_M"), ("IQ2_XS", "Q6_K"), ("NVFP4", "MXFP4"), ("Q2_K", "IQ3_XXS"))  # gate and up of experts
 MANY_SMALL, VERY_MANY = Experts(128, 8, 768), Experts(512, 10, 512)
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 DELTAS = ((16, 32, 128), (16, 64, 128), (16, 16, 64))  # key heads, value heads, numbers of a head
@@ -191,10 +192,17 @@ def _expert_calls(bench: KernelBench, types: Sequence[str]) -> Iterator[tuple[st
             if width % QUANT_TYPES[qtype].block == 0:
                 run = partial(time_experts, bench, (qtype, qtype), width, rule, [1, 8, 16, 64, 128, 1024, 4096])
                 yield f"experts {qtype}, {rule.used} of {rule.count}", run, True
+    for gate, up in MIXED:
+        yield f"experts {gate} and {up}", partial(_multiply_by_two_types, bench, gate, up), True
     for qtype in ("F32", "BF16"):
         for rule, width in ((MANY_SMALL, 2048), (FEW_LARGE, 2880), (VERY_MANY, 2048)):
             run = partial(time_router, bench, qtype, width, rule, [1, 16, 128])
             yield f"router {qtype}, {rule.used} of {rule.count}", run, False
+
+
+def _multiply_by_two_types(bench: KernelBench, gate: str, up: str) -> None:
+    (gates, *_), (ups, *_) = (rotate_layers(bench, (qtype, gate), 2048, MANY_SMALL) for qtype in (gate, up))
+    expert_calls(bench, [replace(gates, up=ups.up)], MANY_SMALL, 2048, 1)(0)
 
 
 def _other_calls(bench: KernelBench) -> Iterator[Named]:

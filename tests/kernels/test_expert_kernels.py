@@ -194,7 +194,8 @@ CASES = [
     (("Q8_0", "Q8_0", "Q8_0"), 96, 32, 70), (("IQ2_XS", "IQ2_XS", "Q8_0"), 256, 64, 1),
     (("Q8_0", "Q8_0", "IQ3_S"), 64, 256, 1), (("IQ1_M", "IQ1_M", "Q8_0"), 256, 64, 1),
     (("Q8_0", "Q8_0", "IQ3_XXS"), 64, 256, 1), (("FP8", "FP8", "FP8"), 128, 128, 3),
-    (("NVFP4", "NVFP4", "NVFP4"), 64, 64, 2),
+    (("NVFP4", "NVFP4", "NVFP4"), 64, 64, 2), (("IQ3_XXS", "Q2_K", "Q8_0"), 256, 32, 1),
+    (("Q4_0", "IQ1_S", "Q8_0"), 256, 32, 2),
 ]  # fmt: skip
 
 
@@ -317,6 +318,7 @@ GPU_CASES = [
     *(((q, q, q), 512, 256, tokens) for q in ("BF16", "FP8") for tokens in (1, 8, 20, 300)),
     *((("Q4_K", "Q4_K", "Q6_K"), 2048, 768, tokens) for tokens in (1, 16, 512, 1500)),
     *((("MXFP4", "MXFP4", "MXFP4"), 2880, 2880, tokens) for tokens in (1, 16, 512)),
+    *(((PACKED[n - 1], q, PACKED[n - 2]), 512, 256, 1 + n % 4) for n, q in enumerate(PACKED)),
 ]
 
 

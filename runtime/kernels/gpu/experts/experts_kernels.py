@@ -68,7 +68,7 @@ class ExpertsOnGpu(NormsOnGpu, GatesOnGpu):
         following: NextNorm | None = None,
     ) -> None:
         """See `Kernels.experts` and `NormKernels`. x that was handed over quantised stays so. Two launches for up to 8
-        tokens, else four; gate and up of different types, and types of plain numbers, always take four."""
+        tokens, else four; types of plain numbers always take four."""
         self._pairs = None
         kinds = find_kinds(weights)
         if kinds is None:

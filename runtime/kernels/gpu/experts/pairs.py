@@ -20,9 +20,8 @@ FEW = 8  # tokens: from about here on experts that several tokens share are bett
 
 
 def fits_pairs(tokens: int, kinds: Kinds) -> bool:
-    """Whether `add_pairs` is for such a batch: few tokens, packed types, gate and up of one."""
-    packed = kinds.gate.qtype == kinds.up.qtype and kinds.gate.qtype in ENCODINGS and kinds.down.qtype in ENCODINGS
-    return tokens <= FEW and packed
+    """Whether `add_pairs` is for such a batch: few tokens, and packed types."""
+    return tokens <= FEW and all(matrix.qtype in ENCODINGS for matrix in kinds)
 
 
 def add_pairs(
@@ -42,7 +41,7 @@ def add_pairs(
     chosen = {"ids": routes.ids, "ids_stride": routes.ids.stride(0), "used": used}
     gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
     gate_at, up_at, down_at = weights.addresses
-    gate, down = kinds.gate, kinds.down
+    gate, up, down = kinds
     old, (left, new) = x[1], following or (NOT_QUANTISED, None)
     squares, norm, _ = (new.squares, new.weight, new.eps) if new else NO_NORM
     triton_pairs.gate_up_pairs_kernel[(gate.rows // 32, tokens * used)](
@@ -50,7 +49,7 @@ def add_pairs(
         UNSCALED=triton.next_power_of_2(gate.cols // 32) if old else 0, addresses=gate_at, up_addresses=up_at,
         bias=gate_bias, up_bias=up_bias, new_words=gated.words,
         new_scale=gated.scale, new_sums=gated.sums, ACTIVATION=rule.activation,
-        **_cut("pairs gate", gate, x[0][0].device, picker),
+        **_cut("pairs gate", gate, x[0][0].device, picker), **_read_up(up, x[0][0].device),
     )  # fmt: skip
     triton_pairs.down_pairs_kernel[(triton.cdiv(down.rows, 32), tokens * used)](
         *gated, **chosen, new_words=left[0], new_scale=left[1], new_sums=left[2], squares=squares, norm=norm,
@@ -58,6 +57,15 @@ def add_pairs(
         addresses=down_at, bias=down_bias, partial=scratch[0], counters=scratch[1], out=out, out_stride=out.stride(0),
         ACCUMULATE=accumulate, PLACES=triton.next_power_of_2(used), **_cut("pairs down", down, out.device, picker),
     )  # fmt: skip
+
+
+def _read_up(matrix: Packed, device: torch.device) -> dict[str, Any]:
+    """How the rows of an up are read, beside those of its gate, which are cut alike."""
+    encoding = ENCODINGS[matrix.qtype]
+    return {
+        "up_places": places(matrix, device), "UP_QTYPE": matrix.qtype, "UP_LOW": encoding.low,
+        "UP_HIGH": encoding.high, "UP_FACTOR": FACTORS.get(matrix.qtype, 1),
+    }  # fmt: skip
 
 
 def _cut(kernel: str, matrix: Packed, device: torch.device, picker: TilePicker) -> dict[str, Any]:

@@ -35,14 +35,16 @@ def _multiply_row(
 @triton.jit(do_not_specialize=["used"])
 def gate_up_pairs_kernel(
     words, scale, sums, ids, ids_stride, used, addresses, up_addresses, bias, up_bias, new_words, new_scale, new_sums,
-    squares, eps, rows, chunks, places,
+    squares, eps, rows, chunks, places, up_places,
     DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, ACTIVATION: tl.constexpr,
-    UNSCALED: tl.constexpr,
+    UNSCALED: tl.constexpr, UP_QTYPE: tl.constexpr, UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr,
+    UP_FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Program (32 rows, pair): act(gate . x + bias, up . x + bias), quantised: row `pair` of the new activations.
 
-    UNSCALED > 0, a power of two >= chunks: the activations are `Unscaled`."""
+    UP_*: how up's rows are read, whose type may be another than the gate's. UNSCALED > 0, a power of two >= chunks: the
+    activations are `Unscaled`."""
     tile = tl.program_id(0)
     pair = tl.program_id(1)
     token = pair // used
@@ -53,8 +55,8 @@ def gate_up_pairs_kernel(
     up_address = tl.load(up_addresses + expert)
     gate = _multiply_row(address, words, scale, sums, token, tile, rows, chunks, places, DEPTH, WARPS, QTYPE, LOW, HIGH,
                          FACTOR, MASKED, AHEAD)  # fmt: skip
-    up = _multiply_row(up_address, words, scale, sums, token, tile, rows, chunks, places, DEPTH, WARPS, QTYPE, LOW,
-                       HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
+    up = _multiply_row(up_address, words, scale, sums, token, tile, rows, chunks, up_places, DEPTH, WARPS, UP_QTYPE,
+                       UP_LOW, UP_HIGH, UP_FACTOR, MASKED, AHEAD)  # fmt: skip
     if UNSCALED > 0:
         m = token + tl.arange(0, 1)
         factor = factor_of(squares, m, m >= 0, chunks, eps, UNSCALED)[:, None]
