@@ -205,12 +205,13 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
     tables = {(o.table.qtype, o.table.cols) for o in inside if isinstance(o, LookUp)}
     rule, d_model = config.experts, config.d_model
     experts = {
-        (o.gate.qtype, o.down.qtype, rows)
+        (qtype, o.down.qtype, rows)
         for unit, *_ in spec.alike
         if unit.kind.parts
         for rows in _slice_rows(unit, config, ranks)
         for o in unit.operations(config)
         if isinstance(o, ExpertProducts)
+        for qtype in (o.gate.qtype, o.up.qtype)
     }
     routers = {o.router.qtype for o in inside if isinstance(o, Route)}
     return Shapes(

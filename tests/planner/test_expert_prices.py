@@ -115,6 +115,15 @@ def test_a_pair_of_types_is_put_together_from_both_timed_with_themselves(tokens:
     assert price(replace(both, experts=both.experts + exact.experts), mixed, tokens) == pytest.approx(1e-5 * tokens)
 
 
+@pytest.mark.parametrize("tokens", [1, 256, 4096])
+def test_ups_of_another_type_than_gates_take_the_mean_of_both(tokens: int) -> None:
+    kinds = {"Q4_0": 3e-5, "Q8_0": 9e-5}
+    rows = [timed(lambda n, s=s: s * n, shape=(q, "Q4_0", 128, 8, 768, 2048)).experts for q, s in kinds.items()]
+    mixed = replace(layer("Q4_0"), up=layer("Q8_0").up)
+    both = replace(PROFILE, experts=sum(rows, ()), routes=())
+    assert price(both, mixed, tokens) == pytest.approx(6e-5 * tokens)
+
+
 def test_slices_of_a_pair_of_types_are_put_together_from_slices_that_were_not_timed_either() -> None:
     gates = timed(lambda n: 3e-5 * n, shape=("IQ2_XXS", "IQ2_XXS", 128, 8, 768, 2048))
     downs = timed(lambda n: 9e-5 * n, shape=("IQ3_S", "IQ3_S", 128, 8, 768, 2048))

@@ -117,6 +117,7 @@ class ExpertTables:
 
         n of a layer's E experts take n/E of what all take, or what a record says of their `uses`. One whose types were
         timed each with itself takes GATES of what its gates' type takes, and the rest of what that of its downs takes.
+        Where ups have another type than gates, it takes the mean of both types.
         Another layer that was not timed takes what the one most like it takes when each of its experts gets as many
         tokens, for each expert that is used, scaled by bytes of weights up to SMALL_BATCH tokens of each, and by
         arithmetic above.
@@ -128,8 +129,9 @@ class ExpertTables:
         layer = LayerShape(gate.qtype, down.qtype, products.of, products.chosen, f, gate.cols)
         few = tokens * layer.used / layer.touched(tokens) <= SMALL_BATCH  # of each expert
         here = work_share(products, tokens, few, uses)
-        parts = self._take_apart(device, layer)
-        return here * sum(share * self._whole(device, part, tokens, few) for part, share in parts)
+        layers = dict.fromkeys((layer, replace(layer, gate_qtype=products.up.qtype)))
+        parts = [part for each in layers for part in self._take_apart(device, each)]
+        return here / len(layers) * sum(share * self._whole(device, part, tokens, few) for part, share in parts)
 
     def _take_apart(self, device: str, layer: LayerShape) -> tuple[tuple[LayerShape, float], ...]:
         """Layers that this one's time is put together from, with their shares, where its types were timed each with
