@@ -11,10 +11,17 @@ from pshard.cuts.rank_parts import split_ranges
 from pshard.on_host import list_on_host, list_only_in_vram
 from pshard.plan import Variant
 from pshard.runtime.build_engine import specs_of
-from pshard.runtime.devices.device import CpuDevice, CpuEvent
+from pshard.runtime.devices.device import (
+    KERNEL_RECEIVE_BYTES,
+    KERNEL_SEND_BYTES,
+    CpuDevice,
+    CpuEvent,
+    suits_kernel,
+)
 from pshard.runtime.engine import Engine
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Kernels
+from pshard.runtime.kernels.gpu.triton_copy import copy_words
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
@@ -25,7 +32,7 @@ SHORT = (8, 16, 32, SMALL_BATCH)  # tokens of a question, by powers of two as fe
 
 class SilentDevice(CpuDevice):
     """A device that copies nothing but whole numbers: whatever is waited for has happened. Its memory is mapped, and
-    hardly touched."""
+    hardly touched. It starts the kernels that copy what is small, as a GPU does from page-locked memory."""
 
     def copy_in(self, *_: Any, **__: Any) -> CpuEvent:
         event = CpuEvent()
@@ -36,14 +43,26 @@ class SilentDevice(CpuDevice):
 
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Rows and lengths are copied, with which others are looked up."""
+        _start_copy(dst, src, KERNEL_SEND_BYTES)
+        self._copy_whole(dst, src)
+
+    def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        _start_copy(dst, src, KERNEL_RECEIVE_BYTES)
+        self._copy_whole(dst, src)
+
+    def _copy_whole(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         if not dst.is_floating_point() and dst.dtype != torch.uint8:
             dst.copy_(src)
 
-    receive = send
-
     def bring(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """What nobody has computed is zeros, also where these are experts' numbers."""
+        _start_copy(dst, src, KERNEL_RECEIVE_BYTES)
         dst.zero_()
+
+
+def _start_copy(dst: torch.Tensor, src: torch.Tensor, most: int) -> None:
+    if suits_kernel(dst, src, most):
+        copy_words(dst, src)
 
 
 def _compute_nothing(*_: Any, **__: Any) -> bool:

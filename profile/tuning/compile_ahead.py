@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from pshard.profile.identify import count_cores, usable_memory
+from pshard.runtime.kernels.gpu.stable_keys import keep_keys_stable
 
 MOST_PROCESSES = 32
 PROCESS_BYTES = 1 << 30  # of memory, at most; all together take a quarter of it
@@ -136,6 +137,7 @@ def _compile(target: Any, request: Request) -> None:
     from triton.runtime import driver
 
     driver.set_active(OnlyTarget(target))
+    keep_keys_stable()
     getattr(import_module(request.module), request.kernel).preload(request.words)
 
 

@@ -206,8 +206,7 @@ class CudaDevice:
         self.compute.synchronize()
 
     def _transfer(self, dst: torch.Tensor, src: torch.Tensor, on_host: torch.Tensor, most: int) -> None:
-        small = on_host.nbytes <= most and on_host.nbytes % 4 == 0 and dst.dtype == src.dtype
-        if small and self._copy_small and dst.is_contiguous() and src.is_contiguous() and self._is_locked(on_host):
+        if self._copy_small and suits_kernel(dst, src, most) and self._is_locked(on_host):
             self._copy_small(dst, src)
         else:
             dst.copy_(src, non_blocking=True)
@@ -279,6 +278,12 @@ class CudaDevice:
         destroy_events(self._events)
         if self._fill is not None:
             self._fill[1].close()
+
+
+def suits_kernel(dst: torch.Tensor, src: torch.Tensor, most: int) -> bool:
+    """Whether a kernel can copy this, and what is in host memory is no more than so many bytes."""
+    alike = dst.dtype == src.dtype and dst.is_contiguous() and src.is_contiguous()
+    return alike and src.nbytes <= most and src.nbytes % 4 == 0
 
 
 def _kernel_for_small_copies() -> Callable[[torch.Tensor, torch.Tensor], None] | None:

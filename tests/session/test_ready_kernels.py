@@ -155,7 +155,7 @@ def test_a_plans_kernels_are_compiled_once_and_another_plans_again(
     answer(monkeypatch, tmp_path / "log", COMPILED)
     for plan, times in ((variant, 1), (variant, 1), (with_workload(variant, type_k="q8_0"), 2)):
         assert enter(file, plan) == [] and (tmp_path / "log").read_text() == "begun " * times
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(kept.glob("pshard-*"))) == 2  # a kernel of any other test may have been compiled meanwhile
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,11 @@ def test_who_loses_its_parent_ends_with_the_processes_it_started(tmp_path: Path)
     words += "c.compile_plan = lambda *_: print(s.Popen(['sleep', '600']).pid, flush=True) or time.sleep(600)\n"
     words += "c.from_json = lambda *_: None; c.main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-P", "-c", words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdin and process.stdout
     process.stdin.write("{}\n")

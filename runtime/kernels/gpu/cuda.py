@@ -27,6 +27,7 @@ from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 from pshard.runtime.kernels.gpu.products.int8_rows import Target
+from pshard.runtime.kernels.gpu.stable_keys import keep_keys_stable
 from pshard.runtime.kernels.gpu.streams_on_gpu import StreamsOnGpu
 from pshard.runtime.kernels.gpu.tiles.pick_tiles import TilePicker
 from pshard.runtime.kernels.kv_codec import CODES
@@ -63,6 +64,7 @@ class CudaKernels(ExpertsOnGpu, LatentOnGpu, DeltaOnGpu, ConvOnGpu, StreamsOnGpu
         limits: CardLimits | None = None,
     ) -> None:
         """limits: of a card that kernels are compiled for and that is not there; None: the device's."""
+        keep_keys_stable()
         self._picker = TilePicker(limits or card_limits(device), tiles)
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device, self._picker)
         self._left = self._placed = self._pairs = None

@@ -12,7 +12,7 @@ from pshard.runtime.kernels.gpu.experts.triton_tiles import load_tile
 from pshard.runtime.kernels.gpu.products.triton_gates import activate
 
 
-@triton.jit(do_not_specialize=["pairs", "slots"])
+@triton.jit(do_not_specialize=["pairs", "slots"], do_not_specialize_on_alignment=["order", "tiles"])
 def sort_kernel(
     ids, pairs, addresses, order, tiles, slots, BM: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def sort_kernel(
         first += tl.sum(line, axis=0)
 
 
-@triton.jit(do_not_specialize=["slots", "used"])
+@triton.jit(do_not_specialize=["slots", "used"], do_not_specialize_on_alignment=["order", "tiles"])
 def products_kernel(
     x, x_stride, addresses, second_addresses, order, tiles, slots, used, bias, second_bias, out, out_stride, rows, cols,
     places, second_places,

@@ -10,7 +10,7 @@ import triton.language as tl
 from pshard.runtime.kernels.gpu.products.triton_many import as_columns, four_of, store_group, sum_chunks
 
 
-@triton.jit(do_not_specialize=["slots", "used"])
+@triton.jit(do_not_specialize=["slots", "used"], do_not_specialize_on_alignment=["order", "tiles"])
 def quantise_pairs_kernel(x, x_stride, order, tiles, slots, used, words, scale, sums, chunks, BM: tl.constexpr,
                           SPAN: tl.constexpr):  # fmt: skip
     """Each pair's row of x [tokens, 32 * chunks], beyond a tile's zeros; program (SPAN chunks, group of 32 pairs)."""
@@ -58,7 +58,7 @@ def _store_quantised(four, base, there, block: tl.constexpr, side: tl.constexpr,
     tl.store(sums + base * 32 + token * 4 + b, total.to(tl.float32) * s, mask=there & (g == 0))
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["order", "tiles"])
 def pairs_many_kernel(
     words, scale, sums, addresses, second_addresses, order, tiles, slots, bias, second_bias, out, out_stride, out_scale,
     out_sums, rows, chunks, places,

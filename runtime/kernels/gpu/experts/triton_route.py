@@ -180,7 +180,7 @@ def logits_kernel(
     tl.store(at, acc, mask=(m < tokens)[:, None] & (expert < experts)[None, :])
 
 
-@triton.jit(do_not_specialize=["pieces", "used", "groups"])
+@triton.jit(do_not_specialize=["pieces", "used", "groups"], do_not_specialize_on_alignment=["begin", "ids", "weights"])
 def choose_kernel(
     partial, pieces, bias, choice_bias, factors, begin, ids, ids_stride, weights, weights_stride, groups, per, used,
     scale,
