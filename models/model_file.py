@@ -96,6 +96,11 @@ class ModelFile:
         view.spec, view._draft = replace(self.spec, head=draft.spec), draft
         return view
 
+    @property
+    def draft_path(self) -> str:
+        """The file or folder of the other model that drafts for this one; "" without one."""
+        return self._draft.spec.path if self._draft else ""
+
     def of_head(self) -> "ModelFile":
         """The same file as that of its head, the program that drafts, or the one that drafts for it. Raises UserError
         where there is none."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +29,11 @@ LOST = (OSError, MemoryError, BrokenExecutor)  # not of the kernel
 
 @dataclass(frozen=True)
 class Task:
-    """A plan of one rank, its model's file or folder, and the GPU's limits and chosen tiles."""
+    """A plan of one rank, its model's file or folder and that of the draft model ("" without one), and the GPU's limits
+    and chosen tiles."""
 
     model: str
+    draft: str
     variant: Variant
     tiles: tuple[TileChoice, ...]
     limits: CardLimits
@@ -94,6 +97,9 @@ def list_kernels(task: Task) -> list[Request]:
 
     most = task.variant.ranks[0].tiers[-1].tokens
     kernels = CudaKernels(torch.device("cpu"), most, task.tiles, limits=task.limits)
-    with open_model(Path(task.model)) as file, library_left_out():
+    with ExitStack() as opened, library_left_out():
+        file = opened.enter_context(open_model(Path(task.model)))
+        if task.draft:
+            file = file.with_draft(opened.enter_context(open_model(Path(task.draft))))
         found = requests_of(lambda: rehearse_steps(file, task.variant, kernels))
     return list(dict.fromkeys(found))

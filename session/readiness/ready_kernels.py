@@ -69,9 +69,11 @@ def _begin(opened: "Opened", variant: Variant, index: int) -> "tuple[subprocess.
     from pshard.session.readiness.compile_kernels import Task
 
     driver.active.get_current_target()  # tells processes from now on which GPU is here, where it is taken for another
-    spec = opened.file.spec
-    task = Task(spec.path, variant, tuple(opened.profile.tiles_of(index)), card_limits(f"cuda:{index}"))
-    asked = repr((__version__, _digest_sources(), task, spec.config, [unit.tensors for unit in spec.units]))
+    file, tiles, limits = opened.file, tuple(opened.profile.tiles_of(index)), card_limits(f"cuda:{index}")
+    task = Task(file.spec.path, file.draft_path, variant, tiles, limits)
+    programs = [file.spec, *([file.spec.head] if file.spec.head else ())]
+    models = [(spec.config, [unit.tensors for unit in spec.units]) for spec in programs]
+    asked = repr((__version__, _digest_sources(), task, models))
     # beside the kernels, so that it goes with them
     mark = Path(knobs.cache.dir) / f"pshard-{sha256(asked.encode()).hexdigest()[:32]}"
     return None if mark.exists() else (_start(task), mark)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,16 @@ import psutil
 import pytest
 import torch
 from engines import open_engine
+from head_files import write_headed
 from model_files import write_gguf
 from plan_samples import make_tier, make_variant, with_workload
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 
 from pshard.models import open_model
+from pshard.models.attach_draft import open_drafted
 from pshard.models.model_file import ModelFile
+from pshard.planner.place_head import place_head
 from pshard.profile.tuning.compile_ahead import OnlyTarget, requests_of
 from pshard.reserve import TORCH_RESERVE_MIB
 from pshard.runtime import build_engine as building
@@ -31,10 +35,11 @@ from pshard.runtime.kernels.gpu.count_compiled import count_compiled
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.products.many_rows import library_left_out
 from pshard.runtime.kernels.plain import PlainKernels
-from pshard.runtime.rehearse import SilentDevice, list_steps
+from pshard.runtime.rehearse import SilentDevice, list_steps, verify_drafts
 from pshard.session.readiness import compile_kernels, ready_kernels
 from pshard.session.readiness.compile_kernels import Task, list_kernels
 from pshard.session.readiness.ready_kernels import kernels_ready
+from pshard.speculation import Drafting
 
 CONTEXT = 256
 CARD = KNOWN_CARDS[90]  # as other tests of the process have it: Triton asks once
@@ -60,7 +65,7 @@ def open_variant(path: Path, where: str = "pinned", sequences: int = 1) -> tuple
 
 
 def task_of(file: Any, variant: Any) -> Task:
-    return Task(file.spec.path, variant, (), CARD)
+    return Task(file.spec.path, file.draft_path, variant, (), CARD)
 
 
 def write_family(path: Path, like: str) -> Path:
@@ -97,6 +102,42 @@ def test_a_rehearsal_finds_what_a_loaded_model_starts(
             steps = list_steps(variant, engine.longest)
             started = [request for step in steps for request in requests_of(partial(take, engine, step))]
     assert set(started) == set(rehearsed) and len(rehearsed) == len(set(rehearsed)) > 10
+
+
+def open_drafting(folder: Path, who: str) -> tuple[Any, Any]:
+    """A model with a head or another model that drafts two tokens a step, all in VRAM, and its plan."""
+    if who == "head":
+        write_headed(folder / "m.gguf", "dense")
+        file = open_model(folder / "m.gguf")
+    else:
+        model, other = (write_gguf(folder / f"{name}.gguf", "qwen3", qtype="Q8_0") for name in ("m", "other"))
+        file = open_drafted(model, other)
+    spec = replace(file.spec, keeps_states=who == "head")
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 1, batch=80) for n in (4, 24, 80))
+    variant = make_variant(spec, tiers, CONTEXT, 1, reserve_mib=TORCH_RESERVE_MIB)
+    variant = with_workload(variant, type_k="bf16", type_v="bf16", drafting=Drafting("mtp", 2))
+    in_vram = {unit.name for unit in spec.head.units}
+    return file, replace(variant, drafter=place_head(spec.head, variant.workload.state_shape, 2, in_vram))
+
+
+@pytest.mark.parametrize("who", ["head", "draft model"])
+def test_drafts_are_rehearsed_as_a_loaded_model_makes_and_verifies_them(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, variant = open_drafting(tmp_path, who)
+    with file:
+        rehearsed = list_kernels(task_of(file, variant))
+        kernels = CudaKernels(torch.device("cpu"), 80, limits=CARD)
+        monkeypatch.setattr(building, "choose_kernels", lambda *_: (kernels, PlainKernels(), ()))
+        with library_left_out(), building.build_engine(file, variant, SilentDevice()) as engine:
+            started = [
+                r for step in list_steps(variant, engine.longest) for r in requests_of(partial(take, engine, step))
+            ]
+            engine.reset()
+            whole = variant.drafter.tiers[-1].tokens
+            drafted = set(requests_of(partial(verify_drafts, engine, 2, whole)))
+    assert {*started, *drafted} == set(rehearsed) and drafted - set(started)
 
 
 def take(engine: Any, step: list[list[int]]) -> None:
