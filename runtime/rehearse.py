@@ -128,7 +128,7 @@ def _take_room(
 
 def verify_drafts(engine: Engine, most: int, whole: int) -> None:
     """Let a text verify ever more drafts of whoever drafts beside the model, by powers of two as few rows are
-    multiplied, as far as it has room for them. whole: tokens of a prompt that it takes in at once, at most."""
+    multiplied, as far as it has room for them. whole: tokens that whoever drafts takes in at once, at most."""
     pool, rows = engine.texts, [*takewhile(lambda n: n <= most, (2**i for i in range(1, most))), most + 1]
     text, prompt = pool.begin(0), min(whole + SHORT[0], engine.longest)
     pool.step([Piece(text, (0,) * prompt, best=1)])
