@@ -573,12 +573,32 @@ def test_what_was_compiled_before_is_not_started_by_asking_what_must_be_compiled
 
     try:
         found = compile_ahead.requests_of(call)
-        assert [request.kernel for request in found] == ["rows_kernel", "rows_kernel", "gate_mul_kernel"]
+        assert [request.kernel for request in found] == ["rows_kernel", "gate_mul_kernel"]
         kernel.preload(found[-1].words)
         again = compile_ahead.requests_of(call)  # that there is no GPU to start it on would end this
-        assert [request.kernel for request in again] == ["rows_kernel", "rows_kernel"]
+        assert [request.kernel for request in again] == ["rows_kernel"]
     finally:
         kernel.device_caches.clear()
+
+
+def test_a_kernel_is_asked_for_once_for_arguments_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from pshard.runtime.kernels.gpu import triton_copy
+
+    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(GPUTarget("cuda", 86, 32)))
+    triton_copy.copy_words_kernel.device_caches.clear()
+    words = torch.zeros(4096, dtype=torch.int32)
+
+    def call() -> None:
+        for first, count in ((0, 64), (64, 64), (0, 128), (1, 64), (0, 65)):  # the last two begin, and count, otherwise
+            triton_copy.copy_words(words[first : first + count], words[2048 : 2048 + count])
+
+    found = compile_ahead.requests_of(call)
+    triton_copy.copy_words_kernel.device_caches.clear()
+    assert len(found) == 4 and len(set(found)) == 3
 
 
 @pytest.mark.slow
