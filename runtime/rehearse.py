@@ -1,5 +1,7 @@
 """Walks through the steps of a plan without weights and without a device, to find what these would start on one."""
 
+import mmap
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
@@ -28,6 +30,7 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.gpu.triton_copy import copy_words
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.lend_weights import lend_weights
+from pshard.runtime.memory.host.host_memory import as_tensor
 from pshard.runtime.memory.kv_store import KVStore
 from pshard.runtime.memory.weights import HostWeights, UnitWeights, WeightSource
 from pshard.runtime.ranks.group import Group
@@ -35,6 +38,7 @@ from pshard.runtime.speculation.second_program import Ask, SecondProgram
 from pshard.runtime.texts.text import Piece
 from pshard.units.state import StateShape
 
+NO_RESERVE = 0x4000  # Linux: nothing is set aside for what is mapped, and so nothing can lack
 SECOND = 2  # drafts: the second is made of the first, and all others like it
 SHORT = (8, 16, 32, SMALL_BATCH)  # tokens of a question, by powers of two as few rows are multiplied
 
@@ -42,6 +46,13 @@ SHORT = (8, 16, 32, SMALL_BATCH)  # tokens of a question, by powers of two as fe
 class SilentDevice(CpuDevice):
     """A device that copies nothing but whole numbers: whatever is waited for has happened. Its memory is mapped, and
     hardly touched. It starts the kernels that copy what is small, as a GPU does from page-locked memory."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that the system need not have: a GPU may have more than the host."""
+        if sys.platform != "linux":
+            return super().allocate(nbytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        return as_tensor(mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags), nbytes)
 
     def copy_in(self, *_: Any, **__: Any) -> CpuEvent:
         event = CpuEvent()

@@ -104,6 +104,12 @@ def test_a_rehearsal_finds_what_a_loaded_model_starts(
     assert set(started) == set(rehearsed) and len(rehearsed) == len(set(rehearsed)) > 10
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems set aside what is mapped")
+def test_a_rehearsal_has_room_for_more_than_the_hosts_memory() -> None:
+    memory = SilentDevice().allocate(1 << 43)
+    assert memory.nbytes == 1 << 43 and memory[-4:].zero_().sum() == 0
+
+
 def open_drafting(folder: Path, who: str) -> tuple[Any, Any]:
     """A model with a head or another model that drafts two tokens a step, all in VRAM, and its plan."""
     if who == "head":
