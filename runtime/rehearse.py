@@ -4,13 +4,12 @@ import mmap
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any, cast
 
 import torch
 
 from pshard.batch import VERIFY
-from pshard.batch_sizes import SMALL_BATCH
+from pshard.batch_sizes import RUNGS, SMALL_BATCH
 from pshard.buffers import arena_bytes
 from pshard.cuts.rank_parts import split_ranges
 from pshard.model import ModelSpec
@@ -138,9 +137,9 @@ def _take_room(
 
 
 def verify_drafts(engine: Engine, most: int, whole: int) -> None:
-    """Let a text verify ever more drafts of whoever drafts beside the model, by powers of two as few rows are
-    multiplied, as far as it has room for them. whole: tokens that whoever drafts takes in at once, at most."""
-    pool, rows = engine.texts, [*takewhile(lambda n: n <= most, (2**i for i in range(1, most))), most + 1]
+    """Let a text verify ever more drafts of whoever drafts beside the model, as far as it has room for them. whole:
+    tokens that whoever drafts takes in at once, at most."""
+    pool, rows = engine.texts, [*(rung for rung in RUNGS if 1 < rung <= most), most + 1]
     text, prompt = pool.begin(0), min(whole + SHORT[0], engine.longest)
     pool.step([Piece(text, (0,) * prompt, best=1)])
     for count in rows:

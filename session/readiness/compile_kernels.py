@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,16 +89,13 @@ def list_kernels(task: Task) -> list[Request]:
     """What the steps of a plan start, each once; nothing is started."""
     import torch
 
-    from pshard.models import open_model
+    from pshard.models.attach_draft import open_drafted
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
     from pshard.runtime.kernels.gpu.products.many_rows import library_left_out
     from pshard.runtime.rehearse import rehearse_steps
 
     most = task.variant.ranks[0].tiers[-1].tokens
     kernels = CudaKernels(torch.device("cpu"), most, task.tiles, limits=task.limits)
-    with ExitStack() as opened, library_left_out():
-        file = opened.enter_context(open_model(Path(task.model)))
-        if task.draft:
-            file = file.with_draft(opened.enter_context(open_model(Path(task.draft))))
+    with open_drafted(Path(task.model), Path(task.draft) if task.draft else None) as file, library_left_out():
         found = requests_of(lambda: rehearse_steps(file, task.variant, kernels))
     return list(dict.fromkeys(found))

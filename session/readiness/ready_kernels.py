@@ -1,7 +1,7 @@
 """Compiles the GPU kernels that a plan's steps start before its first run: on all cores, while the model is loaded.
 
-Triton compiles a kernel when it is first started, one after another: some 60 for a model of one quant type, more than
-200 for a mix of fifteen. So a process of its own finds them before (`compile_kernels`).
+Triton compiles a kernel when it is first started, one after another: some 80 for a model of one quant type, some
+300 for a mix of fifteen. So a process of its own finds them before (`compile_kernels`).
 """
 
 import json

@@ -193,7 +193,7 @@ def _expert_calls(bench: KernelBench, types: Sequence[str]) -> Iterator[tuple[st
                 run = partial(time_experts, bench, (qtype, qtype), width, rule, [1, 8, 16, 64, 128, 1024, 4096])
                 yield f"experts {qtype}, {rule.used} of {rule.count}", run, True
     for gate, up in MIXED:
-        yield f"experts {gate} and {up}", partial(_multiply_by_two_types, bench, gate, up), True
+        yield f"experts {gate} and {up}", partial(_multiply_by_two_types, bench, gate, up), False
     for qtype in ("F32", "BF16"):
         for rule, width in ((MANY_SMALL, 2048), (FEW_LARGE, 2880), (VERY_MANY, 2048)):
             run = partial(time_router, bench, qtype, width, rule, [1, 16, 128])

@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,19 +89,25 @@ def test_kernels_of_every_family_are_found_and_nothing_of_the_file_is_read(
     assert {"rms_norm_kernel", "sort_kernel"} & found and len(found) > 8
 
 
+@contextmanager
+def loaded_silently(file: Any, variant: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An engine of the loaded model, whose kernels of a GPU can be asked what they start."""
+    kernels = CudaKernels(torch.device("cpu"), 80, limits=CARD)
+    monkeypatch.setattr(building, "choose_kernels", lambda *_: (kernels, PlainKernels(), ()))
+    with file, library_left_out(), building.build_engine(file, variant, SilentDevice()) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_a_rehearsal_finds_what_a_loaded_model_starts(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)
     file, variant = open_variant(path, where)
-    with file:
-        rehearsed = list_kernels(task_of(file, variant))
-        kernels = CudaKernels(torch.device("cpu"), 80, limits=CARD)
-        monkeypatch.setattr(building, "choose_kernels", lambda *_: (kernels, PlainKernels(), ()))
-        with library_left_out(), building.build_engine(file, variant, SilentDevice()) as engine:
-            steps = list_steps(variant, engine.longest)
-            started = [request for step in steps for request in requests_of(partial(take, engine, step))]
+    rehearsed = list_kernels(task_of(file, variant))
+    with loaded_silently(file, variant, monkeypatch) as engine:
+        steps = list_steps(variant, engine.longest)
+        started = [request for step in steps for request in requests_of(partial(take, engine, step))]
     assert set(started) == set(rehearsed) and len(rehearsed) == len(set(rehearsed)) > 10
 
 
@@ -132,17 +139,13 @@ def test_drafts_are_rehearsed_as_a_loaded_model_makes_and_verifies_them(
     who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, variant = open_drafting(tmp_path, who)
-    with file:
-        rehearsed = list_kernels(task_of(file, variant))
-        kernels = CudaKernels(torch.device("cpu"), 80, limits=CARD)
-        monkeypatch.setattr(building, "choose_kernels", lambda *_: (kernels, PlainKernels(), ()))
-        with library_left_out(), building.build_engine(file, variant, SilentDevice()) as engine:
-            started = [
-                r for step in list_steps(variant, engine.longest) for r in requests_of(partial(take, engine, step))
-            ]
-            engine.reset()
-            whole = variant.drafter.tiers[-1].tokens
-            drafted = set(requests_of(partial(verify_drafts, engine, 2, whole)))
+    rehearsed = list_kernels(task_of(file, variant))
+    with loaded_silently(file, variant, monkeypatch) as engine:
+        steps = list_steps(variant, engine.longest)
+        started = [request for step in steps for request in requests_of(partial(take, engine, step))]
+        engine.reset()
+        whole = variant.drafter.tiers[-1].tokens
+        drafted = set(requests_of(partial(verify_drafts, engine, 2, whole)))
     assert {*started, *drafted} == set(rehearsed) and drafted - set(started)
 
 
